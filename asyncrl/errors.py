@@ -1,0 +1,61 @@
+"""Every error asyncrl raises on purpose. Each is also the standard-library error a caller would expect.
+
+A message says the rule that was broken, the value that broke it and the way out. Adding one: subclass
+`AsyncRLError` and the nearest built-in, keep the constructor's single message, and raise it where the rule lives.
+"""
+
+
+class AsyncRLError(Exception):
+    """Base of all asyncrl errors."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """A setting was refused at start: unknown key, impossible arithmetic, or a combination that would deadlock."""
+
+
+class RunFolderError(AsyncRLError, FileExistsError):
+    """The run folder is in use, or does not hold what a resume needs."""
+
+
+class DataError(AsyncRLError, ValueError):
+    """A prompt file or one of its rows cannot be used."""
+
+
+class RewardError(AsyncRLError, RuntimeError):
+    """A reward function raised, returned something that is no finite number, timed out or killed its process."""
+
+
+class GenerationError(AsyncRLError, RuntimeError):
+    """An engine could not produce the completions it was asked for."""
+
+
+class WireError(AsyncRLError, ValueError):
+    """A message broke the wire format: size, schema version, dtype, shape or field limits."""
+
+
+class ReplayError(AsyncRLError, RuntimeError):
+    """The replay server refused a request; the message carries the server's reason."""
+
+
+class FencedError(ReplayError):
+    """A newer incarnation of this peer, or a newer attempt at this group, has taken over. Stop; retrying is useless."""
+
+
+class NoProgress(AsyncRLError, TimeoutError):
+    """A bounded wait ran out. The message names whom was waited for and for how long."""
+
+
+class LedgerError(AsyncRLError, RuntimeError):
+    """The conservation law, or a group's life cycle, was violated: a bug in asyncrl, never the user's fault."""
+
+
+class WeightsError(AsyncRLError, RuntimeError):
+    """Weights could not be sent, received or verified; the engine keeps the version it had."""
+
+
+class CheckpointError(AsyncRLError, RuntimeError):
+    """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class NonFiniteError(AsyncRLError, ArithmeticError):
+    """Loss or gradient stayed non-finite for more steps than `learner.max_nonfinite_steps`."""

@@ -1,0 +1,224 @@
+"""The nouns: plain dataclasses over numpy. No torch, no sockets; every process imports this module.
+
+Shape language: [T] tokens of one trajectory (prompt and completion), [N] tokens of one completion, [G] group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_VERSION = -1
+"""`policy_version` of a token that no policy sampled (prompt, observation), and of an engine not yet loaded."""
+
+
+class DropReason(str, Enum):
+    """Why a group left the ledger without being trained."""
+
+    STALE = "stale"
+    FAILED_GENERATION = "failed_generation"
+    FAILED_REWARD = "failed_reward"
+    FILTERED_ZERO_VARIANCE = "filtered_zero_variance"
+    OVER_LENGTH = "over_length"
+    REJECTED = "rejected"
+    WORKER_LOST = "worker_lost"
+    SHUTDOWN = "shutdown"
+
+
+class StalePolicy(str, Enum):
+    """What happens at lease time to tokens older than `max_staleness` (design: consumption gate)."""
+
+    MASK = "mask"
+    DROP = "drop"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task instance. `index` is its place in the endless, seeded stream of prompts."""
+
+    index: int
+    epoch: int
+    row: int
+    """Line of the data file, from 0."""
+    token_ids: NDArray[np.int32]
+    """[P] the prompt after chat template and tokenizer."""
+    text: str
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The whole row of the data file, `prompt` included; what the reward function is called with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    temperature: float
+    """0 is greedy; log-probs are then those of the argmax under temperature 1."""
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns for one sampled sequence."""
+
+    token_ids: NDArray[np.int32]
+    """[N], the stop token included when there was one."""
+    logprobs: NDArray[np.float32]
+    """[N] log-prob of each token under the distribution it was sampled from (temperature included)."""
+    policy_versions: NDArray[np.int32]
+    """[N] the version of the weights that sampled each token; non-decreasing."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sampled sequence with everything the loss needs.
+
+    Example: prompt `ab>` and completion `ba<eos>` with an update after its first token::
+
+        token_ids         [97 98 62 | 98 97 258]
+        loss_mask         [ 0  0  0 |  1  1   1]
+        behavior_logprobs [ 0  0  0 | -.7 -.2 -.1]
+        policy_versions   [-1 -1 -1 |  4  5   5]
+    """
+
+    token_ids: NDArray[np.int32]
+    """[T] prompt, then completion."""
+    loss_mask: NDArray[np.bool_]
+    """[T] true on sampled tokens; false on prompt and observation tokens."""
+    behavior_logprobs: NDArray[np.float32]
+    """[T] log mu of sampled tokens; 0 elsewhere."""
+    policy_versions: NDArray[np.int32]
+    """[T] version that sampled the token; NO_VERSION elsewhere."""
+    reward: float
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named components, where the reward function returned them."""
+    finish_reason: str = "stop"
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """The sibling trajectories of one prompt: the unit of admission, storage and accounting."""
+
+    group_id: int
+    prompt_index: int
+    attempt: int
+    """From the assignment; an insert with an older attempt is fenced."""
+    worker: str
+    trajectories: tuple[Trajectory, ...]
+    prompt_text: str = ""
+    completion_texts: tuple[str, ...] = ()
+    """[G] decoded completions; for `samples.jsonl`, never trained on."""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    """Seconds since the epoch on the worker's clock; for metrics only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryHeader:
+    """What the replay server and the batch planner know of a trajectory without touching its arrays."""
+
+    length: int
+    prompt_length: int
+    reward: float
+    version_tokens: tuple[tuple[int, int], ...]
+    """Runs `(policy_version, loss tokens sampled at it)` in token order."""
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(count for _, count in self.version_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHeader:
+    group_id: int
+    prompt_index: int
+    attempt: int
+    worker: str
+    trajectories: tuple[TrajectoryHeader, ...]
+    nbytes: int = 0
+    """Size of the group's frames, for byte credits and the memory cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """An order to a rollout worker: make this group. Held under a lease kept alive by heartbeats."""
+
+    group_id: int
+    prompt_index: int
+    attempt: int
+    """+1 at each re-issue of the same group."""
+    seed: int
+    policy_version: int
+    """The published version when it was issued; the worker's engine serves it or is allowed to lag (see admission)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalAssignment:
+    """An order to score rows `[start, stop)` of an evaluation set, greedily, at one version from start to end."""
+
+    job_id: int
+    chunk: int
+    attempt: int
+    eval_set: str
+    start: int
+    stop: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Scores of one evaluation assignment."""
+
+    job_id: int
+    chunk: int
+    attempt: int
+    policy_version: int
+    """The one version all its tokens were sampled at."""
+    scores: tuple[float, ...]
+    failed: int = 0
+    """Rows whose generation or reward failed; they are in no score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSummary:
+    """A finished evaluation job, handed to the learner for the metrics."""
+
+    job_id: int
+    step: int
+    eval_set: str
+    accuracy: float
+    """Mean score over the rows that were scored."""
+    count: int
+    failed: int
+    version_min: int
+    version_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One training batch, sealed: the same for every rank and every time `lease(step)` is asked again."""
+
+    step: int
+    policy_version: int
+    """The version the learner will hold when it trains this step is this one, or its child when leased ahead."""
+    groups: tuple[GroupHeader, ...]
+    staleness: dict[int, int]
+    """policy_version -> staleness at the moment of training, for every version in `groups`."""
+    max_staleness: int
+    """Loss tokens with a larger staleness are masked out by every rank."""
+    shards: tuple[tuple[tuple[int, int], ...], ...]
+    """Per rank, the `(group position, trajectory position)` pairs it trains, balanced on packed tokens."""
+
+    def fresh_tokens(self, trajectory: TrajectoryHeader) -> int:
+        """Loss tokens of `trajectory` that are within the bound."""
+        return sum(n for v, n in trajectory.version_tokens if self.staleness[v] <= self.max_staleness)

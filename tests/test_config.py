@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import config_dir, config_groups, config_keys, config_to_dict, load_config, run_digest
+from asyncrl.errors import ConfigError
+from asyncrl.machine import check_machine
+
+REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+
+REFUSED = [
+    # what a user types, and what the answer must contain: rule, value, way out
+    (["replay.stale_policy=maks"], ["replay.stale_policy must be one of mask, drop, wait", "'maks'", "`mask`"]),
+    (["model.dtype=bf16"], ["model.dtype must be one of float32, bfloat16", "'bf16'", "`bfloat16`"]),
+    (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
+    (["engine.name=transformer"], ["engine.name must be one of transformers, fake", "Did you mean `transformers`?"]),
+    (["engine.dtype=fp32"], ["engine.dtype must be one of float32, bfloat16", "'fp32'"]),
+    (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
+    (["learner.device=cuad"], ["learner.device must be auto, cpu, cuda or cuda:N", "Did you mean `cuda`?"]),
+    (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, none", "'median'"]),
+    (["advantage.std=groups"], ["advantage.std must be one of none, group, batch", "Did you mean `group`?"]),
+    (["rollout.host=proces"], ["rollout.host must be one of ray, process", "Did you mean `process`?"]),
+    (["weights.transport=file"], ["weights.transport must be one of broadcast, files", "Did you mean `files`?"]),
+    (["weights.wire_dtype=fp8"], ["weights.wire_dtype must be one of float32, bfloat16", "'fp8'"]),
+    (["learner.schedule=cosin"], ["learner.schedule must be one of constant, linear, cosine", "`cosine`"]),
+    (["run.name='a b'"], ["run.name must be 1 to 64 letters", "'a b'", "Rename"]),
+    (["run.name=.."], ["run.name must be 1 to 64 letters", "'..'"]),
+    ([f"run.name={'x' * 65}"], ["run.name must be 1 to 64 letters"]),
+    (["run.dir=''"], ["run.dir must not be empty", "Leave it out"]),
+    (["resume=auto", "overwrite=true"], ["resume=auto and overwrite=true contradict", "Give one of them"]),
+    (["resume=atuo"], ["resume must be never, auto or the path of a checkpoint", "'atuo'", "Did you mean `auto`?"]),
+    (["replay.max_staleness=-1"], ["replay.max_staleness must be at least 0", "-1"]),
+    (["replay.pipeline_depth=5"], ["between 0 and replay.max_staleness=4", "got 5", "replay.pipeline_depth=4"]),
+    (["replay.max_staleness=0"], ["between 0 and replay.max_staleness=0", "got 2", "replay.pipeline_depth=0"]),
+    (["replay.pipeline_depth=-1"], ["between 0 and replay.max_staleness=4", "got -1"]),
+    (
+        ["replay.stale_policy=wait", "replay.readmit_dropped=true"],
+        ["replay.readmit_dropped=true does nothing with replay.stale_policy=wait", "Remove it"],
+    ),
+    (["rollout.group_size=1"], ["rollout.group_size must be at least 2", "always 0", "got 1", "baseline=none"]),
+    (
+        ["rollout.group_size=1", "advantage.baseline=none", "advantage.std=group"],
+        ["rollout.group_size must be at least 2", "advantage.std=group"],
+    ),
+    (["learner.updates_per_batch=5"], ["must be a multiple of learner.updates_per_batch", "32 and 5", "16, 32"]),
+    (
+        ["learner.ranks=9", "learner.groups_per_step=4", "rollout.group_size=2"],
+        ["every rank needs a sequence", "= 8 is less than learner.ranks=9", "Raise"],
+    ),
+    (
+        ["learner.max_tokens_per_microbatch=700"],
+        ["must hold the longest sequence", "512 + rollout.max_new_tokens=256 = 768", "got 700", "at least 768"],
+    ),
+    (["rollout.temperature=0"], ["rollout.temperature must be above 0", "argmax", "got 0"]),
+    (["learner.lr=-1"], ["learner.lr must be above 0", "got -1"]),
+    (["learner.clip_norm=0"], ["learner.clip_norm must be above 0"]),
+    (["reward.timeout_s=0"], ["reward.timeout_s must be above 0"]),
+    (["weights.timeout_s=-3"], ["weights.timeout_s must be above 0", "-3"]),
+    (["replay.wait_timeout_s=0"], ["replay.wait_timeout_s must be above 0"]),
+    (["learner.beta2=1"], ["learner.beta2 must be between 0 and 1", "got 1"]),
+    (
+        ["replay.max_bytes=1000"],
+        ["replay.max_bytes=1000 would deadlock", "= 10223616", "Set replay.max_bytes=10223616"],
+    ),
+    (["learner.groups_per_step=0"], ["learner.groups_per_step must be at least 1", "got 0"]),
+    (["learner.save_every=0"], ["learner.save_every must be at least 1", "got 0"]),
+    (["rollout.workers=0"], ["rollout.workers must be at least 1"]),
+    (["learner.ranks=0"], ["learner.ranks must be at least 1"]),
+    (["learner.updates_per_batch=0"], ["learner.updates_per_batch must be at least 1"]),
+    (["rollout.max_in_flight=0"], ["rollout.max_in_flight must be at least 1"]),
+    (["eval.chunk=0"], ["eval.chunk must be at least 1"]),
+    (["ray.gpus_per_worker=-1"], ["ray.gpus_per_worker must be at least 0"]),
+    (["replay.heartbeat_timeout_s=2"], ["at least 3 * replay.heartbeat_s=1.0", "got 2.0", "heartbeat_timeout_s=3"]),
+    (["eval.every=10", "eval.path=''"], ["eval.every=10 needs eval.path", "eval.every=0"]),
+    (["eval.name=a/b"], ["eval.name", "'a/b'"]),
+    (["replay.address=tcp://10.0.0.5:1", "weights.host=10.0.0.6"], ["replay.keys is required", "asyncrl keys DIR"]),
+    (["replay.address=tcp://*:5577", "replay.keys=k"], ["would listen on every network", "tcp://10.0.0.5:5577"]),
+    (["replay.address=tcp://0.0.0.0:5577", "replay.keys=k"], ["would listen on every network"]),
+    (["replay.address=10.0.0.5:5577"], ["must be tcp://HOST:PORT or ipc://PATH", "'10.0.0.5:5577'", "Example"]),
+    (["replay.address=tcp://10.0.0.5:5577", "replay.keys=k"], ["weights.host=127.0.0.1", "Set weights.host"]),
+    (["loss.clip_low=-1", "loss=ppo"], ["loss.clip_low", "-1"]),
+    (["loss.tau_pos=1"], ["does not use loss.tau_pos=1", "remove it"]),
+    # unknown words and keys, refused before anything is composed
+    (["rollout.top_p=0.9"], ["`rollout.top_p=0.9` is refused", "biases every importance ratio", "rollout.temperature"]),
+    (["+rollout.top_k=5"], ["`+rollout.top_k=5` is refused", "biases every importance ratio"]),
+    (["rollout.min_p=0.1"], ["`rollout.min_p=0.1` is refused", "biases every importance ratio"]),
+    (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
+    (["telemetry.wandb_key=x"], ["keys never go into settings", "WANDB_API_KEY"]),
+    (["max_staleness=1"], ["no setting `max_staleness`", "Did you mean `replay.max_staleness`?"]),
+    (["learner.learning_rate=1"], ["no setting `learner.learning_rate`", "Did you mean `learner.lr`?"]),
+    (["replay.max_stalenes=1"], ["Did you mean `replay.max_staleness`?"]),
+    (["trainer.total_steps=1"], ["no setting `trainer.total_steps`", "Did you mean `learner.steps`?"]),
+    (["zzz.yyy=1"], ["no setting `zzz.yyy`", "Known here: advantage, data"]),
+    (["replay.zzzzzz=1"], ["no setting `replay.zzzzzz`", "Known here: replay.address"]),
+    (["+learner.lr=1"], ["never added or removed", "Write `learner.lr=...`"]),
+    (["learner.lr"], ["`learner.lr` is not of the form key=value"]),
+    (["loss=dppo_tw"], ["`loss=dppo_tw`: there is no such choice", "Did you mean `dppo_tv`?", "Choices:"]),
+    (["experiment=quikstart"], ["there is no such choice", "Did you mean `quickstart`?"]),
+    (["learner=3"], ["`learner` takes the name of a file in configs/learner/"]),
+    (["learner.steps=abc"], ["`learner.steps=abc` is refused", "Integer"]),
+    (["learner.steps=1.5"], ["`learner.steps=1.5` is refused", "Integer"]),
+    (["overwrite=maybe"], ["`overwrite=maybe` is refused", "bool"]),
+    (["rollout.group_size=null"], ["`rollout.group_size=null` is refused", "not Optional"]),
+    (["run.name=a,b"], ["could not be read as `key=value`", "quotes"]),
+    (["data.path=x(1).jsonl"], ["could not be read as `key=value`", "quotes"]),
+    (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
+    (["run.dir=${run.nam}"], ["`run.dir=${run.nam}` is refused", "run.nam"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_a_refused_setting_says_the_rule_the_value_and_the_way_out(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([*REQUIRED, *overrides])
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_everything_that_is_wrong_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([*REQUIRED, "replay.pipeline_depth=7", "rollout.temperature=0", "learner.schedule=cos"])
+    message = str(refused.value)
+    assert message.startswith("3 settings are refused:")
+    assert all(key in message for key in ("replay.pipeline_depth", "rollout.temperature", "learner.schedule"))
+
+
+def test_all_unknown_keys_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError, match="2 settings are refused"):
+        load_config([*REQUIRED, "rollout.top_p=1", "learner.learning_rate=1"])
+
+
+def test_missing_required_settings_are_named_together() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([])
+    assert "model.path=... " in str(refused.value)
+    assert "reward.function=..." in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(file.parent.name, file.stem) for file in sorted(config_dir().glob("*/*.yaml"))]
+)
+def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: str) -> None:
+    config = load_config([f"{group}={name}", *REQUIRED])
+    assert config.model.path == "m"
+
+
+def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
+    assert set(config_groups()) == {
+        *("model", "loss", "advantage", "data", "environment", "reward"),
+        *("engine", "replay", "weights", "learner", "rollout", "experiment"),
+    }
+
+
+def test_settings_stay_few_and_flat() -> None:
+    keys = config_keys()
+    assert len(keys) == len(set(keys)) <= 150
+    assert max(key.count(".") for key in keys) <= 2
+
+
+def test_config_keys_name_every_leaf_of_the_config() -> None:
+    leaves: list[str] = []
+
+    def walk(settings: dict[str, object], prefix: str) -> None:
+        for name, value in settings.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                leaves.append(f"{prefix}{name}")
+
+    walk(config_to_dict(load_config(REQUIRED)), "")
+    assert leaves == config_keys()
+
+
+def test_the_digest_ignores_what_differs_between_machines() -> None:
+    here = load_config([*REQUIRED, "model.path=/a/m"])
+    there = load_config(
+        [*REQUIRED, "model.path=/b/m", "data.path=/c/d.jsonl", "engine.threads=4", "run.dir=x", "rollout.workers=3"]
+    )
+    assert run_digest(here) == run_digest(there)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seed=1", "rollout.temperature=0.5", "replay.max_staleness=5", "learner.groups_per_step=16", "model.path=o"],
+)
+def test_the_digest_changes_with_every_shared_setting(change: str) -> None:
+    assert run_digest(load_config(REQUIRED)) != run_digest(load_config([*REQUIRED, change]))
+
+
+def test_importing_the_config_loads_no_torch() -> None:
+    code = "import sys, asyncrl.config; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_machine_is_asked_for_files_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config([*REQUIRED, "model.path=./m"])
+    with pytest.raises(ConfigError) as refused:
+        check_machine(config, "local")
+    for part in ("data.path=d.jsonl", "eval.path=e.jsonl", "there is no file r.py", "model.path=./m", "no such"):
+        assert part in str(refused.value)
+
+
+def test_a_replay_server_needs_no_data_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_machine(load_config(REQUIRED), "replay")
+
+
+def test_a_model_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_machine(load_config([*REQUIRED, f"model.path={tmp_path}"]), "learner")
+
+
+def test_a_reward_without_a_function_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name; got 'score'"):
+        check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")
+
+
+def test_keys_that_are_not_on_this_machine_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replay\.keys=.* is no directory here"):
+        check_machine(load_config([*REQUIRED, f"replay.keys={tmp_path}/none"]), "replay")
+
+
+def test_an_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]'"):
+        check_machine(load_config([*REQUIRED, "telemetry.wandb=true"]), "learner")
