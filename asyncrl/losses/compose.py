@@ -1,0 +1,165 @@
+"""`policy_loss`: aggregate(rejection * weight * surrogate) + KL terms, with diagnostics over the raw ratios.
+
+One call is one micro-batch. With global `denominators` the losses and gradients of all micro-batches and ranks add up
+to those of the whole batch, however it was split (rows of `PRESETS` with `batch_statistic` excepted).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.losses.aggregate import token_factors
+from asyncrl.losses.config import KEYS, LossConfig, resolve
+from asyncrl.losses.diagnostics import Sums, diagnose, summarize
+from asyncrl.losses.inputs import Denominators, LossInputs
+from asyncrl.losses.kl import kl_estimate
+from asyncrl.losses.preset_row import Preset
+from asyncrl.losses.presets import PRESETS
+from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, loglinear_proximal, make_safe
+from asyncrl.losses.rejection import rejections
+from asyncrl.losses.surrogates import SURROGATES
+from asyncrl.losses.weights import behavior_weight
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The loss of one call and what is worth knowing about it."""
+
+    loss: Float[Tensor, ""]
+    metrics: dict[str, Tensor]
+    """Of this call alone, detached scalars. To combine calls, add up the three below and `summarize()` again."""
+    sums: Sums = field(default_factory=dict)
+    """Name -> (numerator, denominator)."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """`loss/policy`, `loss/kl`, `loss/behavior_kl`: they add up over calls like the loss itself."""
+
+
+def policy_loss(
+    inputs: LossInputs, config: LossConfig, denominators: Denominators | None = None, diagnostics: bool = True
+) -> LossOutput:
+    """Loss of the packed tokens of one micro-batch, differentiable with respect to `learner_logprobs` only.
+
+    Args:
+        inputs: [T] tensors; float32 or float64 decides the arithmetic (bfloat16 is raised to float32).
+        config: from `preset()` or straight from Hydra.
+        denominators: counts over the whole optimizer batch; None counts this call's own tokens.
+        diagnostics: False leaves `metrics` with the loss parts only.
+
+    Raises:
+        ConfigError: a refused setting, or an input the loss needs and did not get.
+    """
+    row, config = _resolved(config)
+    tokens = with_anchor(make_safe(inputs), row)
+    edge = surrogate_edge(tokens, row, config)
+    shaped = SURROGATES[row.surrogate](tokens, config, edge)
+    loss, held = shaped.loss, {}
+    if config.weight != "none":
+        weight, below, above = behavior_weight(tokens, config, weight_log_ratio(tokens, row))
+        loss = loss * weight
+        held |= {"weight_low": below, "weight_high": above}
+    reasons = rejections(tokens, config)
+    counted = tokens
+    keep = tokens.mask
+    for rejected in reasons.values():
+        keep = keep & ~rejected
+    if config.denominator == "renormalize":
+        if config.weight in ("mask", "zero"):
+            keep = keep & ~held["weight_low"] & ~held["weight_high"]
+        counted = dataclasses.replace(tokens, mask=keep, _parts={}) if denominators is None else tokens
+    factors = token_factors(counted, config, denominators)
+    parts = {"loss/policy": add_up(loss if keep is tokens.mask else torch.where(keep, loss, 0.0), factors)}
+    parts |= kl_parts(tokens, row, config, edge, token_factors(tokens, config, denominators) if reasons else factors)
+    total = torch.stack(list(parts.values())).sum() if len(parts) > 1 else parts["loss/policy"]
+    parts = {name: part.detach() for name, part in parts.items()}
+    if not diagnostics:
+        return LossOutput(total, dict(parts), parts=parts)
+    held |= {f"rejected_{name}": rejected for name, rejected in reasons.items()}
+    sums, maxima = diagnose(tokens, shaped, held)
+    return LossOutput(total, summarize(sums, maxima) | parts, sums, maxima, parts)
+
+
+def add_up(values: Float[Tensor, " T"], factors: Tensor) -> Float[Tensor, ""]:
+    """Sum of values * factors; one factor for all is applied to the sum, which spares two passes over the tokens."""
+    return values.sum() * factors if factors.ndim == 0 else (values * factors).sum()
+
+
+def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors: Tensor) -> dict[str, Tensor]:
+    """The regularisers that are switched on, over all loss tokens, rejected ones included."""
+    parts: dict[str, Tensor] = {}
+    if config.kl_coef:
+        parts["loss/kl"] = config.kl_coef * add_up(reference_kl(tokens, row, config, edge), factors)
+    if config.behavior_kl:
+        parts["loss/behavior_kl"] = config.behavior_kl * add_up((tokens.cur - tokens.mu).square(), factors)
+    return parts
+
+
+def reference_kl(tokens: Tokens, row: Preset, config: LossConfig, edge: str) -> Float[Tensor, " T"]:
+    """KL estimate per token; `ratio_` kinds are multiplied by the differentiable token ratio (DeepSeek-V3.2)."""
+    if tokens.ref is None:
+        raise ConfigError(
+            f"loss.kl_coef={config.kl_coef} needs ref_logprobs in LossInputs and got None; pass the reference policy's "
+            "log-probs, or set loss.kl_coef=0"
+        )
+    kind = config.kl or "k3"
+    if not kind.startswith("ratio_"):
+        return kl_estimate(tokens.cur, tokens.ref, kind)
+    new, old = edge_ends(tokens, "E" if edge in ("", "B") else edge)
+    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ratio * kl_estimate(tokens.cur, tokens.ref, kind.removeprefix("ratio_"))
+
+
+def with_anchor(tokens: Tokens, row: Preset) -> Tokens:
+    """Give the presets that make their own proximal policy that policy, and check that the others got theirs."""
+    if row.anchor == "none" or (row.anchor == "proximal" and tokens.prox is not None):
+        return tokens
+    if row.anchor == "proximal":
+        raise ConfigError(
+            f"preset {row.name!r} needs proximal_logprobs in LossInputs and got None; pass them (with one update per "
+            "batch they are learner_logprobs.detach()), or use a preset on the edge E such as dppo_tv, dis or ppo"
+        )
+    if tokens.raw.staleness is None:
+        raise ConfigError(f"preset {row.name!r} makes its proximal policy from staleness; pass it in LossInputs")
+    return dataclasses.replace(tokens, prox=loglinear_proximal(tokens, tokens.raw.staleness))
+
+
+def surrogate_edge(tokens: Tokens, row: Preset, config: LossConfig) -> str:
+    """The edge of the surrogate: as configured; else U where there is a proximal policy, and E where there is none.
+
+    Empty for `reinforce`, which has no ratio.
+    """
+    if row.surrogate == "reinforce":
+        return ""
+    edge = config.edge or ("E" if tokens.prox is None else "U")
+    if edge != "U" and config.weight not in ("none", "mask"):
+        raise ConfigError(
+            f"loss.weight={config.weight} with the surrogate on edge {edge} counts proximal/behavior twice; pass "
+            "proximal_logprobs and use edge=U, or set loss.weight=none"
+        )
+    return edge
+
+
+def weight_log_ratio(tokens: Tokens, row: Preset) -> Float[Tensor, " T"]:
+    """What the behavior weight is taken of: B, or E where the surrogate has no ratio of its own to complete it."""
+    if row.surrogate == "reinforce":
+        return tokens.cur.detach() - tokens.mu
+    new, old = edge_ends(tokens, "B")
+    return new - old
+
+
+_RESOLVED: dict[tuple, tuple[Preset, LossConfig]] = {}
+
+
+def _resolved(config: LossConfig) -> tuple[Preset, LossConfig]:
+    """`resolve()`, remembered by value: it costs more than the loss of a small micro-batch."""
+    key = (config.preset, *(getattr(config, name) for name in KEYS))
+    if key not in _RESOLVED:
+        resolved = resolve(config)
+        _RESOLVED[key] = PRESETS[config.preset], resolved
+    return _RESOLVED[key]

@@ -1,0 +1,46 @@
+"""What a loss is computed from. All tensors are packed, [T], one entry per token of the micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Packed tokens of one micro-batch. Gradient flows through `learner_logprobs` only.
+
+    Values at tokens outside `loss_mask` are never read: they may be anything, NaN included. A behavior,
+    proximal or reference log-prob that is NaN or -inf counts as unscored, with a ratio of exactly 1.
+    """
+
+    learner_logprobs: Float[Tensor, " T"]
+    behavior_logprobs: Float[Tensor, " T"]
+    advantages: Float[Tensor, " T"]
+    loss_mask: Bool[Tensor, " T"]
+    sequence_ids: Int[Tensor, " T"]
+    """Which sequence a token belongs to; any integers >= 0. A sequence is never split between micro-batches."""
+    group_ids: Int[Tensor, " T"] | None = None
+    """Which prompt; for `aggregation=prompt_mean`."""
+    proximal_logprobs: Float[Tensor, " T"] | None = None
+    ref_logprobs: Float[Tensor, " T"] | None = None
+    entropy: Float[Tensor, " T"] | None = None
+    """Only reported."""
+    staleness: Int[Tensor, " T"] | None = None
+    """Policy versions between the token and the learner; for `a3po`, `max_age` and the staleness tables."""
+    group_tokens: Float[Tensor, " T"] | None = None
+    """Loss tokens of the token's whole group; for `prompt_mean` where a group is split between micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Counts over the whole optimizer batch (all ranks and micro-batches), so that the parts' losses add up exactly."""
+
+    tokens: float
+    """Tokens with loss_mask."""
+    sequences: float
+    """Sequences with at least one such token."""
+    groups: float
+    """Groups with at least one such token."""

@@ -1,0 +1,53 @@
+"""KL to the reference policy: estimators from the sampled token's log-probs, and the adaptive coefficient."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.losses.ratios import LOG_RATIO_LIMIT
+
+ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+
+
+def kl_estimate(learner: Float[Tensor, " T"], ref: Float[Tensor, " T"], kind: str) -> Float[Tensor, " T"]:
+    """Estimate of KL(learner || ref) per token.
+
+    `k1` log-ratio, `k2` half its square, `k3` exp(ref-learner) - (ref-learner) - 1 (never negative), `abs`; `k1+` and
+    `k3+` have that value with the gradient of k2, which is the gradient of the KL (those of k1 and k3 are not).
+
+    Raises:
+        ConfigError: unknown kind.
+    """
+    if kind not in ESTIMATORS:
+        raise ConfigError(f"the KL estimator must be one of {', '.join(ESTIMATORS)}; got {kind!r}")
+    if kind.endswith("+"):
+        gradient = kl_estimate(learner, ref, "k2")
+        return gradient - gradient.detach() + kl_estimate(learner, ref, kind[:-1]).detach()
+    difference = learner - ref
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    if kind == "abs":
+        return difference.abs()
+    back = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return back.exp() - back - 1
+
+
+class AdaptiveKL:
+    """Coefficient that follows a target KL: multiplied by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon."""
+
+    def __init__(self, coefficient: float, target: float, horizon: float) -> None:
+        if target <= 0 or horizon <= 0:
+            raise ConfigError(f"an adaptive KL needs target and horizon above 0; got {target} and {horizon}")
+        self.coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, samples: int) -> float:
+        """Take the measured `kl` of a step of `samples` sequences; returns the next coefficient."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coefficient *= 1.0 + error * samples / self.horizon
+        return self.coefficient

@@ -1,0 +1,49 @@
+"""The second-moment trust regions of M2PO: which tokens to drop, or where to clip, so that mean (log r)^2 is bounded.
+
+Both look at all tokens of a call, so they belong in one large micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def m2po_keep(
+    log_ratio: Float[Tensor, " T"], among: Bool[Tensor, " T"], bound: float, strict: bool = False
+) -> Bool[Tensor, " T"]:
+    """False at the tokens of `among` with the largest (log r)^2, dropped one by one until the rest average <= bound.
+
+    `strict` is AReaL's rule: until they average < bound, but never the last one.
+    """
+    squares = log_ratio.double().square()
+    order = torch.argsort(torch.where(among, squares, math.inf))
+    ascending = torch.where(among, squares, 0.0)[order]
+    count = int(among.sum())
+    means = ascending[:count].cumsum(0) / torch.arange(1, count + 1, device=squares.device)
+    kept = max(int((means < bound).sum()), min(count, 1)) if strict else int((means <= bound).sum())
+    keep = torch.ones_like(among)
+    keep[order[kept:count]] = False
+    return keep
+
+
+def m2po_clip_range(log_ratio: Float[Tensor, " T"], outward: Bool[Tensor, " T"], bound: float) -> tuple[float, float]:
+    """(low, high) ratio bounds e^-t, e^t: t is the largest outward |log r| at which capping still averages < bound.
+
+    As released: t is one of the data's own values, not the exact root, minus 1e-12 in its square, and its exponential
+    is rounded to float32. That rounding decides on which side of the bound that very token falls. (0, inf) where the
+    outward tokens already average <= bound.
+    """
+    squares = log_ratio[outward].square().sort().values
+    count = squares.numel()
+    if count == 0 or float(squares.sum()) / count <= bound + 1e-12:
+        return 0.0, math.inf
+    rest = torch.arange(count - 1, -1, -1, device=squares.device)
+    capped_sum = squares.cumsum(0).double() + (squares.double() - 1e-12) * rest
+    first = int((capped_sum < bound * count - 1e-12).sum())
+    width = math.sqrt(max(float(squares[first - 1]) - 1e-12, 0.0)) if first else 0.0
+    low, high = torch.tensor([-width, width], dtype=torch.float32).exp().tolist()
+    return 1 - (1 - low), 1 + (high - 1)

@@ -1,0 +1,43 @@
+"""The behavior weight: a detached function of the ratio between the proximal (or current) and the behavior policy."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from asyncrl.losses.config import LossConfig
+from asyncrl.losses.ratios import Tokens, at_level
+
+
+def behavior_weight(
+    tokens: Tokens, config: LossConfig, log_ratio: Float[Tensor, " T"]
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """(weight, below `weight_low`, above `weight_high`) of each token; `log_ratio` is detached and raw."""
+    level = config.weight_level or "token"
+    low, high = config.weight_low or 0.0, config.weight_high
+    assert high is not None
+    ratio = at_level(tokens, log_ratio, level).exp()
+    below, above = ratio < low, ratio > high
+    if config.weight == "truncate":
+        weight = ratio.clamp(max=high)
+    elif config.weight == "clip":
+        weight = ratio.clamp(low, high)
+    elif config.weight == "zero":
+        weight = torch.where(below | above, torch.zeros_like(ratio), ratio)
+    elif config.weight == "mask":
+        weight = torch.where(below | above, torch.zeros_like(ratio), torch.ones_like(ratio))
+    else:
+        weight = self_normalized(tokens, ratio.clamp(max=high), level)
+    return weight, below, above
+
+
+def self_normalized(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> Float[Tensor, " T"]:
+    """Divide by the mean weight of this call: over tokens, or over sequences where there is one weight per sequence."""
+    counted = torch.where(tokens.mask, weight, torch.zeros_like(weight))
+    if level in ("sequence", "geometric"):
+        parts = tokens.sequences
+        mean = parts.mean(counted).sum() / (parts.tokens > 0).sum().clamp(min=1)
+    else:
+        mean = counted.sum() / tokens.mask.sum().clamp(min=1)
+    return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
