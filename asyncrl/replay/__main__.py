@@ -1,0 +1,42 @@
+"""`python -m asyncrl.replay key=value ...`: the replay server of one run, until the run is over."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from collections.abc import Sequence
+
+from asyncrl.config import load_config, run_digest
+from asyncrl.errors import AsyncRLError
+from asyncrl.machine import check_machine
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.server import run_server
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Serve until the run is finished or a signal comes.
+
+    Raises:
+        AsyncRLError: a refused setting, an address that cannot be bound, or a broken ledger.
+    """
+    config = load_config(overrides)
+    check_machine(config, "replay")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    run_server(
+        config.replay,
+        AdmissionSettings.from_config(config),
+        # A new id each start: a peer that still talks to an earlier server of this address is told so.
+        run_id=uuid.uuid4().hex[:12],
+        run_digest=run_digest(config),
+        seed=config.seed,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except AsyncRLError as error:
+        print(f"asyncrl.replay: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,138 @@
+"""The two gates. Admission: may one more group be started? Consumption: may this token still be trained?
+
+Admission alone bounds only the average staleness (one slow group is enough to pass it); the consumption gate is the
+guarantee. Everything here is a pure function of numbers, so both gates can be read, tested and simulated alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.types import GroupHeader, StalePolicy, TrajectoryHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """What the gates need to know of the run. Refuses at construction what would deadlock."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    pipeline_depth: int
+    max_in_flight: int
+    stale_policy: StalePolicy = StalePolicy.MASK
+    readmit_dropped: bool = False
+    max_attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must be at least 1, not {getattr(self, name)}: nothing could ever be trained"
+                )
+        if not 0 <= self.pipeline_depth <= self.max_staleness:
+            raise ConfigError(
+                f"pipeline_depth={self.pipeline_depth} must be between 0 and max_staleness={self.max_staleness}: "
+                f"groups that far ahead get over-age. Lower pipeline_depth or raise max_staleness"
+            )
+
+    @classmethod
+    def from_config(cls, config: Config) -> AdmissionSettings:
+        """The settings of a checked run configuration."""
+        return cls(
+            groups_per_step=config.learner.groups_per_step,
+            group_size=config.rollout.group_size,
+            max_staleness=config.replay.max_staleness,
+            pipeline_depth=config.replay.pipeline_depth,
+            max_in_flight=config.rollout.max_in_flight,
+            stale_policy=StalePolicy(config.replay.stale_policy),
+            readmit_dropped=config.replay.readmit_dropped,
+            max_attempts=config.rollout.max_attempts,
+        )
+
+    @property
+    def max_lag(self) -> int:
+        """How far behind the newest version a worker may serve and still get assignments."""
+        return self.max_staleness - self.pipeline_depth
+
+
+def may_admit(settings: AdmissionSettings, *, untrained: int, in_flight: int) -> bool:
+    """May one more group be started?
+
+    `untrained` = admitted - dropped - trained, so `untrained < (1 + depth) * B` is the production gate
+    `admitted - dropped < (trained_steps + 1 + depth) * B` with the trained batches taken off both sides. The caller
+    leaves out groups that a restore has planned for steps beyond the window; counting them could stop admission
+    while the next step is short of a group.
+    """
+    window = (1 + settings.pipeline_depth) * settings.groups_per_step
+    return untrained < window and in_flight < settings.max_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One group judged at the moment it would be trained."""
+
+    fresh_tokens: int
+    """Loss tokens within the bound."""
+    stale_tokens: int
+    staleness: int
+    """Of its oldest loss token."""
+
+
+def judge(header: GroupHeader, staleness: Mapping[int, int], bound: int) -> Verdict:
+    """Count the loss tokens of a group within `bound`. `staleness` maps every version in it to its age at training."""
+    fresh = stale = oldest = 0
+    for trajectory in header.trajectories:
+        for version, count in trajectory.version_tokens:
+            age = staleness[version]
+            if age > oldest:
+                oldest = age
+            if age <= bound:
+                fresh += count
+            else:
+                stale += count
+    return Verdict(fresh_tokens=fresh, stale_tokens=stale, staleness=oldest)
+
+
+def may_train(verdict: Verdict, policy: StalePolicy) -> bool:
+    """Does the group go into the batch (its over-age tokens masked), or is it dropped as stale?"""
+    if policy is StalePolicy.DROP:
+        return verdict.stale_tokens == 0
+    return verdict.fresh_tokens > 0
+
+
+def over_committed(slacks: Iterable[int], groups_per_step: int) -> int | None:
+    """Policy `wait`: is the learner about to leave behind more groups than the coming steps can train in time?
+
+    `slacks` are those of the groups left out of the batch: how many further steps each can wait and still be within
+    the bound. At most `j * B` of them may have a slack of `j` or less. Returns the smallest `j` that is violated, or
+    None when the batch may be sealed. Negative slacks (only a rollback makes them) are past saving and not counted.
+    """
+    counts: dict[int, int] = {}
+    for slack in slacks:
+        if slack >= 0:
+            counts[slack] = counts.get(slack, 0) + 1
+    total = 0
+    for slack in sorted(counts):
+        total += counts[slack]
+        if total > slack * groups_per_step:
+            return slack
+    return None
+
+
+def stale_by_quartile(trajectory: TrajectoryHeader, staleness: Mapping[int, int], bound: int) -> list[int]:
+    """`[4]` over-age loss tokens by their place in the trajectory: first quarter of its loss tokens, second..."""
+    total = trajectory.loss_tokens
+    edges = [total * quarter // 4 for quarter in range(5)]
+    result = [0, 0, 0, 0]
+    start = 0
+    for version, count in trajectory.version_tokens:
+        stop = start + count
+        if staleness[version] > bound:
+            for quarter in range(4):
+                result[quarter] += max(0, min(stop, edges[quarter + 1]) - max(start, edges[quarter]))
+        start = stop
+    return result

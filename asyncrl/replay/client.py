@@ -1,0 +1,246 @@
+"""The two clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank.
+
+Both are thin: arguments in, `Connection.request`, checked values out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from asyncrl.config import ReplayConfig
+from asyncrl.errors import AsyncRLError, NoProgress, WireError
+from asyncrl.replay import messages, wire
+from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.payload import decode_texts, decode_trajectory, encode_group
+from asyncrl.types import (
+    Assignment,
+    DropReason,
+    EvalResult,
+    EvalSummary,
+    StepPlan,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+SAMPLE_GROUPS = 4
+"""Whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
+
+
+class WorkerRendezvous:
+    """Blocking `watch` and `served` for the weight subscriber's thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def watch(self, revision: int, wait_s: float) -> Board:
+        """The board once its revision differs from `revision`, or as it is after `wait_s`."""
+        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+
+    def served(self, policy_version: int, fingerprint: str) -> None:
+        self._connection.request("served", [policy_version, fingerprint]).result()
+        self._connection.served = max(self._connection.served, policy_version)
+
+
+class RolloutClient:
+    """`RolloutReplay` over the wire. `stats` returns the worker's cumulative counters; see `ReplayCore.heartbeat`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        worker: str,
+        run_digest: str,
+        config: ReplayConfig,
+        stats: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self._connection = Connection(
+            address, role="worker", name=worker, run_digest=run_digest, config=config, stats=stats
+        )
+        self._rendezvous = WorkerRendezvous(self._connection)
+
+    @property
+    def incarnation(self) -> str:
+        """Random per client object; the board's member list names workers by it."""
+        return self._connection.incarnation
+
+    def rendezvous(self) -> WorkerRendezvous:
+        return self._rendezvous
+
+    async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
+        future = self._connection.request("acquire", [slots, float(wait_s)])
+        try:
+            response = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._give_back)
+            raise
+        return messages.decode_acquired(response.body)
+
+    def _give_back(self, future: Future[Response]) -> None:
+        """Orders that came after the caller had gone would stay with this worker for ever."""
+        if future.exception() is None:
+            for assignment in messages.decode_acquired(future.result().body).assignments:
+                self._fail(assignment, DropReason.SHUTDOWN, "acquire was cancelled")
+
+    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+        encoded = encode_group(group)
+        body = [wire.encode_group_header(encoded.header), encoded.layout]
+        request = self._connection.request("insert", body, encoded.frames, encoded.header.nbytes)
+        response = await asyncio.wrap_future(request)
+        status, reason, _ = wire.sequence(response.body, "insert reply", 3)
+        return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
+
+    async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
+        await asyncio.wrap_future(self._fail(assignment, reason, detail))
+
+    def _fail(self, assignment: Assignment, reason: DropReason, detail: str) -> Future[Response]:
+        body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT]]
+        return self._connection.request("fail", body)
+
+    async def report_evaluation(self, result: EvalResult) -> None:
+        await asyncio.wrap_future(self._connection.request("report_evaluation", messages.encode_record(result)))
+
+    async def served(self, policy_version: int, fingerprint: str) -> None:
+        await asyncio.to_thread(self._rendezvous.served, policy_version, fingerprint)
+
+    async def watch(self, *, revision: int, wait_s: float) -> Board:
+        request = self._connection.request("watch", [revision, float(wait_s)])
+        return _board(await asyncio.wrap_future(request))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._connection.close)
+
+
+class LearnerClient:
+    """`LearnerReplay` over the wire; blocking, safe to call from several threads."""
+
+    def __init__(self, address: str, *, rank: int, run_digest: str, config: ReplayConfig) -> None:
+        self.address = address
+        self._samples = SAMPLE_GROUPS if rank == 0 else 0
+        self._connection = Connection(
+            address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
+        )
+
+    def _ask(self, verb: str, body: Any = None) -> Any:
+        return self._connection.request(verb, body).result().body
+
+    def restore(self, *, step: int | None, policy_version: int, snapshot: dict[str, Any] | None) -> Restored:
+        return messages.decode_record(Restored, self._ask("restore", [step, policy_version, snapshot]))
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        self._ask("publish", [policy_version, parent])
+
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
+        request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
+        return decode_lease(request.result(), rank)
+
+    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+        return messages.decode_trained(self._ask("trained", [step, policy_version]))
+
+    def commit(self, *, step: int) -> None:
+        self._ask("commit", step)
+
+    def snapshot(self) -> dict[str, Any]:
+        return wire.mapping(self._ask("snapshot"), "snapshot")
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        return wire.integer(self._ask("evaluate", [step, policy_version, eval_set, rows, chunk]), "job", 0, wire.MAX_ID)
+
+    def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
+        return messages.decode_records(EvalSummary, self._ask("wait_evaluations", float(wait_s)))
+
+    def announce(self, values: dict[str, Any]) -> None:
+        self._ask("announce", values)
+
+    def members(self) -> list[Member]:
+        return messages.decode_members(self._ask("members"))
+
+    def watch(self, *, revision: int, wait_s: float) -> Board:
+        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+
+    def finish(self) -> None:
+        self._ask("finish")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _board(response: Response) -> Board:
+    revision, values = wire.sequence(response.body, "board", 2)
+    return Board(revision=wire.integer(revision, "revision", 0, wire.MAX_ID), values=wire.mapping(values, "values"))
+
+
+def decode_lease(response: Response, rank: int) -> Lease:
+    """One rank's trajectories, each checked against the header it was judged by.
+
+    Raises:
+        WireError: something is missing or does not agree.
+    """
+    encoded_plan, table, texts = wire.sequence(response.body, "lease", 3)
+    plan = wire.decode_plan(encoded_plan)
+    wire.integer(rank, "rank", 0, len(plan.shards) - 1)
+    frames = [memoryview(frame) for frame in response.frames]
+    found: dict[tuple[int, int], Trajectory] = {}
+    for row in wire.sequence(table, "table", limit=wire.MAX_TOKENS):
+        group, position, frame, offset, size, first, count = wire.sequence(row, "table row", 7)
+        wire.integer(group, "group", 0, len(plan.groups) - 1)
+        wire.integer(position, "trajectory", 0, len(plan.groups[group].trajectories) - 1)
+        wire.integer(frame, "frame", 0, len(frames) - 1)
+        wire.integer(offset, "offset", 0, len(frames[frame]))
+        wire.integer(size, "size", 0, len(frames[frame]) - offset)
+        wire.integer(first, "first frame", 0, len(frames))
+        wire.integer(count, "frames", 0, len(frames) - first)
+        header = plan.groups[group].trajectories[position]
+        blob = frames[frame][offset : offset + size]
+        found[group, position] = decode_trajectory(header, blob, frames[first : first + count])
+    missing = [place for place in plan.shards[rank] if place not in found]
+    if missing:
+        raise WireError(f"the lease of step {plan.step} lacks the trajectories {missing[:5]} of rank {rank}")
+    samples = tuple(_sample(plan, found, frames, row) for row in wire.sequence(texts, "texts"))
+    return Lease(plan=plan, trajectories={place: found[place] for place in plan.shards[rank]}, samples=samples)
+
+
+def _sample(
+    plan: StepPlan, found: dict[tuple[int, int], Trajectory], frames: list[memoryview], row: Any
+) -> TrajectoryGroup:
+    group, place = wire.sequence(row, "text row", 2)
+    wire.integer(group, "group", 0, len(plan.groups) - 1)
+    wire.integer(place, "text frame", 0, len(frames) - 1)
+    prompt_text, completion_texts, started_at, finished_at = decode_texts(frames[place])
+    header = plan.groups[group]
+    places = [(group, position) for position in range(len(header.trajectories))]
+    if any(place not in found for place in places):
+        raise WireError(f"sample group {header.group_id} came without all its trajectories")
+    return TrajectoryGroup(
+        group_id=header.group_id,
+        prompt_index=header.prompt_index,
+        attempt=header.attempt,
+        worker=header.worker,
+        trajectories=tuple(found[place] for place in places),
+        prompt_text=prompt_text,
+        completion_texts=completion_texts,
+        started_at=started_at,
+        finished_at=finished_at,
+    )
+
+
+def wait_for_server(address: str, *, config: ReplayConfig, run_digest: str, wait_s: float) -> None:
+    """Return once the replay server answers.
+
+    Raises:
+        NoProgress: it did not within `wait_s`. ReplayError: it serves another run.
+    """
+    probe = Connection(address, role="learner", name="probe", run_digest=run_digest, config=config)
+    deadline = time.monotonic() + wait_s
+    try:
+        probe.request("members").result(timeout=max(0.0, deadline - time.monotonic()))
+    except TimeoutError as error:
+        if isinstance(error, AsyncRLError):
+            raise
+        raise NoProgress(f"the replay server at {address} did not answer within {wait_s:.0f} s") from error
+    finally:
+        probe.close()

@@ -1,0 +1,347 @@
+"""The client's end of the socket: one thread that owns a DEALER and sees every request through.
+
+    consumes      requests from any thread of this process
+    waits for     the server, and for byte credit before it sends a group
+    unblocked by  replies; a heartbeat's reply names the requests that were lost, which are then sent again
+
+A request has an id that does not change when it is resent, so it runs once. Silence past `heartbeat_timeout_s` opens
+a new socket; silence past `wait_timeout_s` fails what is outstanding with NoProgress.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from asyncrl.config import ReplayConfig
+from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
+from asyncrl.replay import wire
+from asyncrl.replay.payload import Frame
+from asyncrl.replay.security import secure_client
+from asyncrl.replay.socket_options import set_socket_options
+from asyncrl.replay.wire import Envelope
+from asyncrl.types import NO_VERSION
+
+log = logging.getLogger(__name__)
+
+CONTROL_KEPT = 10_000
+"""Request numbers after which a hello or heartbeat without an answer is forgotten."""
+GOODBYE_S = 2.0
+"""How long `close` waits for the server to take note."""
+
+ERRORS: dict[str, type[AsyncRLError]] = {
+    "fenced": FencedError,
+    "wire": WireError,
+    "no_progress": NoProgress,
+    "replay": ReplayError,
+    "refused": ReplayError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    body: Any
+    frames: list[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    number: int
+    verb: str
+    body: Any
+    frames: Sequence[Frame]
+    nbytes: int
+    """Counted against the byte credit while unanswered; 0 for requests that store nothing."""
+    future: Future[Response]
+    since: float
+    """When it was made, or when the server last moved while it waited for credit."""
+    sent: bool = False
+
+
+class Connection:
+    """See the module. `stats` is called for every heartbeat, in the thread of the connection."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: str,
+        name: str,
+        run_digest: str,
+        config: ReplayConfig,
+        stats: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self.address, self.role, self.name = address, role, name
+        self.incarnation = uuid.uuid4().hex
+        self.served = NO_VERSION
+        """Newest version served, told with every hello."""
+        self._digest, self._config, self._stats = run_digest, config, stats
+        self._context = zmq.Context(1)
+        self._inbox: deque[_Request] = deque()
+        self._outstanding: dict[int, _Request] = {}
+        self._unsent: deque[_Request] = deque()
+        self._next = 1
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._fatal: AsyncRLError | None = None
+        self._run, self._boot = "", ""
+        self._welcome = False
+        self._control: dict[int, str] = {}
+        """Verbs of hellos and heartbeats under way; they are never resent."""
+        self._window = 0
+        self._unacknowledged = 0
+        self._progress = -1
+        self._contact = self._attempt = time.monotonic()
+        # The wake-up pair is made here: an inproc peer that connects before the thread binds is fine, but a closed
+        # context in the thread would not be.
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.bind("inproc://wake")
+        self._wake_out.connect("inproc://wake")
+        self._socket = self._open()
+        self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
+        self._thread.start()
+
+    def request(self, verb: str, body: Any = None, frames: Sequence[Frame] = (), nbytes: int = 0) -> Future[Response]:
+        """Send and see through. The future fails with what the server answered, or with NoProgress."""
+        future: Future[Response] = Future()
+        future.set_running_or_notify_cancel()  # A sent request cannot be taken back: the server may act on it.
+        with self._lock:
+            if self._fatal is not None or self._closing.is_set():
+                future.set_exception(self._fatal or ReplayError(f"the connection to {self.address} was closed"))
+                return future
+            number, self._next = self._next, self._next + 1
+            self._inbox.append(_Request(number, verb, body, frames, nbytes, future, time.monotonic()))
+            self._wake_out.send(b"")
+        return future
+
+    def close(self) -> None:
+        """Say goodbye (bounded) and stop the thread. What is outstanding fails. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        if self._fatal is None and self._welcome:
+            goodbye = self.request("goodbye")
+            try:
+                goodbye.exception(timeout=GOODBYE_S)
+            except TimeoutError:
+                log.debug("%s did not answer the goodbye of %s", self.address, self.name)
+        with self._lock:
+            self._closing.set()
+            self._wake_out.send(b"")
+        self._thread.join(timeout=5.0)
+        self._wake_out.close(0)
+        if not self._thread.is_alive():  # Or the context would wait for its socket for ever.
+            self._context.term()
+
+    # ---- the thread
+
+    def _main(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._loop()
+        # The boundary of the thread: whatever ended it must reach those who wait, or they would wait for ever.
+        except Exception as failure:
+            log.exception("the connection to %s failed", self.address)
+            error = failure
+        closed = ReplayError(f"the connection to the replay server at {self.address} was closed")
+        closed.__cause__ = error
+        self._fail_all(closed)
+        self._socket.close(0)
+        self._wake_in.close(0)
+
+    def _loop(self) -> None:
+        next_beat = 0.0
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + self._config.heartbeat_s
+                self._beat(now)
+            poller = zmq.Poller()
+            poller.register(self._wake_in, zmq.POLLIN)
+            poller.register(self._socket, zmq.POLLIN)
+            ready = dict(poller.poll(int(max(0.0, next_beat - now) * 1000) + 1))
+            if self._wake_in in ready:
+                self._take_inbox()
+            if self._socket in ready:
+                self._receive()
+            self._send_unsent()
+
+    def _open(self) -> zmq.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        set_socket_options(socket, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
+        secure_client(socket, self._config.keys)
+        socket.connect(self.address)
+        return socket
+
+    def _beat(self, now: float) -> None:
+        """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
+        if now - self._contact > self._config.heartbeat_timeout_s < now - self._attempt:
+            log.info("no word from %s for %.1f s: connecting anew", self.address, now - self._contact)
+            self._attempt = now
+            self._socket.close(0)
+            self._socket = self._open()
+            self._welcome = False
+        if self._welcome:
+            sent = [number for number, request in self._outstanding.items() if request.sent]
+            self._say("heartbeat", [0, [self._stats(), sent]])
+        elif self._fatal is None:
+            self._hello()
+        self._give_up(now)
+
+    def _hello(self) -> None:
+        self._say("hello", [self.role, self.name, self._digest, self.served, self._boot])
+
+    def _say(self, verb: str, body: Any) -> None:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+        self._control = {known: name for known, name in self._control.items() if known > number - CONTROL_KEPT}
+        self._control[number] = verb
+        self._send(verb, number, body)
+
+    def _take_inbox(self) -> None:
+        while self._wake_in.poll(0):
+            self._wake_in.recv()
+        while self._inbox:
+            request = self._inbox.popleft()
+            self._outstanding[request.number] = request
+            self._unsent.append(request)
+
+    def _send_unsent(self) -> None:
+        """In order; a group waits for its credit and lets requests without payload pass."""
+        if not self._welcome or not self._unsent:
+            return
+        waiting: deque[_Request] = deque()
+        while self._unsent:
+            request = self._unsent.popleft()
+            if request.number not in self._outstanding:
+                continue
+            if (waiting and request.nbytes) or not self._has_credit(request) or not self._dispatch(request):
+                waiting.append(request)
+        self._unsent = waiting
+
+    def _has_credit(self, request: _Request) -> bool:
+        """The first unacknowledged group may be larger than the window, or it could never be sent."""
+        if not request.nbytes:
+            return True
+        fits = self._unacknowledged + request.nbytes <= self._window
+        return fits or (self._unacknowledged == 0 and self._window > 0)
+
+    def _dispatch(self, request: _Request) -> bool:
+        oldest = next(iter(self._outstanding))
+        try:
+            sent = self._send(request.verb, request.number, [oldest, request.body], request.frames)
+        except WireError as error:
+            del self._outstanding[request.number]
+            request.future.set_exception(error)
+            return True
+        if sent:
+            request.sent = True
+            self._unacknowledged += request.nbytes
+        return sent
+
+    def _send(self, verb: str, number: int, body: Any, frames: Sequence[Frame] = ()) -> bool:
+        envelope = Envelope(run=self._run, verb=verb, request=number, incarnation=self.incarnation, body=body)
+        header = wire.encode_envelope(envelope)
+        if len(header) > wire.MAX_REQUEST_BYTES:
+            raise WireError(f"{verb} needs a header of {len(header)} bytes; the limit is {wire.MAX_REQUEST_BYTES}")
+        try:
+            self._socket.send_multipart([header, *frames], zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                envelope = wire.decode_envelope(frames[0], max_bytes=wire.MAX_REPLY_BYTES)
+            except WireError as error:
+                self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
+                return
+            self._contact = time.monotonic()
+            self._answered(envelope, frames[1:])
+
+    def _answered(self, envelope: Envelope, frames: list[bytes]) -> None:
+        request = self._outstanding.get(envelope.request)
+        if envelope.verb == "unknown_peer":
+            if self._welcome:
+                self._welcome = False
+                self._hello()
+        elif request is not None:
+            self._finish(request, envelope, frames)
+        elif envelope.request in self._control and envelope.verb == "ok":
+            self._hear(self._control.pop(envelope.request), envelope.body)
+        elif envelope.request in self._control and envelope.verb in ("fenced", "refused"):
+            self._die(ERRORS[envelope.verb](f"replay server at {self.address}: {envelope.body}"))
+
+    def _hear(self, verb: str, body: list[Any]) -> None:
+        """The reply to a hello `[run, boot, window]` or to a heartbeat `[lost requests, window, progress]`."""
+        if verb == "hello":
+            self._run, self._boot, self._window = body
+            self._welcome = True
+            self._resend(list(self._outstanding))
+            return
+        lost, self._window, progress = body
+        if progress != self._progress:
+            self._progress = progress
+            for request in self._unsent:
+                request.since = self._contact
+        self._resend(lost)
+
+    def _resend(self, numbers: list[int]) -> None:
+        for number in numbers:
+            request = self._outstanding.get(number)
+            if request is not None and request.sent:
+                request.sent = False
+                self._unacknowledged -= request.nbytes
+                self._unsent.append(request)
+
+    def _finish(self, request: _Request, envelope: Envelope, frames: list[bytes]) -> None:
+        del self._outstanding[request.number]
+        if request.sent:
+            self._unacknowledged -= request.nbytes
+        if envelope.verb == "ok":
+            if request.nbytes:
+                self._window = envelope.body[-1]
+            request.future.set_result(Response(envelope.body, frames))
+            return
+        error = ERRORS.get(envelope.verb, ReplayError)(f"replay server at {self.address}: {envelope.body}")
+        if envelope.verb == "refused":
+            self._die(error)
+        request.future.set_exception(error)
+
+    def _give_up(self, now: float) -> None:
+        limit = self._config.wait_timeout_s
+        for request in list(self._outstanding.values()):
+            waited = now - max(request.since, self._contact if request.sent else request.since)
+            if waited > limit:
+                del self._outstanding[request.number]
+                what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
+                request.future.set_exception(
+                    NoProgress(f"the replay server at {self.address} {what} for {waited:.0f} s ({request.verb})")
+                )
+
+    def _die(self, error: AsyncRLError) -> None:
+        self._fail_all(error)
+        self._welcome = False
+
+    def _fail_all(self, error: AsyncRLError) -> None:
+        with self._lock:
+            self._fatal = error
+            requests = [*self._outstanding.values(), *self._inbox]
+            self._outstanding.clear()
+            self._inbox.clear()
+        for request in requests:
+            request.future.set_exception(error)

@@ -1,0 +1,227 @@
+"""The replay without sockets, threads or files: requests in, decisions out, time from a clock that is passed in.
+
+    worker:   hello · heartbeat · acquire → insert | fail · served · report_evaluation · goodbye
+    learner:  restore · publish · lease → trained → commit · evaluate · announce · snapshot · finish
+    host:     expire (now and then)
+
+No call waits. What cannot be answered yet returns None or an empty reply, and the host (`server.py`, `inprocess.py`)
+asks again after the next event. All durable changes go through `_record`,
+which is where a journal listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.errors import FencedError, ReplayError
+from asyncrl.replay import events as ev
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.base import Board, Restored, TrainedReply
+from asyncrl.replay.issue import why_no_batch
+from asyncrl.replay.ledger import GroupState
+from asyncrl.replay.rollout_side import RolloutSide
+from asyncrl.replay.sealing import choose_batch
+from asyncrl.types import NO_VERSION, DropReason, EvalSummary, StepPlan
+
+
+class ReplayCore(RolloutSide):
+    """`journal` is called with every event before it is applied. `clock` counts seconds from anywhere."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        clock: Callable[[], float],
+        *,
+        seed: int = 0,
+        max_bytes: int = 1 << 30,
+        heartbeat_timeout_s: float = 10.0,
+        journal: Callable[[ev.Event], None] | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            clock,
+            seed=seed,
+            max_bytes=max_bytes,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            journal=journal,
+        )
+        self.board = Board(revision=0, values={})
+        self.learner: str | None = None
+        """Incarnation of the running learner."""
+        self._past_learners: set[str] = set()
+        self._last_restore: tuple[int | None, int, Restored] | None = None
+        self._last_trained: tuple[int, int, TrainedReply] | None = None
+
+    def restore(
+        self, *, step: int | None, policy_version: int, snapshot: dict[str, Any] | None, incarnation: str = ""
+    ) -> Restored:
+        """A learner goes on from the checkpoint of `step`; see `LearnerReplay.restore`.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+            ReplayError: neither this server's memory nor the snapshot reaches that checkpoint.
+        """
+        if incarnation in self._past_learners:
+            raise FencedError("a newer learner has restored since; this one has to stop")
+        if self._last_restore and incarnation == self.learner and self._last_restore[:2] == (step, policy_version):
+            return self._last_restore[2]  # A resent request must not undo what was trained in between.
+        number = -1 if step is None else step
+        remembered = self.state.committed_step <= number < self.state.trained_steps
+        if not remembered:
+            self._reload(number, snapshot)
+        if policy_version != NO_VERSION and policy_version not in self.state.tree:
+            raise ReplayError(
+                f"the checkpoint of step {number} has policy_version {policy_version}, never published here"
+            )
+        if self.learner is not None and self.learner != incarnation:
+            self._past_learners.add(self.learner)
+        self._record(ev.Restored(number, policy_version))
+        self.learner = incarnation
+        self.evaluations.cancel()
+        self._last_trained = None
+        restored = Restored(next_step=number + 1, next_version=self.state.tree.newest + 1)
+        self._last_restore = (step, policy_version, restored)
+        return restored
+
+    def check_learner(self, incarnation: str) -> None:
+        """Raises FencedError for a learner that was replaced, ReplayError for one that has not restored."""
+        if incarnation in self._past_learners:
+            raise FencedError("a newer learner has restored since; this one has to stop")
+        if incarnation != self.learner:
+            raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        """Weights that no step trained: the initial ones, or restored ones (the parent's own) under a new number."""
+        if policy_version != self.state.version:
+            self._record(ev.Published(policy_version, parent))
+
+    def lease(self, step: int) -> StepPlan | None:
+        """The sealed batch of `step` (without shards); None while it cannot be sealed. The same plan every time.
+
+        Raises:
+            ReplayError: the step is committed, or more than one ahead of the next.
+        """
+        state, buffer = self.state, self.state.buffer
+        if step < state.trained_steps:
+            trained = buffer.trained.get(step)
+            if trained is None or trained.evicted or trained.plan is None:
+                raise ReplayError(f"step {step} was trained and forgotten; the next step is {state.trained_steps}")
+            return trained.plan
+        ahead = step - state.trained_steps
+        if state.finished or ahead > 1:
+            why = "the run is finished" if state.finished else f"step {state.trained_steps} is not trained"
+            raise ReplayError(f"step {step} cannot be leased: {why}")
+        plan = self._seal(step, ahead)
+        if ahead == 0 and plan is not None:
+            self.meter.idle.note(self.clock(), None)
+        return plan
+
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
+        """Count a step and publish its version. Repeating the last one returns the same reply.
+
+        Raises:
+            ReplayError: not the next step, or it was never leased.
+        """
+        state = self.state
+        if self._last_trained and self._last_trained[:2] == (step, policy_version):
+            return self._last_trained[2]
+        sealed = state.buffer.untrained.get(step)
+        if step != state.trained_steps or sealed is None or sealed.plan is None:
+            raise ReplayError(f"step {step} was not leased as the next step; the next is {state.trained_steps}")
+        if policy_version <= state.tree.newest:
+            raise ReplayError(f"policy_version {policy_version} is not above {state.tree.newest}: never reused")
+        plan = sealed.plan
+        self._record(ev.Trained(step, policy_version))
+        self._make_room()
+        staleness = self.meter.train(plan)
+        metrics = self.metrics() | staleness
+        reply = TrainedReply(metrics=metrics, evaluations=self.evaluations.take())
+        self._last_trained = (step, policy_version, reply)
+        return reply
+
+    def commit(self, step: int) -> None:
+        """Raises ReplayError when `step` was not trained."""
+        if step >= self.state.trained_steps:
+            raise ReplayError(f"step {step} cannot be committed: the next to be trained is {self.state.trained_steps}")
+        if step > self.state.committed_step:
+            self._record(ev.Committed(step))
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.state.snapshot()
+
+    def announce(self, values: dict[str, Any]) -> None:
+        self.board = Board(revision=self.board.revision + 1, values={**self.board.values, **values})
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        return self.evaluations.start(
+            step=step, policy_version=policy_version, eval_set=eval_set, rows=rows, chunk=chunk
+        )
+
+    def finished_evaluations(self) -> tuple[EvalSummary, ...] | None:
+        """Those not handed out before, once none is open; None until then."""
+        return None if self.evaluations.open else self.evaluations.take()
+
+    def finish(self) -> None:
+        """Drop what is open and tell workers to stop. Repeating it is harmless."""
+        if self.state.finished:
+            return
+        for entry in list(self.state.ledger.entries.values()):
+            if entry.state is not GroupState.TRAINED:
+                self._drop(entry, DropReason.SHUTDOWN)
+        self.evaluations.cancel()
+        self._record(ev.Finished())
+
+    def metrics(self) -> dict[str, float]:
+        """Ledger counts, costs and rates; the rates are since the last call."""
+        ledger = self.state.ledger
+        row = {f"replay/{state.value}": float(count) for state, count in ledger.counts.items()}
+        row |= {f"replay/dropped_{name}": float(count) for name, count in ledger.dropped_by_name().items()}
+        row |= {
+            "replay/admitted": float(ledger.admitted),
+            "replay/bytes": float(self.state.buffer.nbytes),
+            "replay/workers": float(len(self.workers.live)),
+        }
+        return row | self.meter.row(
+            self.clock(),
+            generated_tokens=self.workers.total("generated_tokens"),
+            waiting_s=self.workers.total("waiting_s"),
+            workers=len(self.workers.live),
+        )
+
+    def explain(self, step: int) -> str:
+        """Whom the learner waits for, in words."""
+        return why_no_batch(self.state, self.settings, self.workers, step)[1]
+
+    def _seal(self, step: int, ahead: int) -> StepPlan | None:
+        buffer = self.state.buffer
+        sealed = buffer.untrained.get(step)
+        if sealed is not None and sealed.plan is not None:
+            return sealed.plan
+        if ahead and self._seal(step - 1, ahead - 1) is None:
+            return None  # Sealing out of order would let a later step take the older groups.
+        choice = choose_batch(self.state, self.settings, step=step, ahead=ahead)
+        for entry in choice.stale:
+            if entry.header is not None:
+                self.meter.drop_stale(entry.header)
+            self._drop(entry, DropReason.STALE, readmit=self.settings.readmit_dropped)
+        if choice.batch is None:
+            if ahead == 0:
+                self.meter.idle.note(self.clock(), why_no_batch(self.state, self.settings, self.workers, step)[0])
+            return None
+        members = tuple(entry.group_id for entry in choice.batch)
+        self._record(ev.Sealed(step, self.state.version, ahead, members))
+        return buffer.untrained[step].plan
+
+    def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
+        if snapshot is None:
+            raise ReplayError(
+                f"the learner's checkpoint is of step {number}; this server remembers steps "
+                f"{self.state.committed_step}..{self.state.trained_steps - 1} and the checkpoint has no snapshot. "
+                f"Resume from a newer checkpoint, or start with a new run folder"
+            )
+        if snapshot.get("step") != number:
+            raise ReplayError(f"the replay snapshot is of step {snapshot.get('step')}, the checkpoint of step {number}")
+        for member in self.workers.live.values():
+            member.held.clear()
+        self._record(ev.Reloaded(snapshot))

@@ -1,0 +1,291 @@
+"""What each verb of the wire does: arguments checked, the core asked, the answer encoded.
+
+A handler returns an `Answer`, or `Later` when there is nothing to say yet: the server asks `retry` again after the
+next change, and `at_deadline` when the caller's patience ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncrl.errors import NoProgress, WireError
+from asyncrl.replay import messages, wire
+from asyncrl.replay.base import Acquired
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.payload import Frame, StoredGroup, split_frames
+from asyncrl.replay.shards import shard_step
+from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
+
+MAX_WAIT_S = 3600.0
+MAX_WORLD = 65536
+MAX_SLOTS = 65536
+SEPARATE_BLOB = 64 << 10
+"""Bytes from which a trajectory is forwarded in place instead of joined with others (a copy)."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One incarnation of a peer, however often it reconnects."""
+
+    role: str
+    """`worker` or `learner`."""
+    name: str
+    incarnation: str
+    identity: bytes
+    """Where its newest connection is."""
+    seen: float
+    replies: dict[int, list[Frame]] = field(default_factory=dict)
+    """Answers to requests that must not run twice, until the peer has them."""
+    waiting: set[int] = field(default_factory=set)
+    """Requests that are waiting for something to happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: Any = None
+    frames: Sequence[Frame] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    retry: Callable[[], Answer | None]
+    at_deadline: Callable[[], Answer | Later]
+    """May grant more time by returning another Later."""
+    wait_s: float
+
+
+Reply = Answer | Later
+Handler = Callable[[Session, Any, Sequence[Frame]], Reply]
+
+ONCE = frozenset({"acquire", "trained", "wait_evaluations", "evaluate", "restore"})
+"""Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
+QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire"})
+"""Nobody else can be waiting for what these do."""
+
+
+class Desk:
+    def __init__(self, core: ReplayCore) -> None:
+        self.core = core
+        self._plans: dict[tuple[int, int], tuple[StepPlan, StepPlan, Any]] = {}
+        """(step, world) -> (plan as sealed, plan with shards, encoded): every rank asks for the same."""
+        self.worker_verbs: dict[str, Handler] = {
+            "acquire": self._acquire,
+            "insert": self._insert,
+            "fail": self._fail,
+            "served": self._served,
+            "report_evaluation": self._report_evaluation,
+        }
+        self.learner_verbs: dict[str, Handler] = {
+            "restore": self._restore,
+            "publish": self._publish,
+            "trained": self._trained,
+            "commit": self._commit,
+            "snapshot": lambda session, body, frames: Answer(core.snapshot()),
+            "evaluate": self._evaluate,
+            "wait_evaluations": self._wait_evaluations,
+            "announce": self._announce,
+            "finish": self._finish,
+        }
+        self.shared_verbs: dict[str, Handler] = {
+            "watch": self._watch,
+            "members": lambda session, body, frames: Answer([messages.encode_record(m) for m in core.members()]),
+            "lease": self._lease,
+        }
+
+    def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
+        handler = self.shared_verbs.get(verb)
+        if handler is None and session.role == "worker":
+            handler = self.worker_verbs.get(verb)
+        elif handler is None:
+            handler = self.learner_verbs.get(verb)
+            if handler is not None and verb != "restore":
+                self.core.check_learner(session.incarnation)
+        if handler is None:
+            raise WireError(f"a {session.role} has no verb {wire.short(verb)}")
+        return handler(session, body, frames)
+
+    def window(self) -> int:
+        """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
+        return -(-self.core.credit() // max(1, len(self.core.workers.live)))
+
+    # ---- workers
+
+    def _acquire(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        slots, wait_s = wire.sequence(body, "acquire", 2)
+        wire.integer(slots, "slots", 0, MAX_SLOTS)
+
+        def ask() -> Acquired:
+            return self.core.acquire(session.name, session.incarnation, slots)
+
+        def retry() -> Answer | None:
+            acquired = ask()
+            something = acquired.assignments or acquired.evaluations or acquired.stop
+            return Answer(messages.encode_acquired(acquired)) if something else None
+
+        return self._now_or_later(retry, lambda: Answer(messages.encode_acquired(ask())), wait_s)
+
+    def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        row, layout = wire.sequence(body, "insert", 2)
+        header = replace(wire.decode_group_header(row), worker=session.name)
+        stored = split_frames(header, layout, frames)
+        reply = self.core.insert(session.name, session.incarnation, header, stored)
+        return Answer([reply.status, reply.reason, self.window()])
+
+    def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        row, reason, detail = wire.sequence(body, "fail", 3)
+        assignment = messages.decode_record(Assignment, row)
+        wire.text(detail, "detail")
+        try:
+            why = DropReason(reason)
+        except ValueError as error:
+            raise WireError(f"{wire.short(reason)} is no drop reason") from error
+        self.core.fail(session.name, session.incarnation, assignment.group_id, assignment.attempt, why)
+        return Answer()
+
+    def _served(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        version, fingerprint = wire.sequence(body, "served", 2)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        self.core.served(session.name, session.incarnation, version, wire.text(fingerprint, "fingerprint"))
+        return Answer()
+
+    def _report_evaluation(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.report_evaluation(session.name, session.incarnation, messages.decode_record(EvalResult, body))
+        return Answer()
+
+    # ---- shared
+
+    def _watch(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        revision, wait_s = wire.sequence(body, "watch", 2)
+        wire.integer(revision, "revision", -1, wire.MAX_ID)
+
+        def board() -> Answer:
+            return Answer([self.core.board.revision, self.core.board.values])
+
+        return self._now_or_later(lambda: board() if self.core.board.revision != revision else None, board, wait_s)
+
+    def _lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(world, "world", 1, MAX_WORLD)
+        wire.integer(rank, "rank", 0, world - 1)
+        wire.integer(samples, "samples", 0, 4096)
+
+        def retry() -> Answer | None:
+            plan = self.core.lease(step)
+            return None if plan is None else self._leased(plan, rank, world, samples)
+
+        def patience(inserted: int) -> Callable[[], Answer | Later]:
+            def give_up() -> Answer | Later:
+                if self.core.meter.inserted_groups > inserted:  # Groups arrive: slow, but it moves.
+                    return Later(retry, patience(self.core.meter.inserted_groups), wait_s)
+                raise NoProgress(f"no group arrived for {wait_s:.1f} s: {self.core.explain(step)}")
+
+            return give_up
+
+        return self._now_or_later(retry, patience(self.core.meter.inserted_groups), wait_s)
+
+    def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
+        known = self._plans.get((plan.step, world))
+        if known is None or known[0] is not plan:
+            sharded = replace(plan, shards=shard_step(plan, world))
+            known = (plan, sharded, wire.encode_plan(sharded))
+            self._plans = {key: value for key, value in self._plans.items() if key[0] >= plan.step - 1}
+            self._plans[plan.step, world] = known
+        sampled = list(range(min(samples, len(plan.groups))))
+        places = {(group, t) for group in sampled for t in range(len(plan.groups[group].trajectories))}
+        places.update(known[1].shards[rank])
+        stored = {group: self._stored(plan, group) for group in {*sampled, *(group for group, _ in places)}}
+        small: list[Frame] = []
+        small_bytes = 0
+        frames: list[Frame] = [b""]
+        table = []
+        for group, position in sorted(places):
+            blob, own = stored[group].blobs[position], stored[group].large[position]
+            if len(blob) < SEPARATE_BLOB:
+                table.append([group, position, 0, small_bytes, len(blob), len(frames), len(own)])
+                small.append(blob)
+                small_bytes += len(blob)
+            else:
+                table.append([group, position, len(frames), 0, len(blob), len(frames) + 1, len(own)])
+                frames.append(blob)
+            frames.extend(own)
+        frames[0] = b"".join(small)
+        texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
+        frames.extend(stored[group].texts for group in sampled)
+        return Answer([known[2], table, texts], frames)
+
+    def _stored(self, plan: StepPlan, group: int) -> StoredGroup:
+        return self.core.state.ledger.entry(plan.groups[group].group_id).payload
+
+    # ---- learner
+
+    def _restore(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, policy_version, snapshot = wire.sequence(body, "restore", 3)
+        if step is not None:
+            wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(policy_version, "policy_version", -1, wire.MAX_VERSION)
+        if snapshot is not None:
+            wire.mapping(snapshot, "snapshot")
+        restored = self.core.restore(
+            step=step, policy_version=policy_version, snapshot=snapshot, incarnation=session.incarnation
+        )
+        return Answer(messages.encode_record(restored))
+
+    def _publish(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        version, parent = wire.sequence(body, "publish", 2)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        wire.integer(parent, "parent", -1, wire.MAX_VERSION)
+        self.core.publish(policy_version=version, parent=parent)
+        return Answer()
+
+    def _trained(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, version = wire.sequence(body, "trained", 2)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        return Answer(messages.encode_trained(self.core.trained(step=step, policy_version=version)))
+
+    def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))
+        return Answer()
+
+    def _evaluate(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, version, eval_set, rows, chunk = wire.sequence(body, "evaluate", 5)
+        job = self.core.evaluate(
+            step=wire.integer(step, "step", 0, wire.MAX_ID),
+            policy_version=wire.integer(version, "policy_version", 0, wire.MAX_VERSION),
+            eval_set=wire.text(eval_set, "eval_set", wire.MAX_NAME),
+            rows=wire.integer(rows, "rows", 1, wire.MAX_TOKENS),
+            chunk=wire.integer(chunk, "chunk", 1, wire.MAX_TOKENS),
+        )
+        return Answer(job)
+
+    def _wait_evaluations(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        def retry() -> Answer | None:
+            summaries = self.core.finished_evaluations()
+            return None if summaries is None else Answer([messages.encode_record(summary) for summary in summaries])
+
+        def give_up() -> Answer:
+            rows = self.core.evaluations.waiting_rows()
+            workers = ", ".join(sorted(self.core.workers.live)) or "no worker is connected"
+            raise NoProgress(f"evaluation not finished after {body:.1f} s: {rows} rows wait for {workers}")
+
+        return self._now_or_later(retry, give_up, body)
+
+    def _announce(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.announce(wire.mapping(body, "board values"))
+        return Answer()
+
+    def _finish(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.finish()
+        return Answer()
+
+    def _now_or_later(
+        self, retry: Callable[[], Answer | None], at_deadline: Callable[[], Answer | Later], wait_s: Any
+    ) -> Reply:
+        patience = wire.number(wait_s, "wait_s")
+        if not 0 <= patience <= MAX_WAIT_S:
+            raise WireError(f"wait_s must be between 0 and {MAX_WAIT_S:.0f} s, not {patience}")
+        return retry() or Later(retry, at_deadline, patience)

@@ -1,0 +1,127 @@
+"""Everything that can change the durable state of the replay. One event, one transition, one journal record.
+
+`ReplayCore` decides and makes events; `ReplayState.apply` carries them out and is the only code that does. A journal
+that stores the events and applies them again at a restart therefore arrives at the same state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.types import DropReason, GroupHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version outside any step: initial weights, or restored weights under a new number."""
+
+    policy_version: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A new group was admitted, or a returned one handed out again (`group_id` is then known)."""
+
+    group_id: int
+    prompt_index: int
+    attempt: int
+    worker: str
+    incarnation: str
+    policy_version: int
+    """Newest at this moment."""
+    served_version: int
+    """What the worker serves: no token of this attempt can be older."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """An attempt ended without a group (failure, lost worker); the group waits to be issued again."""
+
+    group_id: int
+    counted: bool
+    """Whether this attempt counts towards `max_attempts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    header: GroupHeader
+    payload: Any
+    """Opaque; whoever stores it gets it back with the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    group_id: int
+    reason: DropReason
+    readmit: bool = False
+    """Put its prompt back in the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The batch of `step`, in order."""
+
+    step: int
+    policy_version: int
+    """The newest version at sealing: the one it will be trained at, or that one's parent when leased ahead."""
+    ahead: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    step: int
+    policy_version: int
+    """Published by this step; its parent is the version before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The payloads of a trained, uncommitted step were given up for memory. A restore makes its groups anew."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """All steps up to `step` are in a durable checkpoint."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The learner goes on from the checkpoint of `step` (-1: from the start), whose weights are `policy_version`."""
+
+    step: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """This server's memory does not reach the learner's checkpoint: it becomes what the checkpoint remembers."""
+
+    snapshot: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """No step will follow."""
+
+
+Event = (
+    Published
+    | Issued
+    | Returned
+    | Inserted
+    | Dropped
+    | Sealed
+    | Trained
+    | Evicted
+    | Committed
+    | Restored
+    | Reloaded
+    | Finished
+)

@@ -1,0 +1,133 @@
+"""Where every admitted group is, and the law that none is lost, none trained twice.
+
+    in_flight -> inserted -> leased(step) -> trained(step) -> committed
+        └──────────┴────────────┴──> dropped(reason)
+
+    admitted = in_flight + inserted + leased + trained + sum(dropped.values())        (trained includes committed)
+
+A restore of the learner moves `trained` back to `leased`, or to `in_flight` where the payload is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from asyncrl.errors import LedgerError
+from asyncrl.types import DropReason, GroupHeader
+
+
+class GroupState(str, Enum):
+    IN_FLIGHT = "in_flight"
+    INSERTED = "inserted"
+    LEASED = "leased"
+    TRAINED = "trained"
+
+
+_LEGAL = {
+    (GroupState.IN_FLIGHT, GroupState.INSERTED),
+    (GroupState.INSERTED, GroupState.LEASED),
+    (GroupState.LEASED, GroupState.TRAINED),
+    (GroupState.TRAINED, GroupState.LEASED),
+    (GroupState.TRAINED, GroupState.IN_FLIGHT),
+}
+"""The last two only when the learner is restored to an earlier step."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """One group that is neither dropped nor committed."""
+
+    group_id: int
+    prompt_index: int
+    attempt: int = 0
+    failures: int = 0
+    """Attempts that count towards `max_attempts`."""
+    worker: str = ""
+    """Who holds the current attempt; empty while the group waits to be issued again."""
+    incarnation: str = ""
+    served_version: int = 0
+    """No token of the current attempt can be older than this version."""
+    state: GroupState = GroupState.IN_FLIGHT
+    step: int | None = None
+    header: GroupHeader | None = None
+    payload: Any = None
+
+
+class Ledger:
+    """Counts and entries. Knows nothing of versions, workers or time."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.admitted = 0
+        self.committed = 0
+        self.counts = dict.fromkeys(GroupState, 0)
+        self.dropped = dict.fromkeys(DropReason, 0)
+
+    def admit(self, entry: Entry) -> None:
+        """Raises LedgerError when the id was used before."""
+        if entry.group_id in self.entries:
+            raise LedgerError(f"group {entry.group_id} was admitted twice")
+        self.entries[entry.group_id] = entry
+        self.admitted += 1
+        self.counts[GroupState.IN_FLIGHT] += 1
+
+    def entry(self, group_id: int) -> Entry:
+        """Raises LedgerError when the group is not open."""
+        try:
+            return self.entries[group_id]
+        except KeyError:
+            raise LedgerError(f"group {group_id} is not open: it was never admitted, or dropped or committed") from None
+
+    def move(self, entry: Entry, state: GroupState, *, step: int | None = None) -> None:
+        """One transition. `step` is given with LEASED and TRAINED and must never change while a group has one.
+
+        Raises:
+            LedgerError: the transition is not in the picture above, or the group would be in two steps.
+        """
+        if (entry.state, state) not in _LEGAL:
+            raise LedgerError(f"group {entry.group_id} cannot go from {entry.state.value} to {state.value}")
+        if entry.step is not None and step is not None and entry.step != step:
+            raise LedgerError(f"group {entry.group_id} is in step {entry.step} and would be in step {step} too")
+        self.counts[entry.state] -= 1
+        self.counts[state] += 1
+        entry.state, entry.step = state, step
+
+    def drop(self, entry: Entry, reason: DropReason) -> None:
+        """Raises LedgerError when it was trained already."""
+        if entry.state is GroupState.TRAINED:
+            raise LedgerError(f"group {entry.group_id} was trained in step {entry.step}; it cannot be dropped")
+        self.counts[entry.state] -= 1
+        self.dropped[reason] += 1
+        del self.entries[entry.group_id]
+
+    def commit(self, entry: Entry) -> None:
+        """Forget a trained group; it stays counted as trained."""
+        if entry.state is not GroupState.TRAINED:
+            raise LedgerError(f"group {entry.group_id} is {entry.state.value}, not trained; it cannot be committed")
+        self.committed += 1
+        del self.entries[entry.group_id]
+
+    def check(self, *, in_flight: int, inserted: int, leased: int, trained: int) -> None:
+        """The conservation law, against the sizes of the structures that really hold the groups.
+
+        Raises:
+            LedgerError: a count and its structure differ, or the sum is not `admitted`.
+        """
+        counts = self.counts
+        held = (in_flight, inserted, leased, trained + self.committed)
+        counted = (
+            counts[GroupState.IN_FLIGHT],
+            counts[GroupState.INSERTED],
+            counts[GroupState.LEASED],
+            counts[GroupState.TRAINED],
+        )
+        if held != counted or sum(held) + sum(self.dropped.values()) != self.admitted:
+            raise LedgerError(
+                f"conservation broken: admitted {self.admitted}, counted (in_flight, inserted, leased, trained) "
+                f"{counted}, held {held}, dropped {self.dropped_by_name()}"
+            )
+
+    def dropped_by_name(self) -> dict[str, int]:
+        return {reason.value: count for reason, count in self.dropped.items() if count}

@@ -1,0 +1,118 @@
+"""What the stale policy costs and who waits for whom: the numbers behind `staleness/*`, `waste/*` and `idle/*`."""
+
+from __future__ import annotations
+
+from asyncrl.replay.admission import stale_by_quartile
+from asyncrl.types import GroupHeader, StepPlan
+
+QUARTILES = ("q1", "q2", "q3", "q4")
+
+
+class IdleClock:
+    """Seconds the learner could have trained but had no batch, by the reason that held at the time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._reason: str | None = None
+        self._since = 0.0
+
+    def note(self, now: float, reason: str | None) -> None:
+        """The learner waits for `reason` from now on (None: it does not wait); the time so far goes to the last one."""
+        if self._reason is not None:
+            self.seconds[self._reason] = self.seconds.get(self._reason, 0.0) + now - self._since
+        self._reason, self._since = reason, now
+
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Meter:
+    """Cumulative counters, turned into one metrics row per trained step."""
+
+    def __init__(self, now: float) -> None:
+        self.idle = IdleClock()
+        self.wasted = [0, 0, 0, 0]
+        """[4] loss tokens generated but never trained for staleness, by quartile of their place in the trajectory."""
+        self.masked_tokens = 0
+        self.stale_groups = 0
+        self.inserted_groups = 0
+        self._inserted = [0, 0]
+        """Trajectories and their completion tokens."""
+        self._trained = [0, 0]
+        self._trained_groups = 0
+        self._last: dict[str, float] = {"now": now}
+
+    def insert(self, header: GroupHeader) -> None:
+        self.inserted_groups += 1
+        for trajectory in header.trajectories:
+            self._inserted[0] += 1
+            self._inserted[1] += trajectory.length - trajectory.prompt_length
+
+    def drop_stale(self, header: GroupHeader) -> None:
+        """Every loss token of a group dropped as stale is wasted, the fresh ones too."""
+        self.stale_groups += 1
+        for trajectory in header.trajectories:
+            everything = dict.fromkeys((version for version, _ in trajectory.version_tokens), 1)
+            self._waste(stale_by_quartile(trajectory, everything, 0))
+
+    def train(self, plan: StepPlan) -> dict[str, float]:
+        """Count a trained step; returns its own `staleness/*`."""
+        histogram: dict[int, int] = {}
+        for group in plan.groups:
+            for trajectory in group.trajectories:
+                fresh = 0
+                for version, count in trajectory.version_tokens:
+                    age = plan.staleness[version]
+                    if age <= plan.max_staleness:
+                        fresh += count
+                        histogram[age] = histogram.get(age, 0) + count
+                if fresh < trajectory.loss_tokens:
+                    self._mask(trajectory.loss_tokens - fresh)
+                    self._waste(stale_by_quartile(trajectory, plan.staleness, plan.max_staleness))
+                if fresh:
+                    self._trained[0] += 1
+                    self._trained[1] += trajectory.length - trajectory.prompt_length
+        self._trained_groups += len(plan.groups)
+        tokens = sum(histogram.values())
+        row = {f"staleness/hist_{age}": float(count) for age, count in sorted(histogram.items())}
+        row["staleness/mean"] = sum(age * count for age, count in histogram.items()) / tokens if tokens else 0.0
+        row["staleness/max"] = float(max(histogram, default=0))
+        return row
+
+    def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
+        """Costs so far, and rates since the last call. `idle/*` are fractions of that time."""
+        current = {
+            "now": now,
+            "generated": generated_tokens,
+            "waiting": waiting_s,
+            "idle": self.idle.total(),
+            "groups": float(self._trained_groups),
+        }
+        elapsed = max(now - self._last["now"], 1e-9)
+        delta = {name: value - self._last.get(name, 0.0) for name, value in current.items()}
+        self._last = current
+        row = {
+            "staleness/dropped": float(self.stale_groups),
+            "staleness/masked_tokens": float(self.masked_tokens),
+            "waste/tokens": float(sum(self.wasted)),
+            "waste/trained_length_bias": self._length_bias(),
+            "idle/learner": min(1.0, delta["idle"] / elapsed),
+            "idle/rollout": min(1.0, max(0.0, delta["waiting"]) / elapsed / workers) if workers else 0.0,
+            "perf/generated_tokens_per_s": delta["generated"] / elapsed,
+            "perf/groups_per_s": delta["groups"] / elapsed,
+        }
+        row |= {f"waste/tokens_by_position_{q}": float(n) for q, n in zip(QUARTILES, self.wasted, strict=True)}
+        row |= {f"idle/learner_s_{reason}": seconds for reason, seconds in self.idle.seconds.items()}
+        return row
+
+    def _length_bias(self) -> float:
+        """Mean completion length of trained over inserted trajectories: below 1, long ones are being lost."""
+        if not self._trained[0] or not self._inserted[1]:
+            return 1.0
+        return (self._trained[1] / self._trained[0]) / (self._inserted[1] / self._inserted[0])
+
+    def _mask(self, tokens: int) -> None:
+        self.masked_tokens += tokens
+
+    def _waste(self, by_quartile: list[int]) -> None:
+        self.wasted = [a + b for a, b in zip(self.wasted, by_quartile, strict=True)]

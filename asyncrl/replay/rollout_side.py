@@ -1,0 +1,242 @@
+"""The workers' side of the core: who is alive, who gets which order, what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.errors import ReplayError
+from asyncrl.replay import events as ev
+from asyncrl.replay.admission import AdmissionSettings, may_admit
+from asyncrl.replay.base import Acquired, InsertReply, Member
+from asyncrl.replay.evaluations import Evaluations
+from asyncrl.replay.issue import assignment_seed, fair_share
+from asyncrl.replay.ledger import Entry, GroupState
+from asyncrl.replay.meter import Meter
+from asyncrl.replay.state import ReplayState
+from asyncrl.replay.workers import Worker, Workers
+from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, EvalResult, GroupHeader
+
+RETRIED = frozenset({DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.WORKER_LOST})
+"""Failures that another attempt may cure; the other reasons drop the group at once."""
+
+
+class UnknownPeer(ReplayError):
+    """The server does not know this incarnation (any more): it has to say hello and ask again."""
+
+
+class RolloutSide:
+    """State, and every request of a rollout worker. `ReplayCore` adds the learner's."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        clock: Callable[[], float],
+        *,
+        seed: int = 0,
+        max_bytes: int = 1 << 30,
+        heartbeat_timeout_s: float = 10.0,
+        journal: Callable[[ev.Event], None] | None = None,
+    ) -> None:
+        self.settings, self.seed, self.max_bytes = settings, seed, max_bytes
+        self.clock = clock
+        self.state = ReplayState(settings.max_staleness)
+        self.workers = Workers(heartbeat_timeout_s)
+        self.evaluations = Evaluations(settings.max_attempts)
+        self.meter = Meter(clock())
+        self._journal = journal
+
+    def _record(self, event: ev.Event) -> None:
+        """Every durable change passes here, before it is carried out."""
+        if self._journal is not None:
+            self._journal(event)
+        self.state.apply(event)
+
+    def hello(self, worker: str, incarnation: str, served: int = NO_VERSION) -> None:
+        """Raises FencedError when a newer incarnation of this worker has taken over."""
+        replaced = self.workers.hello(worker, incarnation, served, self.clock())
+        if replaced is not None:
+            self._release(replaced)
+
+    def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
+        """`stats` are cumulative since the worker's start: generated_tokens, waiting_s, busy_s..."""
+        self._worker(worker, incarnation).stats = stats
+
+    def goodbye(self, worker: str, incarnation: str) -> None:
+        """The worker leaves in order: its groups go to others, without counting as failed."""
+        member = self.workers.live.get(worker)
+        if member is not None and member.incarnation == incarnation:
+            self.workers.remove(worker)
+            self._release(member, counted=False)
+
+    def expire(self) -> list[str]:
+        """Give up on silent workers; returns their names."""
+        gone = self.workers.silent(self.clock())
+        for member in gone:
+            self.workers.remove(member.name)
+            self._release(member)
+        return [member.name for member in gone]
+
+    def acquire(self, worker: str, incarnation: str, slots: int) -> Acquired:
+        """Up to `slots` orders for this worker, evaluation first; none: `waiting_for` says why."""
+        member = self._worker(worker, incarnation)
+        if self.state.finished:
+            return Acquired(stop=True)
+        member.capacity = len(member.held) + max(0, slots)
+        evaluation = self.evaluations.next_for(worker, member.served) if slots > 0 else None
+        evaluations: tuple[EvalAssignment, ...] = (evaluation,) if evaluation else ()
+        waiting_for = self._why_not(member)
+        assignments: list[Assignment] = []
+        room = min(slots - len(evaluations), self._share(member) - len(member.held))
+        while not waiting_for and len(assignments) < room:
+            issued = self._issue(member)
+            if issued is None:
+                waiting_for = "the learner: as many groups are under way as it may fall behind"
+                break
+            assignments.append(issued)
+        return Acquired(assignments=tuple(assignments), evaluations=evaluations, waiting_for=waiting_for)
+
+    def insert(self, worker: str, incarnation: str, header: GroupHeader, payload: Any) -> InsertReply:
+        """Store a finished group. Repeating it is harmless; `payload` is kept until commit or drop."""
+        self._worker(worker, incarnation)
+        state = self.state
+        entry = state.ledger.entries.get(header.group_id)
+        if entry is None:
+            known = header.group_id < state.next_group_id
+            return InsertReply(status="fenced" if known else "rejected", reason=f"group {header.group_id} is not open")
+        if entry.attempt != header.attempt or entry.incarnation != incarnation:
+            return InsertReply(status="fenced", reason=f"group {header.group_id} was given to another attempt")
+        if entry.state is not GroupState.IN_FLIGHT:
+            return InsertReply(status="duplicate")
+        problem = self._refuse(entry, header)
+        if problem:
+            self._end_attempt(entry, DropReason.REJECTED)
+            return InsertReply(status="rejected", reason=problem)
+        self._let_go(entry)
+        self._record(ev.Inserted(header, payload))
+        self.meter.insert(header)
+        self._make_room()
+        return InsertReply(status="accepted")
+
+    def fail(self, worker: str, incarnation: str, group_id: int, attempt: int, reason: DropReason) -> None:
+        """An attempt failed. Late or repeated reports change nothing."""
+        self._worker(worker, incarnation)
+        entry = self.state.held.get(group_id)
+        if entry is not None and entry.attempt == attempt and entry.incarnation == incarnation:
+            self._end_attempt(entry, reason)
+
+    def served(self, worker: str, incarnation: str, policy_version: int, fingerprint: str) -> None:
+        """Raises ReplayError when that version was never published."""
+        member = self._worker(worker, incarnation)
+        if policy_version not in self.state.tree:
+            raise ReplayError(f"worker {worker!r} says it serves policy_version {policy_version}, never published")
+        member.served, member.fingerprint = policy_version, fingerprint
+
+    def report_evaluation(self, worker: str, incarnation: str, result: EvalResult) -> None:
+        self._worker(worker, incarnation)
+        self.evaluations.report(worker, result)
+
+    def members(self) -> list[Member]:
+        return self.workers.members()
+
+    def credit(self) -> int:
+        """Bytes that producers may still send. Never zero while no batch is sealed: the learner would starve for it."""
+        free = self.max_bytes - self.state.buffer.nbytes
+        return max(free, 0 if self.state.buffer.untrained else 1)
+
+    def _worker(self, worker: str, incarnation: str) -> Worker:
+        member = self.workers.get(worker, incarnation, self.clock())
+        if member is None:
+            raise UnknownPeer(f"worker {worker!r} is not known here; it has to say hello first")
+        return member
+
+    def _lag(self, version: int) -> int:
+        if version == NO_VERSION or version not in self.state.tree:
+            return self.settings.max_staleness + 1
+        return self.state.tree.distance(version, self.state.version)
+
+    def may_serve(self, member: Worker) -> bool:
+        """Its weights are recent enough for a new assignment."""
+        return self.state.version != NO_VERSION and self._lag(member.served) <= self.settings.max_lag
+
+    def _why_not(self, member: Worker) -> str:
+        if self.state.version == NO_VERSION:
+            return "the learner: it has not published any weights yet"
+        if not self.may_serve(member):
+            return f"weights: version {self.state.version} is published, this worker serves {member.served}"
+        if len(member.held) >= self._share(member):
+            return "the other workers: this one holds its share of the groups under way"
+        return ""
+
+    def _share(self, member: Worker) -> int:
+        ready = [other for other in self.workers.live.values() if other is member or self.may_serve(other)]
+        return fair_share(self.settings, member, ready)
+
+    def _issue(self, member: Worker) -> Assignment | None:
+        state = self.state
+        returned = next(iter(state.pending.values()), None)
+        if returned is not None:
+            group_id, prompt_index, attempt = returned.group_id, returned.prompt_index, returned.attempt + 1
+        else:
+            untrained = state.untrained_in_window(self.settings.pipeline_depth)
+            if not may_admit(self.settings, untrained=untrained, in_flight=state.in_flight):
+                return None
+            group_id, prompt_index, attempt = state.next_group_id, state.next_prompt(), 0
+        name, incarnation = member.name, member.incarnation
+        self._record(ev.Issued(group_id, prompt_index, attempt, name, incarnation, state.version, member.served))
+        member.held.add(group_id)
+        return Assignment(
+            group_id=group_id,
+            prompt_index=prompt_index,
+            attempt=attempt,
+            seed=assignment_seed(self.seed, group_id, attempt),
+            policy_version=state.version,
+        )
+
+    def _refuse(self, entry: Entry, header: GroupHeader) -> str:
+        if header.prompt_index != entry.prompt_index:
+            return f"group {entry.group_id} is of prompt {entry.prompt_index}, not {header.prompt_index}"
+        if len(header.trajectories) != self.settings.group_size:
+            return f"a group has {self.settings.group_size} trajectories, not {len(header.trajectories)}"
+        if not any(trajectory.version_tokens for trajectory in header.trajectories):
+            return "no trajectory has a token to train on"
+        for trajectory in header.trajectories:
+            for version, _ in trajectory.version_tokens:
+                if version not in self.state.tree:
+                    return f"a token has policy_version {version}, which was never published"
+        return ""
+
+    def _end_attempt(self, entry: Entry, reason: DropReason) -> None:
+        self._let_go(entry)
+        if reason is DropReason.SHUTDOWN:
+            self._record(ev.Returned(entry.group_id, counted=False))
+        elif reason in RETRIED and entry.failures + 1 < self.settings.max_attempts:
+            self._record(ev.Returned(entry.group_id, counted=True))
+        else:
+            self._drop(entry, reason)
+
+    def _release(self, member: Worker, *, counted: bool = True) -> None:
+        reason = DropReason.WORKER_LOST if counted else DropReason.SHUTDOWN
+        for group_id in sorted(member.held):
+            entry = self.state.held.get(group_id)
+            if entry is not None and entry.incarnation == member.incarnation:
+                self._end_attempt(entry, reason)
+        member.held.clear()
+        self.evaluations.release(member.name)
+
+    def _let_go(self, entry: Entry) -> None:
+        member = self.workers.live.get(entry.worker)
+        if member is not None:
+            member.held.discard(entry.group_id)
+
+    def _drop(self, entry: Entry, reason: DropReason, *, readmit: bool = False) -> None:
+        self._let_go(entry)
+        self._record(ev.Dropped(entry.group_id, reason, readmit))
+
+    def _make_room(self) -> None:
+        trained = self.state.buffer.trained
+        while self.state.buffer.nbytes > self.max_bytes:
+            oldest = next((step for step in sorted(trained) if not trained[step].evicted), None)
+            if oldest is None:
+                return
+            self._record(ev.Evicted(oldest))

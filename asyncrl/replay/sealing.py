@@ -1,0 +1,96 @@
+"""The consumption gate at work: which waiting groups make up a step, which are dropped, and what to wait for.
+
+Reads the state and decides; changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.replay.admission import AdmissionSettings, Verdict, judge, may_train, over_committed
+from asyncrl.replay.buffer import Selector, most_urgent_first, oldest_first
+from asyncrl.replay.ledger import Entry
+from asyncrl.replay.state import ReplayState
+from asyncrl.types import NO_VERSION, StalePolicy
+
+SELECTORS: dict[StalePolicy, Selector] = {
+    StalePolicy.MASK: oldest_first,
+    StalePolicy.DROP: oldest_first,
+    StalePolicy.WAIT: most_urgent_first,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    batch: list[Entry] | None = None
+    """The members in order; None: not yet."""
+    stale: list[Entry] = field(default_factory=list)
+    """To be dropped, whether or not there is a batch."""
+    waiting_for: str = ""
+    """`generation`: too few groups. `stale_wait`: policy `wait` holds the learner for groups still in flight."""
+
+
+class _Ages:
+    """Staleness of versions at the moment the step would be trained, each computed once."""
+
+    def __init__(self, state: ReplayState, ahead: int) -> None:
+        self._tree, self._version, self._ahead = state.tree, state.version, ahead
+        self._known: dict[int, int] = {}
+
+    def __getitem__(self, version: int) -> int:
+        age = self._known.get(version)
+        if age is None:
+            age = self._known[version] = self._tree.distance(version, self._version) + self._ahead
+        return age
+
+
+def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int) -> Choice:
+    """The batch of `step`, to be trained `ahead` publications after the current version.
+
+    Members planned before a restore come first, in their order; they leave only when no fresh token is left in them.
+    """
+    if state.version == NO_VERSION:
+        return Choice(waiting_for="publication")
+    planned = state.buffer.untrained.get(step)
+    members = planned.members if planned else []
+    waiting = state.buffer.waiting
+    if len(members) + len(waiting) < settings.groups_per_step:
+        return Choice(waiting_for="generation")
+    ages = _Ages(state, ahead)
+    bound = settings.max_staleness
+    verdicts = {entry.group_id: _judge(entry, ages, bound) for entry in (*members, *waiting.values())}
+    kept = [entry for entry in members if verdicts[entry.group_id].fresh_tokens > 0]
+    fresh = [e for e in waiting.values() if may_train(verdicts[e.group_id], settings.stale_policy)]
+    chosen = {entry.group_id for entry in (*kept, *fresh)}
+    choice = Choice(stale=[entry for entry in (*members, *waiting.values()) if entry.group_id not in chosen])
+    missing = settings.groups_per_step - len(kept)
+    if len(fresh) < missing:
+        choice.waiting_for = "generation"
+        return choice
+
+    def slack(entry: Entry) -> int:
+        return bound - verdicts[entry.group_id].staleness
+
+    order = SELECTORS[settings.stale_policy](fresh, slack)
+    if settings.stale_policy is StalePolicy.WAIT:
+        left = [slack(entry) for entry in order[missing:]]
+        in_flight = [bound - ages[entry.served_version] for entry in state.held.values()]
+        if _must_wait(left, in_flight, settings.groups_per_step):
+            choice.waiting_for = "stale_wait"
+            return choice
+    choice.batch = kept + order[:missing]
+    return choice
+
+
+def _judge(entry: Entry, ages: _Ages, bound: int) -> Verdict:
+    assert entry.header is not None  # Waiting and leased groups were inserted.
+    return judge(entry.header, ages, bound)  # type: ignore[arg-type]
+
+
+def _must_wait(left: list[int], in_flight: list[int], groups_per_step: int) -> bool:
+    """Sealing now would make some group over-age, and waiting for one still in flight can prevent it.
+
+    Where every urgent group is here already (possible only after a rollback), waiting would never end.
+    """
+    violated = over_committed([*left, *in_flight], groups_per_step)
+    return violated is not None and any(0 <= slack <= violated for slack in in_flight)

@@ -1,0 +1,352 @@
+"""The replay server: one thread, one ROUTER socket, everything else in `ReplayCore`.
+
+    consumes      requests of rollout workers and learner ranks
+    waits for     the socket, at most until the next deadline of a waiting request
+    unblocked by  any message; after each batch of them, waiting requests are asked again
+
+Replies go out with MANDATORY and DONTWAIT: to a peer that is gone or stuck they are lost, never waited for. The peer
+learns from its next heartbeat what it has to ask again, so nothing hangs and nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from asyncrl.config import ReplayConfig
+from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
+from asyncrl.replay import messages, wire
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.desk import ONCE, QUIET, Answer, Desk, Later, Session
+from asyncrl.replay.payload import Frame
+from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.security import check_address, secure_server
+from asyncrl.replay.socket_options import set_socket_options
+from asyncrl.replay.wire import Envelope
+
+log = logging.getLogger(__name__)
+
+BATCH = 256
+"""Messages taken in before waiting requests and timers get their turn."""
+TICK_S = 0.2
+GRACE_S = 1.0
+"""After the last goodbye, so that a lost answer can still be asked for again."""
+
+ERROR_KINDS: dict[type[AsyncRLError], str] = {
+    FencedError: "fenced",
+    UnknownPeer: "unknown_peer",
+    WireError: "wire",
+    NoProgress: "no_progress",
+    ReplayError: "replay",
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    session: Session
+    request: int
+    verb: str
+    later: Later
+    deadline: float
+
+
+class ReplayServer:
+    def __init__(self, core: ReplayCore, socket: zmq.Socket, run_id: str, run_digest: str, silence_s: float) -> None:
+        self.core, self.desk, self.socket = core, Desk(core), socket
+        self.run_id, self.run_digest, self.silence_s = run_id, run_digest, silence_s
+        self.boot = uuid.uuid4().hex
+        """Names this memory of the run. A worker that worked for another one holds orders unknown here."""
+        self.sessions: dict[str, Session] = {}
+        self.malformed = 0
+        self.undeliverable = 0
+        self._waiting: list[_Waiting] = []
+        self._changed = False
+        """Something that waiting requests may depend on, other than an event of the core's state."""
+        self._applied = 0
+        """Events applied when they were last asked."""
+        self._quiet_since: float | None = None
+
+    def serve(self, stop: threading.Event) -> None:
+        """Until `stop`, or until the run is finished and everybody has left."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        next_tick = 0.0
+        while not stop.is_set():
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_S
+                self._tick(now)
+                if self._over(now):
+                    return
+            nearest = min((waiting.deadline for waiting in self._waiting), default=next_tick)
+            if poller.poll(int(max(0.0, min(nearest, next_tick) - now) * 1000) + 1):
+                self._drain()
+            self._answer_waiting()
+
+    def _drain(self) -> None:
+        for _ in range(BATCH):
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._take(frames[0], frames[1:])
+
+    def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        """One message, whatever it is; nothing a peer sends may stop the server."""
+        try:
+            if not 1 <= len(frames) <= wire.MAX_FRAMES:
+                raise WireError(f"a message of {len(frames)} frames")
+            envelope = wire.decode_envelope(frames[0])
+        except WireError as error:
+            self._malformed(identity, error)
+            self._send(identity, "wire", 0, str(error))
+            return
+        if envelope.verb == "hello":
+            self._hello(identity, envelope)
+            return
+        session = self.sessions.get(envelope.incarnation)
+        if session is None:
+            self._send(identity, "unknown_peer", envelope.request, "say hello first")
+            return
+        if envelope.run != self.run_id:
+            self._send(identity, "refused", envelope.request, f"this server serves run {self.run_id!r}")
+            return
+        session.identity, session.seen = identity, time.monotonic()
+        self._request(session, envelope, frames[1:])
+
+    def _hello(self, identity: bytes, envelope: Envelope) -> None:
+        try:
+            role, name, digest, served, boot = wire.sequence(envelope.body, "hello", 5)
+            wire.text(role, "role", wire.MAX_NAME)
+            wire.text(name, "name", wire.MAX_NAME)
+            wire.text(digest, "run_digest", wire.MAX_NAME)
+            wire.integer(served, "policy_version", -1, wire.MAX_VERSION)
+            wire.text(boot, "boot", wire.MAX_NAME)
+            if role not in ("worker", "learner") or not envelope.incarnation:
+                raise WireError(f"hello needs an incarnation and the role worker or learner, not {wire.short(role)}")
+        except WireError as error:
+            self._malformed(identity, error)
+            self._send(identity, "wire", envelope.request, str(error))
+            return
+        if digest != self.run_digest or envelope.run not in ("", self.run_id):
+            text = (
+                f"{role} {name!r} was started with other settings than this server (run {self.run_id!r}): digest "
+                f"{digest} there, {self.run_digest} here. Start all processes with the same overrides"
+            )
+            self._send(identity, "refused", envelope.request, text)
+            return
+        if role == "worker" and boot not in ("", self.boot):
+            text = f"the replay server was restarted and does not know what {name!r} works on; start the worker anew"
+            self._send(identity, "fenced", envelope.request, text)
+            return
+        try:
+            if role == "worker":
+                self.core.hello(name, envelope.incarnation, served)
+        except FencedError as error:
+            self._send(identity, "fenced", envelope.request, str(error))
+            return
+        session = self.sessions.get(envelope.incarnation)
+        if session is None:
+            session = Session(role, name, envelope.incarnation, identity, time.monotonic())
+            self.sessions[envelope.incarnation] = session
+        session.identity, session.seen = identity, time.monotonic()
+        self._changed = True
+        self._send(identity, "ok", envelope.request, [self.run_id, self.boot, self.desk.window()])
+
+    def _request(self, session: Session, envelope: Envelope, frames: Sequence[bytes]) -> None:
+        request, verb = envelope.request, envelope.verb
+        try:
+            acknowledged, body = wire.sequence(envelope.body, "request", 2)
+            wire.integer(acknowledged, "acknowledged", 0, wire.MAX_ID)
+            for answered in [known for known in session.replies if known < acknowledged]:
+                del session.replies[answered]
+            if request in session.waiting:
+                return
+            if request in session.replies:
+                self._deliver(session.identity, session.replies[request])
+            elif verb == "heartbeat":
+                self._heartbeat(session, request, body)
+            elif verb == "goodbye":
+                self._goodbye(session, request)
+            else:
+                self._run(session, request, verb, body, frames)
+        except AsyncRLError as error:
+            if isinstance(error, WireError):
+                self._malformed(session.identity, error, session)
+            self._answer_error(session, request, error)
+
+    def _run(self, session: Session, request: int, verb: str, body: object, frames: Sequence[bytes]) -> None:
+        reply = self.desk.handle(session, verb, body, frames)
+        if verb not in QUIET:
+            self._changed = True
+        if isinstance(reply, Answer):
+            self._answer(session, request, verb, reply)
+        else:
+            session.waiting.add(request)
+            deadline = time.monotonic() + reply.wait_s
+            self._waiting.append(_Waiting(session, request, verb, reply, deadline))
+
+    def _heartbeat(self, session: Session, request: int, body: object) -> None:
+        stats, outstanding = wire.sequence(body, "heartbeat", 2)
+        numbers = messages.numbers(stats, "stats")
+        if session.role == "worker":
+            self.core.heartbeat(session.name, session.incarnation, numbers)
+        asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
+        # Messages of one connection arrive in order: what is not here by now was lost, or its answer was.
+        lost = [item for item in asked if item not in session.waiting]
+        self._send(session.identity, "ok", request, [lost, self.desk.window(), self.core.state.applied])
+
+    def _goodbye(self, session: Session, request: int) -> None:
+        if session.role == "worker":
+            self.core.goodbye(session.name, session.incarnation)
+        self._forget(session)
+        self._changed = True
+        self._send(session.identity, "ok", request, None)
+
+    def _forget(self, session: Session) -> None:
+        self.sessions.pop(session.incarnation, None)
+        self._waiting = [waiting for waiting in self._waiting if waiting.session is not session]
+
+    def _answer_waiting(self) -> None:
+        """Ask the waiting requests again if anything has changed; end those whose time is up."""
+        now = time.monotonic()
+        while self._something_changed() or any(waiting.deadline <= now for waiting in self._waiting):
+            changed, self._changed, self._applied = self._something_changed(), False, self.core.state.applied
+            before, self._waiting = self._waiting, []
+            for waiting in before:
+                if not (changed or waiting.deadline <= now) or not self._settle(waiting, now):
+                    self._waiting.append(waiting)
+
+    def _something_changed(self) -> bool:
+        return self._changed or self.core.state.applied != self._applied
+
+    def _settle(self, waiting: _Waiting, now: float) -> bool:
+        session, later = waiting.session, waiting.later
+        try:
+            answer = later.retry()
+            if answer is None and waiting.deadline > now:
+                return False
+            final = answer or later.at_deadline()
+            if isinstance(final, Later):
+                waiting.later, waiting.deadline = final, now + final.wait_s
+                return False
+            session.waiting.discard(waiting.request)
+            self._answer(session, waiting.request, waiting.verb, final)
+        except AsyncRLError as error:
+            session.waiting.discard(waiting.request)
+            self._answer_error(session, waiting.request, error)
+        return True
+
+    def _tick(self, now: float) -> None:
+        for name in self.core.expire():
+            log.warning("worker %s was silent for %.1f s: its assignments go to others", name, self.silence_s)
+            self._changed = True
+        for session in [s for s in self.sessions.values() if now - s.seen > self.silence_s]:
+            self._forget(session)
+
+    def _over(self, now: float) -> bool:
+        if not self.core.state.finished or self.sessions:
+            self._quiet_since = None
+            return False
+        self._quiet_since = self._quiet_since or now
+        return now - self._quiet_since > GRACE_S
+
+    def _answer(self, session: Session, request: int, verb: str, answer: Answer) -> None:
+        frames: list[Frame] = [self._envelope("ok", request, answer.body), *answer.frames]
+        if verb in ONCE:
+            session.replies[request] = frames
+        self._deliver(session.identity, frames)
+
+    def _answer_error(self, session: Session, request: int, error: AsyncRLError) -> None:
+        kind = next((name for kind, name in ERROR_KINDS.items() if isinstance(error, kind)), None)
+        if kind is None:
+            raise error  # LedgerError: a bug here, and going on would train on a broken ledger.
+        self._send(session.identity, kind, request, str(error))
+
+    def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
+        self.malformed += 1
+        known = session or next((s for s in self.sessions.values() if s.identity == identity), None)
+        peer = f"{known.role} {known.name!r}" if known else f"unknown peer {identity.hex()}"
+        log.warning("refused a malformed message from %s (%d so far): %s", peer, self.malformed, error)
+
+    def _send(self, identity: bytes, kind: str, request: int, body: object) -> None:
+        self._deliver(identity, [self._envelope(kind, request, body)])
+
+    def _envelope(self, kind: str, request: int, body: object) -> bytes:
+        return wire.encode_envelope(
+            Envelope(run=self.run_id, verb=kind, request=request, incarnation=self.boot, body=body)
+        )
+
+    def _deliver(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
+        except (zmq.Again, zmq.ZMQError) as error:
+            # Gone (EHOSTUNREACH) or not reading (EAGAIN). Its heartbeat will tell it to ask again.
+            self.undeliverable += 1
+            log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)
+
+
+@contextlib.contextmanager
+def router(config: ReplayConfig) -> Iterator[zmq.Socket]:
+    """The bound socket.
+
+    Raises:
+        ConfigError: the address is open to others and there are no keys. ReplayError: it cannot be bound.
+    """
+    check_address(config.address, config.keys)
+    context = zmq.Context(1)
+    socket = context.socket(zmq.ROUTER)
+    authenticator = None
+    try:
+        set_socket_options(socket, config.heartbeat_s, config.heartbeat_timeout_s)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        authenticator = secure_server(context, socket, config.keys)
+        try:
+            socket.bind(config.address)
+        except zmq.ZMQError as error:
+            raise ReplayError(f"cannot listen on replay.address={config.address!r}: {error}") from error
+        yield socket
+    finally:
+        socket.close(linger=0)
+        if authenticator is not None:
+            authenticator.stop()
+        context.term()
+
+
+def run_server(
+    config: ReplayConfig,
+    settings: AdmissionSettings,
+    run_id: str,
+    run_digest: str,
+    seed: int,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: see `router`. LedgerError: the conservation law broke.
+    """
+    stopped = stop or threading.Event()
+    core = ReplayCore(
+        settings,
+        time.monotonic,
+        seed=seed,
+        max_bytes=config.max_bytes,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+    with router(config) as socket:
+        server = ReplayServer(core, socket, run_id, run_digest, config.heartbeat_timeout_s)
+        log.info("replay server of run %s listens on %s", run_id, config.address)
+        server.serve(stopped)

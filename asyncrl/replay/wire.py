@@ -1,0 +1,232 @@
+"""Bytes on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
+
+    frame 0    msgpack map: schema, run, verb, request id, incarnation and the body
+    frame 1..  opaque to the server; it stores and forwards them (`payload.py` has their layout)
+
+Nothing that is received is believed: sizes, types and ranges are checked before use, and whatever is wrong with a
+message is a `WireError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncrl.errors import WireError
+from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
+
+SCHEMA = 1
+MAX_REQUEST_BYTES = 8 << 20
+"""Header frame of a request."""
+MAX_REPLY_BYTES = 256 << 20
+"""Header frame of a reply: a step plan with its headers."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Any one frame; libzmq drops a peer that sends more."""
+MAX_FRAMES = 65536
+MAX_TRAJECTORIES = 4096
+"""In one group."""
+MAX_TOKENS = 1 << 24
+"""In one trajectory."""
+MAX_ID = (1 << 62) - 1
+MAX_VERSION = (1 << 31) - 1
+MAX_NAME = 256
+MAX_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The header frame. In a reply, `verb` is `ok`, or the kind of error with its message in `body`."""
+
+    run: str
+    verb: str
+    request: int
+    incarnation: str
+    body: Any
+
+
+def pack(value: Any) -> bytes:
+    """msgpack bytes of plain values.
+
+    Raises:
+        WireError: something in it is no plain value.
+    """
+    try:
+        packed = msgpack.packb(value, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"cannot be sent: {error}; only plain values can") from error
+    return packed or b""
+
+
+def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Any:
+    """Plain values from msgpack bytes; extension types are refused.
+
+    Raises:
+        WireError: too long, not msgpack, or nested too deep.
+    """
+    if len(data) > max_bytes:
+        raise WireError(f"a header of {len(data)} bytes is over the limit of {max_bytes}")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_refuse_extension, use_list=True)
+    except WireError:
+        raise
+    # Every way msgpack fails on hostile bytes: wrong UTF-8 and truncation (ValueError), unhashable keys (TypeError),
+    # nesting (StackError is a ValueError, RecursionError is not), lengths past any memory, extra bytes.
+    except (ValueError, TypeError, RecursionError, MemoryError, OverflowError, msgpack.UnpackException) as error:
+        raise WireError(f"not a msgpack header: {type(error).__name__}: {error}") from error
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise WireError(f"msgpack extension type {code} is refused")
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    return pack([SCHEMA, envelope.run, envelope.verb, envelope.request, envelope.incarnation, envelope.body])
+
+
+def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Envelope:
+    """Raises WireError, also for another schema version."""
+    value = unpack(frame, max_bytes=max_bytes)
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        raise WireError("a header must be [schema, run, verb, request, incarnation, body]")
+    if value[0] != SCHEMA:
+        raise WireError(
+            f"the peer speaks wire schema {value[0]}, this side {SCHEMA}: run one asyncrl version everywhere"
+        )
+    if len(value) != 6:
+        raise WireError(f"a header must have 6 fields, not {len(value)}")
+    return Envelope(
+        run=text(value[1], "run", MAX_NAME),
+        verb=text(value[2], "verb", MAX_NAME),
+        request=integer(value[3], "request", 0, MAX_ID),
+        incarnation=text(value[4], "incarnation", MAX_NAME),
+        body=value[5],
+    )
+
+
+def integer(value: Any, name: str, low: int, high: int) -> int:
+    """Raises WireError unless `value` is an int (no bool) in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise WireError(f"{name} must be an integer in [{low}, {high}], not {short(value)}")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """Raises WireError unless `value` is a finite float or int."""
+    if type(value) not in (float, int) or not math.isfinite(value):
+        raise WireError(f"{name} must be a finite number, not {short(value)}")
+    return float(value)
+
+
+def text(value: Any, name: str, limit: int = MAX_TEXT) -> str:
+    """Raises WireError unless `value` is a string of at most `limit` characters."""
+    if type(value) is not str or len(value) > limit:
+        raise WireError(f"{name} must be a string of at most {limit} characters, not {short(value)}")
+    return value
+
+
+def sequence(value: Any, name: str, size: int | None = None, limit: int = MAX_FRAMES) -> list[Any]:
+    """Raises WireError unless `value` is a list of `size` (or at most `limit`) items."""
+    if type(value) is not list or len(value) > limit or (size is not None and len(value) != size):
+        expected = f"{size}" if size is not None else f"at most {limit}"
+        raise WireError(f"{name} must be a list of {expected} items, not {short(value)}")
+    return value
+
+
+def mapping(value: Any, name: str, limit: int = 1024) -> dict[str, Any]:
+    """Raises WireError unless `value` is a map with string keys."""
+    if type(value) is not dict or len(value) > limit or not all(type(key) is str for key in value):
+        raise WireError(f"{name} must be a map with at most {limit} string keys, not {short(value)}")
+    return value
+
+
+def short(value: Any) -> str:
+    shown = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def flatten_runs(runs: Sequence[tuple[int, int]]) -> list[int]:
+    return [value for run in runs for value in run]
+
+
+def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
+    return [header.length, header.prompt_length, header.reward, flatten_runs(header.version_tokens)]
+
+
+def decode_trajectory_header(value: Any) -> TrajectoryHeader:
+    """Raises WireError; see the checks."""
+    length, prompt_length, reward, flat = sequence(value, "trajectory header", 4)
+    integer(length, "length", 1, MAX_TOKENS)
+    integer(prompt_length, "prompt_length", 0, length)
+    if type(flat) is not list or len(flat) % 2 or len(flat) > 2 * MAX_TOKENS:
+        raise WireError("version runs must be a flat list of version, count pairs")
+    runs = tuple(zip(flat[::2], flat[1::2], strict=True))
+    total = 0
+    for version, count in runs:
+        integer(version, "policy_version", 0, MAX_VERSION)
+        total += integer(count, "run length", 1, MAX_TOKENS)
+    if total > length - prompt_length:
+        raise WireError(f"{total} loss tokens do not fit in a completion of {length - prompt_length}")
+    return TrajectoryHeader(
+        length=length, prompt_length=prompt_length, reward=number(reward, "reward"), version_tokens=runs
+    )
+
+
+def encode_group_header(header: GroupHeader) -> list[Any]:
+    trajectories = [encode_trajectory_header(trajectory) for trajectory in header.trajectories]
+    return [header.group_id, header.prompt_index, header.attempt, header.worker, header.nbytes, trajectories]
+
+
+def decode_group_header(value: Any) -> GroupHeader:
+    """Raises WireError; see the checks."""
+    group_id, prompt_index, attempt, worker, nbytes, rows = sequence(value, "group header", 6)
+    rows = sequence(rows, "trajectories", limit=MAX_TRAJECTORIES)
+    if not rows:
+        raise WireError("a group has at least one trajectory")
+    return GroupHeader(
+        group_id=integer(group_id, "group_id", 0, MAX_ID),
+        prompt_index=integer(prompt_index, "prompt_index", 0, MAX_ID),
+        attempt=integer(attempt, "attempt", 0, MAX_VERSION),
+        worker=text(worker, "worker", MAX_NAME),
+        nbytes=integer(nbytes, "nbytes", 0, MAX_ID),
+        trajectories=tuple(decode_trajectory_header(row) for row in rows),
+    )
+
+
+def encode_plan(plan: StepPlan) -> list[Any]:
+    groups = [encode_group_header(group) for group in plan.groups]
+    shards = [[list(place) for place in shard] for shard in plan.shards]
+    staleness = flatten_runs(tuple(plan.staleness.items()))
+    return [plan.step, plan.policy_version, plan.max_staleness, staleness, shards, groups]
+
+
+def decode_plan(value: Any) -> StepPlan:
+    """Raises WireError; also when a shard names a trajectory that is not there, or one is in two shards."""
+    step, policy_version, max_staleness, flat, shards, groups = sequence(value, "step plan", 6)
+    headers = tuple(decode_group_header(group) for group in sequence(groups, "groups"))
+    flat = sequence(flat, "staleness", limit=2 * MAX_FRAMES)
+    ages = [integer(item, "staleness", 0, MAX_VERSION) for item in flat]
+    seen: set[tuple[int, int]] = set()
+    decoded: list[tuple[tuple[int, int], ...]] = []
+    for shard in sequence(shards, "shards"):
+        places = []
+        for place in sequence(shard, "shard", limit=MAX_TOKENS):
+            group, position = sequence(place, "shard place", 2)
+            integer(group, "group position", 0, len(headers) - 1)
+            integer(position, "trajectory position", 0, len(headers[group].trajectories) - 1)
+            if (group, position) in seen:
+                raise WireError(f"trajectory {position} of group {group} is in two shards")
+            seen.add((group, position))
+            places.append((group, position))
+        decoded.append(tuple(places))
+    return StepPlan(
+        step=integer(step, "step", 0, MAX_ID),
+        policy_version=integer(policy_version, "policy_version", 0, MAX_VERSION),
+        max_staleness=integer(max_staleness, "max_staleness", 0, MAX_VERSION),
+        staleness=dict(zip(ages[::2], ages[1::2], strict=False)),
+        shards=tuple(decoded),
+        groups=headers,
+    )

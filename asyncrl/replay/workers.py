@@ -1,0 +1,92 @@
+"""The live rollout workers: who they are, what they serve, what they hold. Volatile: rebuilt by hellos."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncrl.errors import FencedError
+from asyncrl.replay.base import Member
+from asyncrl.types import NO_VERSION
+
+REMEMBERED_INCARNATIONS = 64
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Worker:
+    name: str
+    incarnation: str
+    seen: float
+    """Clock of its last sign of life."""
+    served: int = NO_VERSION
+    fingerprint: str = ""
+    capacity: int | None = None
+    """Groups it can work on at once, as far as its last `acquire` told; None before the first."""
+    held: set[int] = field(default_factory=set)
+    """Group ids of the assignments it holds."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Cumulative, since its start."""
+
+
+class Workers:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.live: dict[str, Worker] = {}
+        self._replaced: dict[str, deque[str]] = {}
+        self._past_stats: dict[str, float] = {}
+
+    def hello(self, name: str, incarnation: str, served: int, now: float) -> Worker | None:
+        """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released.
+
+        Raises:
+            FencedError: a newer incarnation of this name has taken over.
+        """
+        if incarnation in self._replaced.get(name, ()):
+            raise FencedError(f"worker {name!r} was replaced by a newer incarnation; this one has to stop")
+        known = self.live.get(name)
+        if known is not None and known.incarnation == incarnation:
+            known.seen, known.served = now, max(known.served, served)
+            return None
+        if known is not None:
+            self._replaced.setdefault(name, deque(maxlen=REMEMBERED_INCARNATIONS)).append(known.incarnation)
+            self._retire(known)
+        self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now)
+        return known
+
+    def get(self, name: str, incarnation: str, now: float) -> Worker | None:
+        """The live worker, its life renewed; None when it has to say hello (again).
+
+        Raises:
+            FencedError: a newer incarnation of this name has taken over.
+        """
+        worker = self.live.get(name)
+        if worker is not None and worker.incarnation == incarnation:
+            worker.seen = now
+            return worker
+        if incarnation in self._replaced.get(name, ()):
+            raise FencedError(f"worker {name!r} was replaced by a newer incarnation; this one has to stop")
+        return None
+
+    def remove(self, name: str) -> Worker:
+        worker = self.live.pop(name)
+        self._retire(worker)
+        return worker
+
+    def silent(self, now: float) -> list[Worker]:
+        """Workers not heard of for longer than the timeout."""
+        return [worker for worker in self.live.values() if now - worker.seen > self.timeout_s]
+
+    def members(self) -> list[Member]:
+        return [
+            Member(worker=worker.name, incarnation=worker.incarnation, policy_version=worker.served)
+            for worker in self.live.values()
+        ]
+
+    def total(self, stat: str) -> float:
+        """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
+        return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
+
+    def _retire(self, worker: Worker) -> None:
+        for name, value in worker.stats.items():
+            self._past_stats[name] = self._past_stats.get(name, 0.0) + value
+        worker.stats = {}

@@ -1,0 +1,127 @@
+"""Groups, settings and a driver of a real server in a thread, for the tests of this room."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from asyncrl.config import ReplayConfig
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.server import run_server
+from asyncrl.types import (
+    NO_VERSION,
+    Assignment,
+    GroupHeader,
+    StalePolicy,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryHeader,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def settings(**changes) -> AdmissionSettings:
+    values = {
+        "groups_per_step": 2,
+        "group_size": 2,
+        "max_staleness": 2,
+        "pipeline_depth": 1,
+        "max_in_flight": 16,
+        "stale_policy": StalePolicy.MASK,
+    }
+    return AdmissionSettings(**(values | changes))
+
+
+def header(assignment: Assignment, *runs: tuple[int, int], group_size: int = 2, nbytes: int = 10) -> GroupHeader:
+    """Every trajectory with these runs and a prompt of 3 tokens."""
+    length = 3 + sum(count for _, count in runs)
+    trajectory = TrajectoryHeader(length=length, prompt_length=3, reward=1.0, version_tokens=runs)
+    return GroupHeader(
+        group_id=assignment.group_id,
+        prompt_index=assignment.prompt_index,
+        attempt=assignment.attempt,
+        worker="w",
+        trajectories=(trajectory,) * group_size,
+        nbytes=nbytes,
+    )
+
+
+def trajectory(versions: list[int], prompt: int = 2, reward: float = 0.5, first_token: int = 7) -> Trajectory:
+    tokens = prompt + len(versions)
+    mask = np.arange(tokens) >= prompt
+    all_versions = np.full(tokens, NO_VERSION, np.int32)
+    all_versions[mask] = versions
+    logprobs = np.zeros(tokens, np.float32)
+    logprobs[mask] = -0.25 * (1 + np.arange(len(versions)) % 5)
+    return Trajectory(
+        token_ids=np.arange(first_token, first_token + tokens, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        policy_versions=all_versions,
+        reward=reward,
+        rewards={"format": 1.0},
+        finish_reason="length",
+    )
+
+
+def group(assignment: Assignment, versions: list[int], size: int = 2, worker: str = "w") -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=assignment.group_id,
+        prompt_index=assignment.prompt_index,
+        attempt=assignment.attempt,
+        worker=worker,
+        trajectories=tuple(
+            trajectory(versions, reward=float(n), first_token=10 * n + assignment.group_id) for n in range(size)
+        ),
+        prompt_text="what?",
+        completion_texts=tuple(f"answer {n} ü" for n in range(size)),
+        started_at=1.0,
+        finished_at=2.0,
+    )
+
+
+def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
+    arrays = ("token_ids", "loss_mask", "behavior_logprobs", "policy_versions")
+    equal = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
+    return equal and (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def replay_config(**changes) -> ReplayConfig:
+    values = {
+        "address": free_address(),
+        "heartbeat_s": 0.1,
+        "heartbeat_timeout_s": 1.5,
+        "wait_timeout_s": 6.0,
+    }
+    return ReplayConfig(**(values | changes))
+
+
+@contextlib.contextmanager
+def running_server(config: ReplayConfig, admission: AdmissionSettings, digest: str = "d") -> Iterator[threading.Thread]:
+    """A real server in a thread; stopped and joined at the end."""
+    stop = threading.Event()
+    thread = threading.Thread(target=run_server, args=(config, admission, "run", digest, 7, stop), daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not stop"

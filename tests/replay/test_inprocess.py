@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from asyncrl.errors import NoProgress, WireError
+from asyncrl.replay.inprocess import InProcessReplay
+from asyncrl.types import NO_VERSION, DropReason, EvalResult
+
+from .helpers import Clock, group, settings
+
+
+def started(**options) -> InProcessReplay:
+    replay = InProcessReplay(settings(), **options)
+    learner = replay.learner()
+    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+    learner.publish(policy_version=0, parent=NO_VERSION)
+    return replay
+
+
+def test_a_whole_run_in_one_process_ends_with_stop() -> None:
+    replay = started()
+    learner, worker = replay.learner(), replay.rollout("w")
+
+    async def work() -> int:
+        await worker.served(0, "f")
+        made = 0
+        while True:
+            acquired = await worker.acquire(slots=2, wait_s=5)
+            if acquired.stop:
+                await worker.close()
+                return made
+            for order in acquired.assignments:
+                assert (await worker.insert(group(order, [order.policy_version] * 3))).status == "accepted"
+                made += 1
+            newest = (await worker.watch(revision=-1, wait_s=0)).values.get("version", 0)
+            await worker.served(newest, "f")
+
+    made: list[int] = []
+    thread = threading.Thread(target=lambda: made.append(asyncio.run(work())))
+    thread.start()
+    for step in range(3):
+        lease = learner.lease(step=step, rank=0, world=1, wait_s=5)
+        assert len(lease.trajectories) == 4
+        assert lease.samples[0].prompt_text == "what?"
+        reply = learner.trained(step=step, policy_version=step + 1)
+        learner.announce({"version": step + 1})
+        learner.commit(step=step)
+    assert reply.metrics["replay/trained"] == 6
+    assert learner.snapshot()["step"] == 2
+    learner.finish()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert made[0] >= 6
+    assert learner.members() == []
+    learner.close()
+
+
+def test_waits_end_with_whom_they_waited_for() -> None:
+    replay = started()
+    worker = replay.rollout("w")
+    with pytest.raises(NoProgress, match="w \\(serves -1"):
+        replay.learner().lease(step=0, rank=0, world=1, wait_s=0.05)
+    assert "serves -1" in asyncio.run(worker.acquire(slots=1, wait_s=0.05)).waiting_for
+    replay.learner().evaluate(step=0, policy_version=0, eval_set="h", rows=2, chunk=2)
+    with pytest.raises(NoProgress, match="2 rows"):
+        replay.learner().wait_evaluations(wait_s=0.05)
+    assert replay.learner().watch(revision=0, wait_s=0.01).revision == 0
+
+
+def test_groups_are_checked_as_on_the_wire() -> None:
+    replay = started()
+    worker = replay.rollout("w")
+
+    async def work() -> None:
+        await worker.served(0, "f")
+        order = (await worker.acquire(slots=1, wait_s=1)).assignments[0]
+        bad = group(order, [0])
+        bad.trajectories[0].behavior_logprobs[-1] = float("nan")
+        with pytest.raises(WireError):
+            await worker.insert(bad)
+        await worker.fail(order, DropReason.FAILED_GENERATION, "nan")
+        assert (await worker.acquire(slots=1, wait_s=1)).assignments[0].attempt == 1
+
+    asyncio.run(work())
+
+
+def test_a_worker_that_was_given_up_comes_back_by_itself() -> None:
+    clock = Clock()
+    replay = started(clock=clock, heartbeat_timeout_s=1.0)
+    worker = replay.rollout("w")
+    worker.rendezvous().served(0, "f")
+    clock.now = 5.0
+    replay.core.expire()
+    assert replay.core.members() == []
+    assert len(asyncio.run(worker.acquire(slots=1, wait_s=1)).assignments) == 1
+    assert worker.rendezvous().watch(-1, 0.0).revision == 0
+
+
+def test_evaluations_pass_through() -> None:
+    replay = started()
+    worker, learner = replay.rollout("w"), replay.learner()
+    worker.served_now(0, "f")
+    learner.evaluate(step=0, policy_version=0, eval_set="h", rows=2, chunk=2)
+    order = asyncio.run(worker.acquire(slots=1, wait_s=1)).evaluations[0]
+    result = EvalResult(job_id=order.job_id, chunk=0, attempt=0, policy_version=0, scores=(1.0, 0.0))
+    asyncio.run(worker.report_evaluation(result))
+    (summary,) = learner.wait_evaluations(wait_s=1)
+    assert summary.accuracy == 0.5

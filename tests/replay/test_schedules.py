@@ -1,0 +1,63 @@
+"""Random schedules of the whole replay, judged by an oracle; see `simulator.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.replay import events as ev
+from asyncrl.replay.state import ReplayState
+from asyncrl.types import StalePolicy
+
+from .simulator import run_schedule
+
+FAST, SLOW = 3_000, 100_000
+
+
+def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuck() -> None:
+    for seed in range(FAST):
+        run_schedule(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
+    for seed in range(SLOW):
+        run_schedule(seed, actions=100)
+
+
+def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
+    kinds: dict[type, int] = {}
+    masked = ahead = held_back = 0
+    for seed in range(FAST, FAST + 1500):
+        simulation = run_schedule(seed, actions=100)
+        for event in simulation.events:
+            kinds[type(event)] = kinds.get(type(event), 0) + 1
+            ahead += event.ahead if isinstance(event, ev.Sealed) else 0
+        masked += simulation.core.meter.masked_tokens
+        held_back += "stale_wait" in simulation.core.meter.idle.seconds
+    assert set(kinds) == set(ev.Event.__args__) - {ev.Finished}
+    assert min(masked, ahead) > 50
+    assert held_back > 5
+
+
+@pytest.mark.parametrize("policy", [StalePolicy.WAIT])
+def test_policy_wait_neither_drops_nor_masks_without_a_rollback(policy: StalePolicy) -> None:
+    """The oracle fails on the first stale drop or masked token."""
+    for seed in range(1000):
+        run_schedule(seed, policy=policy, rollbacks=False)
+
+
+def test_applying_the_events_again_gives_the_same_state() -> None:
+    """What a journal relies on: the state is a function of its events."""
+    for seed in range(200):
+        simulation = run_schedule(seed)
+        live = simulation.core.state
+        again = ReplayState(simulation.settings.max_staleness)
+        for event in simulation.events:
+            again.apply(event)
+        assert again.snapshot() == live.snapshot()
+        assert list(again.buffer.waiting) == list(live.buffer.waiting)
+        assert again.buffer.nbytes == live.buffer.nbytes
+        assert {s: step.plan for s, step in again.buffer.untrained.items()} == {
+            s: step.plan for s, step in live.buffer.untrained.items()
+        }
