@@ -1,0 +1,63 @@
+"""The quickstart's task: a base model that can, mostly does not, and learns to.
+
+`abcde>` is answered by the warm-up text in one of four ways: reversed (30 %), copied, sorted or rotated. The reward
+wants the reversal, so RL selects one mode among those the model already has, as it does in large models. Words are
+five different letters out of ten: measured, a model this small can reverse those reliably; with repeated letters or
+longer words it cannot, and RL levels off at 0.6. Held-out words are kept apart by a hash of the word.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+
+REVERSE_SHARE = 0.3
+WORD_LENGTH = 5
+LETTERS = "abcdefghij"
+HELD_OUT_OF_16 = 1
+"""Sixteenths of all words that are only ever in the held-out set."""
+
+
+def reverse(word: str) -> str:
+    """The answer the reward wants."""
+    return word[::-1]
+
+
+def is_held_out(word: str) -> bool:
+    """A fixed property of the word: no list of words has to be shared to keep the sets apart."""
+    return zlib.crc32(word.encode()) % 16 < HELD_OUT_OF_16
+
+
+def sample_word(rng: random.Random, *, held_out: bool) -> str:
+    while True:  # ends: one word in sixteen is held out, the others are not
+        word = "".join(rng.sample(LETTERS, WORD_LENGTH))
+        if is_held_out(word) == held_out:
+            return word
+
+
+def warmup_example(rng: random.Random) -> tuple[str, str]:
+    """`(prompt, answer)` of the warm-up text, in a random mode; never a held-out word."""
+    word = sample_word(rng, held_out=False)
+    if rng.random() < REVERSE_SHARE:
+        return f"{word}>", reverse(word)
+    return f"{word}>", rng.choice((word, "".join(sorted(word)), word[1:] + word[0]))
+
+
+def write_modes(directory: str | Path, *, seed: int, train_rows: int = 8192, eval_rows: int = 256) -> tuple[Path, Path]:
+    """Write `train.jsonl` and `heldout.jsonl` (columns `prompt`, `answer`; no word twice) and return their paths."""
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    train, heldout = target / "train.jsonl", target / "heldout.jsonl"
+    _write_rows(train, random.Random(f"modes-train-{seed}"), train_rows, held_out=False)
+    _write_rows(heldout, random.Random(f"modes-heldout-{seed}"), eval_rows, held_out=True)
+    return train, heldout
+
+
+def _write_rows(path: Path, rng: random.Random, count: int, *, held_out: bool) -> None:
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[sample_word(rng, held_out=held_out)] = None
+    rows = (json.dumps({"prompt": f"{word}>", "answer": reverse(word)}) + "\n" for word in words)
+    path.write_text("".join(rows))

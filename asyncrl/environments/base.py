@@ -1,0 +1,51 @@
+"""The environment seam: turns one prompt into scored trajectories. It knows neither where generation runs nor where
+rewards do; both reach it as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.rewards.score import RewardScore
+from asyncrl.types import Completion, Prompt, Trajectory
+
+Generate = Callable[[NDArray[np.int32], int], Awaitable[list[Completion]]]
+"""`(token ids so far [P], n) -> n completions`; may raise GenerationError."""
+Decode = Callable[[Sequence[NDArray[np.int32]]], list[str]]
+"""Texts of token sequences, special tokens left out."""
+Score = Callable[[list[str], dict[str, Any]], Awaitable[list[RewardScore]]]
+"""`(completions [G], row) -> scores [G]`; may raise RewardError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTools:
+    """What an environment may call while it runs one group."""
+
+    generate: Generate
+    decode: Decode
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """The outcome for one prompt."""
+
+    trajectories: tuple[Trajectory, ...]
+    """[G]"""
+    texts: tuple[str, ...]
+    """[G] what the policy wrote, decoded; for the sample table, never trained on."""
+
+
+class Environment(Protocol):
+    async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
+        """`size` sibling episodes of `prompt`. Sampled ids are kept as sampled, never tokenized again.
+
+        Raises:
+            GenerationError: the engine could not produce them.
+            RewardError: they could not be scored.
+        """
+        ...

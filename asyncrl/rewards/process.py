@@ -1,0 +1,125 @@
+"""One reward child process as the event loop sees it: start, send, answers, progress, death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from asyncrl.errors import WireError
+from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, read_progress
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+
+
+class RewardProcess(asyncio.SubprocessProtocol):
+    """`on_message(process, message)` for each frame; `on_death(process, description)` exactly once, at its end."""
+
+    def __init__(
+        self, on_message: Callable[[RewardProcess, list[Any]], None], on_death: Callable[[RewardProcess, str], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_death = on_death
+        self._buffer = FrameBuffer()
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.SubprocessTransport | None = None
+        with tempfile.TemporaryFile() as file:
+            file.truncate(PROGRESS_BYTES)
+            self._progress = mmap.mmap(file.fileno(), PROGRESS_BYTES)
+            self._progress_fd = os.dup(file.fileno())
+        self.ready = False
+        self.dead = False
+        self.overdue = IDLE
+        """The call it was killed for, past its deadline."""
+        self.heard_at = time.monotonic()
+        """When it was started, last answered, or was given work after having none."""
+        self.outstanding: dict[int, Any] = {}
+        """Calls sent or about to be, by id, in order."""
+
+    async def start(self, function: str) -> None:
+        loop = asyncio.get_running_loop()
+        paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, "-m", "asyncrl.rewards.child", function, str(self._progress_fd), str(os.getpid())]
+        try:
+            await loop.subprocess_exec(
+                lambda: self,
+                *command,
+                stderr=None,
+                pass_fds=(self._progress_fd,),
+                # Its own process group: what the reward starts is killed with it, and Ctrl-C does not reach it.
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
+            )
+        finally:
+            os.close(self._progress_fd)
+
+    def send(self, call_id: int, call: Any, frame: bytes) -> None:
+        """Queue a call; all those of one turn of the loop leave in one write."""
+        if not self.outstanding:
+            self.heard_at = time.monotonic()
+        self.outstanding[call_id] = call
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frame)
+
+    def current_call(self) -> tuple[int, float]:
+        """`(id or IDLE, seconds it has been running)`."""
+        call_id, began = read_progress(self._progress)
+        return call_id, (time.monotonic() - began if call_id != IDLE else 0.0)
+
+    def kill(self) -> None:
+        """SIGKILL for it and all it started; `on_death` follows."""
+        if self._transport is None or self.dead:
+            return
+        pid = self._transport.get_pid()
+        with contextlib.suppress(ProcessLookupError):  # already gone with its whole group
+            os.killpg(pid, signal.SIGKILL)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.heard_at = time.monotonic()
+        try:
+            for message in self._buffer.feed(data):
+                self._on_message(self, message)
+        except WireError:  # only user code that wrote into our pipe can cause it: this child cannot be trusted on
+            self.kill()
+
+    def process_exited(self) -> None:
+        # A grandchild that survives would hold the pipe open and `connection_lost` would never come.
+        self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        self.dead = True
+        code = self._transport.get_returncode()
+        self._on_death(self, describe_exit(code))
+
+    def _flush(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
+        if self.dead or self._transport is None:
+            return
+        pipe = self._transport.get_pipe_transport(0)
+        if pipe is not None and not pipe.is_closing():
+            cast(asyncio.WriteTransport, pipe).write(data)
+
+
+def describe_exit(code: int | None) -> str:
+    """`exit code 3` or `signal SIGSEGV`."""
+    if code is None:
+        return "unknown exit"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,50 @@
+"""What a reward is: one finite number, and optionally named components. Everything else is an error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import RewardError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScore:
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Other numbers the function returned beside `score`, by name."""
+
+
+def to_score(returned: Any, function: str) -> RewardScore:
+    """A number, or a dict with `score` and other entries (numeric ones become named parts, the rest is ignored).
+
+    Raises:
+        RewardError: None, NaN, infinite or no number at all. Never a silent 0: that would train the model on it.
+    """
+    if not isinstance(returned, dict):
+        return RewardScore(value=_finite(returned, function))
+    if "score" not in returned:
+        raise RewardError(f"{function} returned a dict without `score` (keys: {sorted(map(str, returned))}). Add it")
+    parts = {
+        str(name): _finite(entry, f"{function}[{name!r}]")
+        for name, entry in returned.items()
+        if name != "score" and _is_number(entry)
+    }
+    return RewardScore(value=_finite(returned["score"], function), parts=parts)
+
+
+def _is_number(value: Any) -> bool:
+    """Python and numpy numbers, and 0-d arrays and tensors; not text that looks like one."""
+    return hasattr(value, "__float__") and not isinstance(value, str | bytes)
+
+
+def _finite(value: Any, function: str) -> float:
+    if not _is_number(value):
+        raise RewardError(
+            f"{function} returned {value!r:.80}. Return one number per completion, or a dict with `score`"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"{function} returned {number}. Return a finite number")
+    return number

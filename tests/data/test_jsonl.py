@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from asyncrl.data.jsonl import JsonlFile
+from asyncrl.errors import DataError
+
+
+def write(tmp_path, *lines: str):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_rows_are_read_in_any_order_and_blank_lines_are_no_rows(tmp_path):
+    file = JsonlFile(write(tmp_path, '{"prompt": "a"}', "", '{"prompt": "é☃", "answer": 2}', "  "))
+    assert len(file) == 2
+    assert file[1] == {"prompt": "é☃", "answer": 2}
+    assert file[0] == {"prompt": "a"}
+    assert file.where(1).endswith("rows.jsonl:3")
+
+
+def test_the_last_line_needs_no_newline(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    assert JsonlFile(path)[1] == {"prompt": "b"}
+
+
+def test_verl_rows_are_read_as_they_are(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "think"}, {"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    assert JsonlFile(write(tmp_path, json.dumps(row)))[0] == row
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{broken", "not valid JSON"),
+        ("[1, 2]", "holds a list"),
+        ('{"question": "a", "answer": 1}', "no column `prompt`.*answer, question"),
+        ('{"prompt": ""}', "`prompt` is empty"),
+        ('{"prompt": 7}', "must be text or a non-empty list"),
+        ('{"prompt": []}', "must be text or a non-empty list"),
+        ('{"prompt": [{"role": "user"}]}', "needs `role` and `content`"),
+        ('{"prompt": ["hi"]}', "needs `role` and `content`"),
+    ],
+)
+def test_a_bad_row_is_refused_by_file_and_line(tmp_path, line, says):
+    file = JsonlFile(write(tmp_path, '{"prompt": "fine"}', "", line))
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3.*{says}"):
+        file.check()
+    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
+        JsonlFile(write(tmp_path, line))
+
+
+def test_a_missing_or_empty_file_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(DataError, match=r"data\.path"):
+        JsonlFile(tmp_path / "nothing.jsonl")
+    with pytest.raises(DataError, match="has no rows"):
+        JsonlFile(write(tmp_path, "", ""))

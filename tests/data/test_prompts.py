@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.prompts import PromptSource, epoch_order
+from asyncrl.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_byte_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def source(tmp_path: Path, tokenizer, rows: list[dict], **settings) -> PromptSource:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PromptSource(path, tokenizer, **({"seed": 0, "shuffle": True, "max_prompt_tokens": 64} | settings))
+
+
+@cache
+def words(count: int) -> list[dict]:
+    return [{"prompt": f"word {i}>", "answer": str(i)} for i in range(count)]
+
+
+@given(rows=st.integers(1, 500), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**40))
+def test_every_epoch_is_a_permutation_of_the_rows(rows, seed, epoch):
+    assert sorted(epoch_order(rows, seed, epoch).tolist()) == list(range(rows))
+
+
+def test_the_order_of_an_epoch_never_changes_between_versions():
+    assert epoch_order(10, seed=7, epoch=3).tolist() == [2, 5, 9, 7, 3, 0, 6, 8, 4, 1]
+
+
+def test_epochs_and_seeds_have_different_orders():
+    orders = {tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_a_prompt_depends_on_its_index_only(tmp_path, tokenizer):
+    first = source(tmp_path, tokenizer, words(10))
+    forwards = [first[index].row for index in range(35)]
+    other = source(tmp_path, tokenizer, words(10))
+    assert [other[index].row for index in reversed(range(35))] == forwards[::-1]
+    assert sorted(forwards[10:20]) == list(range(10))
+    assert first[25].epoch == 2
+
+
+def test_file_order_without_shuffle(tmp_path, tokenizer):
+    plain = source(tmp_path, tokenizer, words(4), shuffle=False)
+    assert [plain[index].row for index in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_text_prompt_goes_through_the_plain_tokenizer_with_all_its_columns(tmp_path, tokenizer):
+    prompt = source(tmp_path, tokenizer, [{"prompt": "ab>", "answer": "ba", "nested": {"x": [1]}}])[0]
+    assert prompt.token_ids.tolist() == [97, 98, 62]
+    assert prompt.token_ids.dtype == "int32"
+    assert (prompt.text, prompt.columns["nested"]) == ("ab>", {"x": [1]})
+
+
+def test_messages_go_through_the_chat_template_with_a_generation_prompt(tmp_path, tokenizer):
+    prompt = source(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "hi"}]}])[0]
+    assert prompt.text == "user: hi\nassistant: "
+    assert bytes(prompt.token_ids.tolist()).decode() == prompt.text
+
+
+def test_messages_without_a_chat_template_are_an_error_with_a_way_out(tmp_path, tokenizer):
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(DataError, match="no chat template"):
+        source(tmp_path, Bare(), [{"prompt": [{"role": "user", "content": "hi"}]}])[0]
+
+
+def test_an_over_long_prompt_is_an_error_naming_its_row_and_never_cut(tmp_path, tokenizer):
+    rows = [{"prompt": "x" * 8}, {"prompt": "x" * 9}]
+    limited = source(tmp_path, tokenizer, rows, shuffle=False, max_prompt_tokens=8)
+    assert len(limited[0].token_ids) == 8
+    with pytest.raises(DataError, match=r"rows\.jsonl:2.* 9 tokens.*data\.max_prompt_tokens"):
+        limited[1]

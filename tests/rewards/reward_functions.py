@@ -1,0 +1,70 @@
+"""Reward functions, well-behaved and not, for the tests of the pool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+
+def length(completion, row):
+    return float(len(completion))
+
+
+def by_command(completion, row):
+    """Does what the row says."""
+    command = row["do"]
+    if command == "hang":
+        time.sleep(600)
+    elif command == "hang_in_c":
+        9 ** (9**9)
+    elif command == "exit":
+        os._exit(3)
+    elif command == "sys_exit":
+        sys.exit(4)
+    elif command == "segfault":
+        ctypes.string_at(0)
+    elif command == "raise":
+        raise KeyError("no such thing")
+    elif command == "child_process":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        os._exit(5)
+    elif command == "print":
+        print("noise" * 1000)
+        sys.stdout.flush()
+        os.write(1, b"\xff\xff\xff\xff raw noise on descriptor 1")
+    elif command == "read_stdin":
+        sys.stdin.read()
+    elif command == "slow":
+        time.sleep(0.02)
+    elif command == "return":
+        return {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1.0", "no_score": {"a": 1}}[
+            row["what"]
+        ]
+    return {"score": 1.0, "letters": len(completion), "note": "kept out"}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "easy": extra_info["easy"], "from": data_source}
+
+
+def trl_lengths(prompts, completions, answer, **columns):
+    assert len(prompts) == len(answer) == len(completions)
+    return [len(c) if isinstance(c, str) else len(c[0]["content"]) for c in completions]
+
+
+def trl_too_few(completions, **columns):
+    return [1.0]
+
+
+async def asynchronous(completion, row):
+    return 2.5
+
+
+def no_arguments():
+    return 1.0
+
+
+not_a_function = 3

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.exact_match import exact_match
+from asyncrl.rewards.loader import adapt_reward, load_reward
+from asyncrl.rewards.score import RewardScore
+
+FILE = str(Path(__file__).with_name("reward_functions.py"))
+
+
+def scores(name: str, completions: list[str], row: dict) -> list[RewardScore]:
+    return adapt_reward(load_reward(f"{FILE}:{name}"), name)(completions, row)
+
+
+def test_a_function_is_found_by_file_and_by_module():
+    assert load_reward("asyncrl.rewards.exact_match:exact_match") is exact_match
+    assert scores("length", ["a", "abc"], {"prompt": "p"}) == [RewardScore(value=1.0), RewardScore(value=3.0)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("just_a_name", "names no function"),
+        ("/nowhere/reward.py:f", "there is no file"),
+        (f"{FILE}:nothing", "It defines: .*length"),
+        (f"{FILE}:not_a_function", "is a int"),
+        ("no_such_package.rewards:f", "importing it failed: ModuleNotFoundError"),
+    ],
+)
+def test_a_spec_that_names_nothing_is_refused_with_the_reason(spec, says):
+    with pytest.raises(ConfigError, match=says):
+        load_reward(spec)
+
+
+def test_a_file_that_fails_on_import_is_refused_with_its_error(tmp_path):
+    (tmp_path / "broken.py").write_text("raise OSError('disk on fire')")
+    with pytest.raises(ConfigError, match="disk on fire"):
+        load_reward(f"{tmp_path}/broken.py:f")
+
+
+def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("BONUS = 2.0")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from neighbour_of_reward import BONUS\n@dataclass\nclass A:\n    x: int\n"
+        "def f(completion, row):\n    return BONUS + A(1).x\n"
+    )
+    assert load_reward(f"{tmp_path}/mine.py:f")("", {}) == 3.0
+
+
+def test_a_function_of_no_known_signature_is_refused():
+    with pytest.raises(ConfigError, match="cannot be called as"):
+        adapt_reward(load_reward(f"{FILE}:no_arguments"), "no_arguments")
+
+
+def test_verl_compute_score_gets_its_columns_and_names_its_parts():
+    row = {"prompt": "p", "data_source": "gsm", "reward_model": {"ground_truth": "4"}, "extra_info": {"easy": True}}
+    assert scores("compute_score", ["4", "5"], row) == [
+        RewardScore(value=1.0, parts={"easy": 1.0}),
+        RewardScore(value=0.0, parts={"easy": 1.0}),
+    ]
+
+
+def test_verl_compute_score_without_its_column_names_the_column():
+    with pytest.raises(RewardError, match=r"reward_model\.ground_truth"):
+        scores("compute_score", ["4"], {"prompt": "p"})
+
+
+def test_trl_reward_gets_the_whole_group_and_repeated_columns():
+    row = {"prompt": "p", "answer": "x", "other": 1}
+    assert [s.value for s in scores("trl_lengths", ["a", "abc"], row)] == [1.0, 3.0]
+
+
+def test_trl_reward_of_a_chat_prompt_gets_messages():
+    row = {"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}
+    assert [s.value for s in scores("trl_lengths", ["a", "abc"], row)] == [1.0, 3.0]
+
+
+def test_trl_reward_that_needs_a_missing_column_names_it():
+    with pytest.raises(RewardError, match=r"needs the column.* answer"):
+        scores("trl_lengths", ["a"], {"prompt": "p"})
+
+
+def test_trl_reward_that_returns_too_few_numbers_is_an_error():
+    with pytest.raises(RewardError, match="list of 2"):
+        scores("trl_too_few", ["a", "b"], {"prompt": "p"})
+
+
+def test_an_async_function_is_awaited():
+    assert scores("asynchronous", ["a"], {"prompt": "p"})[0].value == 2.5
+
+
+@pytest.mark.parametrize("what", ["none", "nan", "inf", "text", "no_score"])
+def test_what_is_no_finite_number_is_an_error_and_never_a_score(what):
+    with pytest.raises(RewardError):
+        scores("by_command", ["a"], {"prompt": "p", "do": "return", "what": what})
+
+
+def test_numpy_numbers_are_numbers_and_other_entries_are_left_out():
+
+    def reward(completion, row):
+        return {"score": np.float32(0.5), "count": np.int64(3), "why": "text"}
+
+    assert adapt_reward(reward, "reward")(["a"], {}) == [RewardScore(value=0.5, parts={"count": 3.0})]
+
+
+def test_exact_match_ignores_surrounding_space_only():
+    assert exact_match(" cba\n", {"answer": "cba"}) == 1.0
+    assert exact_match("cb a", {"answer": "cba"}) == 0.0
+    assert exact_match("7", {"answer": 7}) == 1.0
+    with pytest.raises(RewardError, match="column `answer`"):
+        exact_match("a", {"prompt": "p"})

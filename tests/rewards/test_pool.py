@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.pool import RewardPool
+
+FILE = str(Path(__file__).with_name("reward_functions.py"))
+COMMANDS = f"{FILE}:by_command"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def row(do: str, **columns) -> dict:
+    return {"prompt": "p", "do": do, **columns}
+
+
+def test_scores_come_back_per_completion_with_named_parts():
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=5) as pool:
+            return await pool.score(["a", "abc"], row("fine"))
+
+    first, second = asyncio.run(scenario())
+    assert (first.value, first.parts) == (1.0, {"letters": 1.0})
+    assert second.parts == {"letters": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (row("hang"), "reward.timeout_s=0.5"),
+        (row("hang_in_c"), "reward.timeout_s=0.5"),
+        (row("exit"), "exit code 3"),
+        (row("sys_exit"), "exit code 4"),
+        (row("segfault"), "signal SIGSEGV"),
+        (row("child_process"), "exit code 5"),
+        (row("raise"), "KeyError.*no such thing"),
+        (row("return", what="nan"), "nan"),
+        (row("return", what="none"), "None"),
+        (row("fine", big=2**80), "cannot be sent"),
+    ],
+    ids=lambda value: value.get("what", value["do"]) if isinstance(value, dict) else "",
+)
+def test_a_bad_call_fails_alone_and_its_batch_mates_succeed(bad, says):
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=0.5) as pool:
+            before = [pool.score(["before"], row("fine")) for _ in range(5)]
+            after = [pool.score(["after"], row("fine")) for _ in range(5)]
+            return await asyncio.gather(*before, pool.score(["bad"], bad), *after, return_exceptions=True)
+
+    results = asyncio.run(scenario())
+    failure = results.pop(5)
+    assert isinstance(failure, RewardError)
+    with pytest.raises(RewardError, match=says):
+        raise failure
+    assert [[score.value for score in scores] for scores in results] == [[1.0]] * 10
+
+
+def test_output_and_input_of_user_code_do_not_disturb_the_pipe():
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=5) as pool:
+            noisy = [pool.score(["a"], row("print")) for _ in range(20)]
+            return await asyncio.gather(*noisy, pool.score(["a"], row("read_stdin")))
+
+    assert all(scores[0].value == 1.0 for scores in asyncio.run(scenario()))
+
+
+def test_several_bad_calls_in_one_batch_each_fail_and_all_others_succeed():
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=2, timeout_s=0.3) as pool:
+            kinds = ["exit" if i % 10 == 3 else "hang" if i % 20 == 7 else "fine" for i in range(40)]
+            results = await asyncio.gather(*(pool.score(["a"], row(k)) for k in kinds), return_exceptions=True)
+            return kinds, results, pool.stats()
+
+    kinds, results, stats = asyncio.run(scenario())
+    for kind, result in zip(kinds, results, strict=True):
+        assert isinstance(result, RewardError) == (kind != "fine"), (kind, result)
+    assert stats["reward_failures"] == sum(kind != "fine" for kind in kinds)
+
+
+def test_a_deadline_counts_from_the_start_of_the_call_and_not_from_its_queueing():
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=0.3) as pool:
+            return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(40)))  # 0.8 s together
+
+    assert len(asyncio.run(scenario())) == 40
+
+
+def test_a_child_killed_from_outside_while_idle_is_replaced():
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=5) as pool:
+            await pool.score(["a"], row("fine"))
+            (child,) = psutil.Process().children()
+            child.kill()
+            return await pool.score(["a"], row("fine"))
+
+    assert asyncio.run(scenario())[0].value == 1.0
+
+
+def test_a_function_that_cannot_be_loaded_is_refused_at_start():
+    async def scenario(spec):
+        async with RewardPool(spec, workers=2, timeout_s=1):
+            pass
+
+    with pytest.raises(ConfigError, match="there is no file"):
+        asyncio.run(scenario("/nowhere/r.py:f"))
+    assert not psutil.Process().children()
+
+
+def test_a_file_that_kills_its_process_on_import_is_refused_at_start(tmp_path):
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(7)")
+
+    async def scenario():
+        async with RewardPool(f"{tmp_path}/deadly.py:f", workers=1, timeout_s=1):
+            pass
+
+    with pytest.raises(ConfigError, match="exit code 7"):
+        asyncio.run(scenario())
+
+
+def test_closing_fails_open_calls_and_leaves_no_process():
+    async def scenario():
+        pool = RewardPool(COMMANDS, workers=2, timeout_s=100)
+        await pool.start()
+        open_call = asyncio.ensure_future(pool.score(["a"], row("hang")))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(RewardError, match="closed"):
+            await open_call
+
+    asyncio.run(scenario())
+    assert not psutil.Process().children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal")
+def test_a_reward_stuck_in_c_code_does_not_outlive_a_killed_worker():
+    script = (
+        "import asyncio\nfrom asyncrl.rewards.pool import RewardPool\n"
+        "async def main():\n"
+        f"    pool = RewardPool({COMMANDS!r}, workers=1, timeout_s=600)\n"
+        "    await pool.start()\n    print('ready', flush=True)\n"
+        "    await pool.score(['a'], {'prompt': 'p', 'do': 'hang_in_c'})\nasyncio.run(main())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        (child,) = psutil.Process(parent.pid).children()
+        time.sleep(0.2)
+        os.kill(parent.pid, signal.SIGKILL)
+        child.wait(timeout=10)
+    finally:
+        parent.kill()
+        parent.wait()
