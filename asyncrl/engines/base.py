@@ -1,0 +1,56 @@
+"""The engine seam: tokens in, tokens out. `transformers`, `fake` and (later) vLLM implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Sample `n` completions of one prompt."""
+
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+    n: int
+    sampling: SamplingParams
+    seed: int
+    pinned: bool = False
+    """Run from start to end under one version: weights that arrive meanwhile are loaded after it (evaluation)."""
+
+
+class Engine(Protocol):
+    @property
+    def policy_version(self) -> int:
+        """Version being served; NO_VERSION before the first load."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """`n` completions. Cancelling the task gives the slots back.
+
+        Raises:
+            GenerationError: the engine is closed or failed, or the request can never fit it.
+        """
+        ...
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
+        """Swap in all tensors (HF parameter names) between two decode steps of whatever is running. Any thread; blocks
+        until the new version is served. All or nothing: an unknown name, shape or dtype changes no weight.
+
+        Raises:
+            WeightsError: names, shapes or dtypes do not fit; the message names the first offender.
+        """
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start: `generated_tokens`, `decode_steps`, `running`, `waiting`, `load_s`..."""
+        ...
+
+    async def close(self) -> None: ...

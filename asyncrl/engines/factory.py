@@ -1,0 +1,38 @@
+"""From the config to an engine. A new engine is one file and one line here."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.engines.base import Engine
+from asyncrl.engines.fake import FakeEngine
+from asyncrl.engines.runner import ModelRunner
+from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def engine_device(name: str) -> torch.device:
+    """`auto` is the first GPU if there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine of `config.engine`, with the weights of `config.model.path` and no version yet.
+
+    Raises:
+        ConfigError: unknown engine or dtype, or a model that the engine cannot batch.
+    """
+    engine = config.engine
+    if engine.name == "fake":
+        return FakeEngine()
+    if engine.name != "transformers":
+        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of transformers, fake")
+    if engine.dtype not in _DTYPES:
+        raise ConfigError(f"engine.dtype={engine.dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
+    runner = ModelRunner.from_pretrained(
+        config.model.path, _DTYPES[engine.dtype], engine_device(engine.device), engine.max_sequences
+    )
+    return TransformersEngine(runner, threads=engine.threads)

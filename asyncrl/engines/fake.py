@@ -1,0 +1,141 @@
+"""A deterministic engine with no model: tokens and log-probs are a pure function of what should determine them.
+
+token = f(seed, prompt, member, position, policy_version), so a test can tell from a completion alone whether the
+right weights, the right prompt and the right seed were used. Each decode step takes `latency_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.noise import mix
+from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.types import NO_VERSION, Completion
+
+
+class FakeEngine:
+    """Implements `engines.base.Engine` without torch.
+
+    Args:
+        vocabulary: tokens are below it; stop tokens come from the request.
+        latency_s: of one token of every sequence.
+        load_timeout_s: longest `load_weights` waits for pinned requests.
+    """
+
+    def __init__(self, vocabulary: int = 256, latency_s: float = 0.0, load_timeout_s: float = 60.0) -> None:
+        self._vocabulary = vocabulary
+        self._latency_s = latency_s
+        self._load_timeout_s = load_timeout_s
+        self._policy_version = NO_VERSION
+        self._condition = threading.Condition()
+        self._pinned = 0
+        self._loads_waiting = 0
+        self._closed = False
+        self._stats = dict.fromkeys(("generated_tokens", "decode_steps", "running", "loads", "load_s", "busy_s"), 0.0)
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if request.pinned:
+            await self._enter_pinned()
+        self._stats["running"] += request.n
+        started = time.monotonic()
+        try:
+            return await self._run(request)
+        finally:
+            self._stats["running"] -= request.n
+            self._stats["busy_s"] += time.monotonic() - started
+            if request.pinned:
+                with self._condition:
+                    self._pinned -= 1
+                    self._condition.notify_all()
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
+        started = time.monotonic()
+        with self._condition:
+            self._loads_waiting += 1
+            try:
+                if not self._condition.wait_for(lambda: self._pinned == 0 or self._closed, self._load_timeout_s):
+                    raise WeightsError(f"version {policy_version}: waited {self._load_timeout_s} s for pinned requests")
+                if self._closed:
+                    raise WeightsError("the engine is closed")
+                self._policy_version = policy_version
+                self._stats["loads"] += 1
+            finally:
+                self._loads_waiting -= 1
+                self._stats["load_s"] += time.monotonic() - started
+
+    def stats(self) -> dict[str, float]:
+        return {**self._stats, "waiting": 0.0}
+
+    async def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    async def _enter_pinned(self) -> None:
+        # Waits for a pending load (bounded by that load's own timeout): pinned requests must not starve it.
+        while True:
+            with self._condition:
+                if not self._loads_waiting or self._closed:
+                    self._pinned += 1
+                    return
+            await asyncio.sleep(0.001)
+
+    async def _run(self, request: GenerateRequest) -> list[Completion]:
+        rows: list[tuple[list[int], list[float], list[int]]] = [([], [], []) for _ in range(request.n)]
+        lengths = [self._length(request, member) for member in range(request.n)]
+        for position in range(max(lengths)):
+            await asyncio.sleep(self._latency_s)
+            if self._closed:
+                raise GenerationError(f"request {request.request_id!r} was not finished: the engine was closed")
+            version = self._policy_version
+            self._stats["decode_steps"] += 1
+            for member, (tokens, logprobs, versions) in enumerate(rows):
+                if position < lengths[member]:
+                    last = position + 1 == lengths[member]
+                    token, logprob = self.token(request, member, position, version, last=last)
+                    tokens.append(token)
+                    logprobs.append(logprob)
+                    versions.append(version)
+                    self._stats["generated_tokens"] += 1
+        return [_completion(request, *row) for row in rows]
+
+    def token(
+        self, request: GenerateRequest, member: int, position: int, policy_version: int, *, last: bool
+    ) -> tuple[int, float]:
+        """What this engine answers there: (token id, log-prob). The last token is the stop token, if there is one."""
+        key = mix(request.seed, _prompt_key(request), member, position, policy_version)
+        stops = request.sampling.stop_token_ids
+        token = key % self._vocabulary
+        if stops and last and position + 1 < request.sampling.max_new_tokens:
+            token = stops[0]
+        elif token in stops:
+            token = next(other for other in range(self._vocabulary) if other not in stops)
+        return token, float(np.float32(-((key >> 20) % 1000 + 1) / 500))
+
+    def _length(self, request: GenerateRequest, member: int) -> int:
+        limit = request.sampling.max_new_tokens
+        return mix(request.seed, _prompt_key(request), member) % limit + 1 if request.sampling.stop_token_ids else limit
+
+
+def _prompt_key(request: GenerateRequest) -> int:
+    return mix(0, *(int(token) for token in request.prompt_ids))
+
+
+def _completion(request: GenerateRequest, tokens: list[int], logprobs: list[float], versions: list[int]) -> Completion:
+    return Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        policy_versions=np.array(versions, np.int32),
+        finish_reason="stop" if tokens[-1] in request.sampling.stop_token_ids else "length",
+    )

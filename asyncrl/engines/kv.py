@@ -1,0 +1,132 @@
+"""The KV memory of the running batch: one preallocated slot per sequence, each written at its own length.
+
+    row r:  k0 k1 ... k(length_r - 1) | garbage, masked
+
+A sequence joins by copying its prompt's keys into a free slot and leaves by having the last row moved onto it, so
+rows `[0, rows)` are always live. Nothing is padded on the left, nothing is concatenated per step.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from asyncrl.errors import ConfigError
+
+_MIN_COLUMNS = 64
+
+
+def check_mergeable(model: PreTrainedModel) -> None:
+    """Refuse models whose cache is not plain keys and values of full attention.
+
+    Raises:
+        ConfigError: names the first layer kind that cannot be merged into a running batch.
+    """
+    config = model.config
+    stateful = "_is_stateful" in dir(type(model)) and bool(type(model)._is_stateful)  # pyright: ignore
+    kinds = [] if stateful else [type(layer) for layer in DynamicCache(config=config).layers]
+    foreign = [kind.__name__ for kind in kinds if kind is not DynamicLayer]
+    if stateful or foreign:
+        found = foreign[0] if foreign else "recurrent state"
+        raise ConfigError(
+            f"the transformers engine batches full-attention KV caches only, and model type {config.model_type!r} uses "
+            f"{found}. Take a model without sliding windows or recurrent layers, or another engine."
+        )
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one model layer, [slots, heads, columns, head_dim]; made at the first prefill."""
+
+    def __init__(self, slots: SlotCache) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (self.slots.capacity, key_states.shape[1], self.slots.columns)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
+        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One decode step: write `[R, heads, 1, head_dim]` at each row's position, return views of what is in use."""
+        assert self.keys is not None and self.values is not None
+        rows, view = self.slots.step_rows, self.slots.step_columns
+        self.keys[rows, :, self.slots.step_positions] = key_states[:, :, 0]
+        self.values[rows, :, self.slots.step_positions] = value_states[:, :, 0]
+        return self.keys[: len(rows), :, :view], self.values[: len(rows), :, :view]
+
+    def resize(self) -> None:
+        if self.keys is None or self.values is None:
+            return
+        keys, values = self.keys, self.values
+        self.lazy_initialization(keys, values)
+        self.keys[: len(keys), :, : keys.shape[2]] = keys
+        self.values[: len(values), :, : values.shape[2]] = values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.step_columns, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.step_columns - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """`past_key_values` of every decode step. `begin_step` says where the step writes; HF layers call `update`."""
+
+    def __init__(self, num_layers: int, max_sequences: int, device: torch.device) -> None:
+        self.device = device
+        self.max_sequences = max_sequences
+        self.capacity = min(16, max_sequences)
+        self.columns = _MIN_COLUMNS
+        self.step_columns = 1
+        self.step_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self.step_positions = self.step_rows
+        self.ages = torch.arange(self.columns, device=device)
+        self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` sequences of `columns` tokens; doubles, so that growing stays rare."""
+        if rows <= self.capacity and columns <= self.columns:
+            return
+        while self.capacity < rows:
+            self.capacity = min(2 * self.capacity, self.max_sequences)
+        while self.columns < columns:
+            self.columns *= 2
+        self.ages = torch.arange(self.columns, device=self.device)
+        for layer in self.slot_layers:
+            layer.resize()
+
+    def fill(self, prompts: DynamicCache, source: torch.Tensor, first_row: int) -> None:
+        """Copy prefilled prompts into rows `first_row...`: row `first_row + i` gets prompt `source[i]` (siblings share
+        one). What lies past a prompt's own length is garbage from padding; the mask of every step hides it.
+        """
+        for layer, filled in zip(self.slot_layers, prompts.layers, strict=True):
+            assert isinstance(filled, DynamicLayer) and filled.keys is not None and filled.values is not None
+            if layer.keys is None or layer.values is None:
+                layer.lazy_initialization(filled.keys, filled.values)
+            assert layer.keys is not None and layer.values is not None
+            stop, width = first_row + len(source), filled.keys.shape[2]
+            layer.keys[first_row:stop, :, :width] = filled.keys[source]
+            layer.values[first_row:stop, :, :width] = filled.values[source]
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
+        """Copy rows `source` over rows `target` (finished ones), up to `columns` tokens."""
+        for layer in self.slot_layers:
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[target, :, :columns] = layer.keys[source, :, :columns]
+            layer.values[target, :, :columns] = layer.values[source, :, :columns]
+
+    def begin_step(self, positions: torch.Tensor, columns: int) -> torch.Tensor:
+        """Rows `[0, len(positions))` write at `positions`; returns their attention mask [R, 1, 1, columns], bool."""
+        if len(self.step_rows) != len(positions):
+            self.step_rows = torch.arange(len(positions), device=self.device)
+        self.step_positions = positions
+        self.step_columns = columns
+        return (self.ages[:columns] <= positions.unsqueeze(1))[:, None, None, :]

@@ -1,0 +1,52 @@
+"""The engine's parameters by Hugging Face name: validated as a whole, then swapped in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asyncrl.errors import WeightsError
+
+
+class ParameterTable:
+    """Tied parameters are one tensor with several names; any one of the names brings it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._by_name = dict(model.named_parameters(remove_duplicate=False))
+        self._required = dict(model.named_parameters())
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what would not fit, before anything is changed.
+
+        Raises:
+            WeightsError: a parameter unknown, missing or of another shape or kind of dtype; names the first one.
+        """
+        for name, tensor in tensors.items():
+            target = self._target(name)
+            if target is None:
+                raise WeightsError(f"unknown parameter {name!r}: the engine's model has no such name. Same model.path?")
+            if target.shape != tensor.shape:
+                got, want = tuple(tensor.shape), tuple(target.shape)
+                raise WeightsError(f"parameter {name!r} has shape {got}, the engine's model needs {want}")
+            if target.is_floating_point() != tensor.is_floating_point():
+                raise WeightsError(
+                    f"parameter {name!r} has dtype {tensor.dtype}, which does not cast to {target.dtype}"
+                )
+        given = {id(self._target(name)) for name in tensors}
+        for name, parameter in self._required.items():
+            if id(parameter) not in given:
+                raise WeightsError(f"parameter {name!r} is missing: an update carries every parameter of the model")
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy all of them in place (cast and moved as needed); `check` has passed before."""
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                target = self._target(name)
+                assert target is not None
+                target.copy_(tensor)
+
+    def _target(self, name: str) -> torch.Tensor | None:
+        found = self._by_name.get(name)
+        return found if found is not None else self._buffers.get(name)

@@ -1,0 +1,32 @@
+"""From logits to tokens and the log-probs of the distribution they were sampled from."""
+
+from __future__ import annotations
+
+import torch
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, any_greedy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling: one uniform per row, so a row's draw does not depend on its batch-mates.
+
+    Args:
+        logits: [R, V] any float dtype.
+        temperature: [R] float32; 0 is greedy, its log-probs are those at temperature 1.
+        uniform: [R] float64 in [0, 1).
+        any_greedy: whether any temperature is 0 (known on the host; saves a device synchronisation).
+
+    Returns:
+        [R] int64 token ids and [R] float32 log-probs, `log_softmax(logits / temperature)` at the token.
+    """
+    scale = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
+    logprobs = torch.log_softmax(logits.float() / scale.unsqueeze(1), dim=-1)
+    # float64: with a float32 sum the rare tail of a large vocabulary would be drawn in lumps of 1e-7.
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
+    # `right=True` and the clamp: a token of probability 0 is never drawn, not even at uniform 0 or by rounding up.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    tokens = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last)
+    if any_greedy:
+        tokens = torch.where((temperature > 0).unsqueeze(1), tokens, logits.argmax(dim=-1, keepdim=True))
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.fake import FakeEngine
+from asyncrl.errors import GenerationError
+from asyncrl.types import SamplingParams
+
+
+def request(**changes) -> GenerateRequest:
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=12, stop_token_ids=(1,))
+    ids = np.arange(4, dtype=np.int32)
+    fields = {"request_id": "r", "prompt_ids": ids, "n": 4, "sampling": sampling, "seed": 3}
+    return GenerateRequest(**(fields | changes))
+
+
+def run(engine: FakeEngine, one: GenerateRequest):
+    return asyncio.run(engine.generate(one))
+
+
+def as_lists(group):
+    return [(c.token_ids.tolist(), c.logprobs.tolist(), c.finish_reason) for c in group]
+
+
+def test_the_answer_is_a_pure_function_of_seed_prompt_member_and_version():
+    base = as_lists(run(FakeEngine(), request()))
+    assert base == as_lists(run(FakeEngine(), request(request_id="other")))
+    assert base != as_lists(run(FakeEngine(), request(seed=4)))
+    assert base != as_lists(run(FakeEngine(), request(prompt_ids=np.arange(1, 5, dtype=np.int32))))
+    assert len({str(member) for member in base}) == 4
+    updated = FakeEngine()
+    updated.load_weights(1, {})
+    assert base != as_lists(run(updated, request()))
+
+
+def test_every_token_can_be_checked_against_the_engine():
+    engine = FakeEngine()
+    engine.load_weights(5, {})
+    for member, completion in enumerate(run(engine, request())):
+        for position, token in enumerate(completion.token_ids):
+            last = position + 1 == len(completion.token_ids)
+            assert engine.token(request(), member, position, 5, last=last)[0] == token
+        assert (completion.token_ids[-1] == 1) == (completion.finish_reason == "stop")
+        assert not (completion.token_ids[:-1] == 1).any()
+
+
+def test_an_update_in_flight_splits_versions_but_never_those_of_a_pinned_request():
+    engine = FakeEngine(latency_s=0.002)
+    long = SamplingParams(temperature=1.0, max_new_tokens=50)
+
+    async def work(pinned: bool):
+        running = asyncio.ensure_future(engine.generate(request(sampling=long, pinned=pinned)))
+        await asyncio.sleep(0.02)
+        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, engine.policy_version + 1, {}))
+        group = await running
+        await load
+        return {version for completion in group for version in completion.policy_versions.tolist()}
+
+    assert asyncio.run(work(pinned=False)) == {-1, 0}
+    assert asyncio.run(work(pinned=True)) == {0}
+    assert engine.policy_version == 1
+
+
+def test_a_closed_fake_fails_what_runs():
+    engine = FakeEngine(latency_s=0.005)
+
+    async def work():
+        running = asyncio.ensure_future(engine.generate(request()))
+        await asyncio.sleep(0.01)
+        await engine.close()
+        with pytest.raises(GenerationError):
+            await running
+
+    asyncio.run(work())
+
+
+def test_the_fake_engine_needs_no_torch():
+    code = "import sys, asyncrl.engines.fake; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
