@@ -1,0 +1,77 @@
+"""The weights seam: publisher in the learner, subscriber in each rollout worker, one file per transport.
+
+    publish(v): every learner rank gathers; rank 0 keeps a snapshot and sends it from a thread
+    receive(v): bytes into staging -> fingerprints recomputed -> `load` into the engine between steps -> served(v)
+
+A version counts as served only after its fingerprint matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+LoadWeights = Callable[[int, Mapping[str, torch.Tensor]], None]
+"""`load(policy_version, tensors)`: swap all tensors into the engine at once; blocks until it serves them."""
+
+
+class PublisherRendezvous(Protocol):
+    """The part of the replay client a publisher needs (wired by the learner; weights never imports replay)."""
+
+    def announce(self, values: dict[str, Any]) -> None: ...
+    def members(self) -> list[Any]:
+        """Live subscribers, each with `worker`, `incarnation` and `policy_version`."""
+        ...
+
+
+class SubscriberRendezvous(Protocol):
+    """The part of the replay client a subscriber needs, blocking (the worker wraps its async client)."""
+
+    def watch(self, revision: int, wait_s: float) -> Any:
+        """Board with `.revision` and `.values`."""
+        ...
+
+    def served(self, policy_version: int, fingerprint: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishStats:
+    """Seconds the learner itself was held by one `publish`, by cause."""
+
+    gather_s: float
+    wait_previous_s: float
+    nbytes: int
+
+
+class Publisher(Protocol):
+    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+        """Snapshot `(name, shard or tensor)` pairs under this version and send them in the background.
+
+        Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
+        (bounded) for the previous send to finish first. Raises WeightsError if nobody could be served in time.
+        """
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """`weights/*` metrics of the last finished send: wire seconds, engines served, re-sends, epoch."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Subscriber(Protocol):
+    """Runs its own thread from construction to `close`."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def check(self) -> None:
+        """Raise the error that stopped the thread, if one did."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,70 @@
+"""From the config to the two ends of a transport. A new transport is one file and one branch in each function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Subscriber, SubscriberRendezvous
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.files import FilesSender, FilesSubscriber
+from asyncrl.weights.snapshot import BackgroundPublisher, Sender
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PHASES = 10
+"""`publish` waits this many times `weights.timeout_s` for the sender: a send may lose several peers one by one."""
+
+
+def make_publisher(
+    config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device
+) -> Publisher:
+    """The learner's end. Only rank 0 sends; `rendezvous` and `run_dir` are not used on other ranks.
+
+    Raises:
+        ConfigError: unknown transport or wire dtype.
+    """
+    weights = config.weights
+    if weights.wire_dtype not in _DTYPES:
+        raise ConfigError(f"weights.wire_dtype={weights.wire_dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
+    backend = _backend(config, device)
+    sender: Sender | None = None
+    if rank == 0 and weights.transport == "broadcast":
+        sender = BroadcastSender(
+            rendezvous, host=weights.host, timeout_s=weights.timeout_s, backend=backend, device=device
+        )
+    elif rank == 0 and weights.transport == "files":
+        sender = FilesSender(rendezvous, Path(run_dir) / "weights")
+    elif weights.transport not in ("broadcast", "files"):
+        raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
+    return BackgroundPublisher(
+        sender,
+        wire_dtype=_DTYPES[weights.wire_dtype],
+        bucket_bytes=weights.bucket_mb << 20,
+        wait_s=_PHASES * weights.timeout_s,
+        device=device if backend == "nccl" and weights.transport == "broadcast" else "cpu",
+    )
+
+
+def make_subscriber(
+    config: Config, rendezvous: SubscriberRendezvous, worker: str, incarnation: str, load: LoadWeights
+) -> Subscriber:
+    """The worker's end; its thread runs from here to `close`."""
+    weights = config.weights
+    if weights.transport == "files":
+        return FilesSubscriber(rendezvous, load)
+    if weights.transport != "broadcast":
+        raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    return BroadcastSubscriber(
+        rendezvous, load, worker=worker, incarnation=incarnation, timeout_s=weights.timeout_s, device=device
+    )
+
+
+def _backend(config: Config, device: torch.device) -> str:
+    """nccl needs a GPU on both ends, and refuses two ranks on one: a lone GPU is taken to be shared, and gets gloo."""
+    gpus = device.type == "cuda" and torch.cuda.device_count() > 1
+    return "nccl" if gpus and config.engine.device != "cpu" else "gloo"

@@ -1,0 +1,139 @@
+"""What a version consists of: names, shapes, dtypes and where each tensor lies in which bucket.
+
+A bucket is one flat uint8 buffer that crosses the wire in one piece. Layers stay together, offsets are aligned, and
+both ends derive the same views from the same manifest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.errors import WeightsError
+
+_ALIGN = 16
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool,
+)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor in a bucket, in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`{name: tensor}` over the bytes of `buffer` [nbytes] uint8, without copying."""
+        return {
+            entry.name: buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+            for entry in self.entries
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        """One uint8 buffer per bucket."""
+        return [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in self.buckets]
+
+    def views(self, buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every tensor, by name, over the bytes of all buckets."""
+        return {k: v for b, buffer in zip(self.buckets, buffers, strict=True) for k, v in b.views(buffer).items()}
+
+    def to_wire(self) -> list[Any]:
+        """msgpack-able; read back by `from_wire`."""
+        return [
+            [[e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in bucket.entries]
+            for bucket in self.buckets
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> Manifest:
+        """Offsets are computed here, never taken from the peer.
+
+        Raises:
+            WeightsError: an unknown dtype, a bad shape or a name twice.
+        """
+        buckets = []
+        for rows in wire:
+            for name, shape, dtype in rows:
+                if dtype not in _DTYPES or any(int(size) < 0 for size in shape):
+                    raise WeightsError(f"manifest entry {name!r} has dtype {dtype!r} and shape {shape}: not a tensor")
+            buckets.append(_bucket([(str(n), tuple(map(int, s)), _DTYPES[d]) for n, s, d in rows]))
+        names = [entry.name for bucket in buckets for entry in bucket.entries]
+        if len(set(names)) != len(names):
+            raise WeightsError("a manifest names the same tensor twice")
+        return cls(buckets=tuple(buckets))
+
+
+def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], cap_bytes: int) -> Manifest:
+    """Buckets of at most `cap_bytes` in the given order; a layer is split only if it alone is larger than the cap."""
+    buckets: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
+    size = 0
+    for layer in _layers(tensors):
+        nbytes = sum(_padded(shape, dtype) for _, shape, dtype in layer)
+        parts = [layer] if nbytes <= cap_bytes else [[tensor] for tensor in layer]
+        for part in parts:
+            part_bytes = sum(_padded(shape, dtype) for _, shape, dtype in part)
+            if not buckets or size + part_bytes > cap_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].extend(part)
+            size += part_bytes
+    return Manifest(buckets=tuple(_bucket(bucket) for bucket in buckets))
+
+
+def _layers(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """Consecutive tensors of one layer together (`model.layers.3.…`); the rest one by one."""
+    groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
+    last = None
+    for tensor in tensors:
+        found = _LAYER.match(tensor[0])
+        layer = found.group(1) if found else None
+        if layer is None or layer != last:
+            groups.append([])
+        groups[-1].append(tensor)
+        last = layer
+    return groups
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-_nbytes(shape, dtype) // _ALIGN) * _ALIGN
+
+
+def _bucket(tensors: list[tuple[str, tuple[int, ...], torch.dtype]]) -> Bucket:
+    entries, offset = [], 0
+    for name, shape, dtype in tensors:
+        entries.append(Entry(name=name, shape=shape, dtype=dtype, offset=offset, nbytes=_nbytes(shape, dtype)))
+        offset += _padded(shape, dtype)
+    return Bucket(entries=tuple(entries), nbytes=offset)

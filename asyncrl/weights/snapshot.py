@@ -1,0 +1,180 @@
+"""The publisher every transport shares: gather into one of two snapshots, send from a thread.
+
+    learner ranks --publish(v): gather--> free snapshot --> pending --> thread: sender.send() --> current
+                                                                               sender.idle() keeps newcomers up to date
+
+Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
+way; unblocked by the sender taking the pending one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.base import PublishStats
+from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.manifest import Manifest
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """One version, complete, in the wire dtype; nobody writes to it while it is current or pending."""
+
+    policy_version: int
+    manifest: Manifest
+    buffers: Sequence[torch.Tensor]
+    fingerprints: list[str] = field(default_factory=list)
+    """Per bucket; filled while sending, and kept for re-sends."""
+
+    def fingerprint(self, bucket: int) -> str:
+        """Of one bucket; asked for in order."""
+        if bucket == len(self.fingerprints):
+            self.fingerprints.append(bucket_fingerprint(self.buffers[bucket]))
+        return self.fingerprints[bucket]
+
+
+class Sender(Protocol):
+    """One transport's end in the learner. All methods run on the publisher's thread, `stats` on any."""
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Bring `snapshot` to everyone who is there. What can be retried is retried in here."""
+        ...
+
+    def idle(self, newest: Snapshot | None) -> None:
+        """Called every few milliseconds while there is nothing to send: look after newcomers."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundPublisher:
+    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather.
+
+    Args:
+        wire_dtype: floating-point tensors are cast to it before they are gathered.
+        bucket_bytes: cap of one bucket.
+        wait_s: longest that `publish` waits for the sender to take the version before.
+        device: where the snapshots lie (gloo and files: cpu; nccl: the GPU).
+        idle_s: seconds between two looks at newcomers.
+    """
+
+    def __init__(
+        self,
+        sender: Sender | None,
+        *,
+        wire_dtype: torch.dtype,
+        bucket_bytes: int,
+        wait_s: float,
+        device: torch.device | str = "cpu",
+        idle_s: float = 0.02,
+    ) -> None:
+        self._sender = sender
+        self._wire_dtype = wire_dtype
+        self._bucket_bytes = bucket_bytes
+        self._wait_s = wait_s
+        self._device = device
+        self._idle_s = idle_s
+        self._manifest: Manifest | None = None
+        self._names: list[str] = []
+        self._free: list[list[torch.Tensor]] = []
+        self._pending: Snapshot | None = None
+        self._current: Snapshot | None = None
+        self._closing = False
+        self._failure: Exception | None = None
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="weights-publisher", daemon=True)
+        if sender is not None:
+            self._thread.start()
+
+    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+        started = time.perf_counter()
+        named = unique_tensors(tensors)
+        manifest = self._manifest_of(named)
+        if self._sender is None:
+            gather_into(manifest, named, None)
+            return PublishStats(gather_s=time.perf_counter() - started, wait_previous_s=0.0, nbytes=manifest.nbytes)
+        buffers = self._take_buffers(policy_version)
+        waited = time.perf_counter()
+        gather_into(manifest, named, buffers)
+        if torch.device(self._device).type == "cuda":
+            # The sender's thread has a stream of its own: without this it could send half-written buffers.
+            torch.cuda.synchronize(self._device)
+        with self._condition:
+            self._pending = Snapshot(policy_version=policy_version, manifest=manifest, buffers=buffers)
+            self._condition.notify_all()
+        return PublishStats(
+            gather_s=time.perf_counter() - waited, wait_previous_s=waited - started, nbytes=manifest.nbytes
+        )
+
+    def stats(self) -> dict[str, float]:
+        return self._sender.stats() if self._sender is not None else {}
+
+    def close(self) -> None:
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._sender is not None:
+            self._thread.join(self._wait_s)
+
+    def _manifest_of(self, named: list[tuple[str, torch.Tensor]]) -> Manifest:
+        names = [name for name, _ in named]
+        if self._manifest is None:
+            self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
+            self._names = names
+            if self._sender is not None:
+                self._free = [self._manifest.allocate(self._device) for _ in range(2)]
+        elif names != self._names:
+            raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
+        return self._manifest
+
+    def _take_buffers(self, policy_version: int) -> list[torch.Tensor]:
+        """A snapshot nobody reads any more. Waits for the sender, bounded."""
+        with self._condition:
+            free = self._condition.wait_for(
+                lambda: self._failure is not None or (self._pending is None and bool(self._free)), self._wait_s
+            )
+            if self._failure is not None:
+                raise WeightsError(f"weights could not be sent: {self._failure}") from self._failure
+            if not free:
+                stuck = self._current.policy_version if self._current else "?"
+                raise WeightsError(
+                    f"version {policy_version} cannot be published: the sender is still busy with version {stuck} "
+                    f"after {self._wait_s:.0f} s. A worker takes too long to load: see its log, or raise "
+                    "weights.timeout_s."
+                )
+            return self._free.pop()
+
+    def _main(self) -> None:
+        assert self._sender is not None
+        try:
+            while True:
+                with self._condition:
+                    self._condition.wait_for(lambda: self._pending is not None or self._closing, self._idle_s)
+                    if self._closing:
+                        break
+                    fresh, self._pending = self._pending, None
+                    if fresh is not None:
+                        if self._current is not None:
+                            self._free.append(list(self._current.buffers))
+                        self._current = fresh
+                        self._condition.notify_all()
+                if fresh is not None:
+                    self._sender.send(fresh)
+                else:
+                    self._sender.idle(self._current)
+        except Exception as error:  # thread boundary: the learner gets it at its next publish
+            with self._condition:
+                self._failure = error
+                self._condition.notify_all()
+        finally:
+            self._sender.close()

@@ -1,0 +1,85 @@
+"""The tests' own rendezvous: a board, a member list and a served log behind a multiprocessing manager."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from multiprocessing.managers import BaseManager
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Member:
+    worker: str
+    incarnation: str
+    policy_version: int = -1
+
+
+@dataclass(frozen=True)
+class View:
+    revision: int
+    values: dict[str, Any]
+
+
+class Board:
+    """Everything both ends need; lives in the manager's process."""
+
+    def __init__(self) -> None:
+        self._revision = 0
+        self._values: dict[str, Any] = {}
+        self._members: dict[tuple[str, str], int] = {}
+        self._served: list[tuple[str, int, str, float]] = []
+        self._notes: list[tuple[str, Any]] = []
+
+    def announce(self, values: dict[str, Any]) -> None:
+        self._values |= values
+        self._revision += 1
+
+    def view(self) -> tuple[int, dict[str, Any]]:
+        return self._revision, dict(self._values)
+
+    def join(self, worker: str, incarnation: str) -> None:
+        self._members[worker, incarnation] = -1
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        self._members.pop((worker, incarnation), None)
+
+    def members(self) -> list[Member]:
+        return [Member(*peer, version) for peer, version in self._members.items()]
+
+    def record_served(self, worker: str, version: int, fingerprint: str) -> None:
+        self._served.append((worker, version, fingerprint, time.time()))
+
+    def served(self) -> list[tuple[str, int, str, float]]:
+        return list(self._served)
+
+    def note(self, key: str, value: Any) -> None:
+        self._notes.append((key, value))
+
+    def notes(self, key: str) -> list[Any]:
+        return [value for name, value in self._notes if name == key]
+
+
+class BoardManager(BaseManager):
+    pass
+
+
+BoardManager.register("Board", Board)
+
+
+class WorkerRendezvous:
+    """Subscriber side; implements `weights.base.SubscriberRendezvous` over the shared board."""
+
+    def __init__(self, board: Any, worker: str) -> None:
+        self._board, self._worker = board, worker
+
+    def watch(self, revision: int, wait_s: float) -> View:
+        deadline = time.monotonic() + wait_s
+        while True:
+            now, values = self._board.view()
+            if now != revision or time.monotonic() > deadline:
+                return View(now, values)
+            time.sleep(0.01)
+
+    def served(self, policy_version: int, fingerprint: str) -> None:
+        self._board.record_served(self._worker, policy_version, fingerprint)

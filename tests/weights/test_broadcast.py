@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.weights import broadcast_publisher, broadcast_subscriber
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.group import WeightGroup
+from asyncrl.weights.snapshot import BackgroundPublisher
+from tests.weights.board import BoardManager, WorkerRendezvous
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+TIMEOUT_S = 4.0
+BUCKET = 1 << 12
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Several buckets; every value depends on the version."""
+    return {f"layers.{i}.w": torch.full((40, 25), float(version * 100 + i)) for i in range(6)}
+
+
+def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
+    return "".join(bucket_fingerprint(t.contiguous().view(-1).view(torch.uint8)) for _, t in sorted(tensors.items()))
+
+
+class CorruptingGroup(WeightGroup):
+    """Damages one bucket of the first version that passes through this receiver, after it arrived."""
+
+    done = False
+
+    def wait(self, work) -> None:
+        super().wait(work)
+        if not CorruptingGroup.done and self.rank > 0:
+            CorruptingGroup.done = True
+            self.buffer[3] ^= 1
+
+    def broadcast(self, buffer):
+        self.buffer = buffer
+        return super().broadcast(buffer)
+
+
+class DyingGroup(WeightGroup):
+    """Its process dies in the middle of a version."""
+
+    count = 0
+
+    def broadcast(self, buffer):
+        DyingGroup.count += 1
+        if DyingGroup.count == 4:
+            os._exit(1)
+        return super().broadcast(buffer)
+
+
+def make_publisher(board) -> BackgroundPublisher:
+    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2)
+    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=30.0)
+
+
+def subscriber_process(board, worker: str, incarnation: str, group: str, load_s: float, lifetime_s: float) -> None:
+    torch.set_num_threads(1)
+    broadcast_subscriber.WeightGroup = {"plain": WeightGroup, "corrupt": CorruptingGroup, "dying": DyingGroup}[group]
+
+    def load(version: int, tensors: dict[str, torch.Tensor]) -> None:
+        time.sleep(load_s)
+        board.note(f"{worker}/bytes/{version}", fingerprint_of(dict(tensors)))
+
+    board.join(worker, incarnation)
+    subscriber = BroadcastSubscriber(
+        WorkerRendezvous(board, worker), load, worker=worker, incarnation=incarnation, timeout_s=TIMEOUT_S
+    )
+    deadline = time.monotonic() + lifetime_s
+    while time.monotonic() < deadline and not board.notes("stop"):
+        subscriber.check()
+        time.sleep(0.05)
+    board.note(f"{worker}/stats", subscriber.stats() | {"policy_version": subscriber.policy_version})
+    subscriber.close()
+
+
+def publisher_process(board, version: int) -> None:
+    torch.set_num_threads(1)
+    publisher = make_publisher(board)
+    publisher.publish(version, weights(version).items())
+    time.sleep(60)
+
+
+class Cluster:
+    """Processes of one test; everything still alive at the end is killed."""
+
+    def __init__(self, board) -> None:
+        self.board = board
+        self._context = multiprocessing.get_context("spawn")
+        self.processes: list = []
+
+    def worker(self, name: str, group: str = "plain", incarnation: str = "1", load_s: float = 0.0):
+        return self._start(subscriber_process, (self.board, name, incarnation, group, load_s, 80.0))
+
+    def publisher(self, version: int):
+        return self._start(publisher_process, (self.board, version))
+
+    def _start(self, target, args):
+        process = self._context.Process(target=target, args=args, daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def wait_served(self, worker: str, version: int, wait_s: float = 30.0) -> float:
+        """Time at which `worker` served `version`."""
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            for who, what, _, when in self.board.served():
+                if (who, what) == (worker, version):
+                    return when
+            time.sleep(0.01)
+        raise AssertionError(f"{worker} never served {version}; served: {self.board.served()}")
+
+    def finish(self, worker: str) -> dict[str, float]:
+        """Stop all workers; the statistics of one."""
+        self.board.note("stop", True)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = self.board.notes(f"{worker}/stats")
+            if found:
+                return found[0]
+            time.sleep(0.05)
+        raise AssertionError(f"{worker} did not stop")
+
+    def bytes_of(self, worker: str, version: int) -> list[str]:
+        return self.board.notes(f"{worker}/bytes/{version}")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with BoardManager() as manager:
+        cluster = Cluster(manager.Board())  # pyright: ignore
+        yield cluster
+        for process in cluster.processes:
+            process.kill()
+            process.join(10)
+
+
+@contextlib.contextmanager
+def publishing(board) -> Iterator[BackgroundPublisher]:
+    publisher = make_publisher(board)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def test_publishing_before_anyone_is_there_succeeds_and_two_subscribers_get_the_same_bytes(cluster):
+    with publishing(cluster.board) as publisher:
+        for version in range(3):
+            publisher.publish(version, weights(version).items())
+        for name in ("a", "b"):
+            cluster.worker(name)
+        for version in (2, 3, 4):
+            if version > 2:
+                publisher.publish(version, weights(version).items())
+            for name in ("a", "b"):
+                cluster.wait_served(name, version)
+                assert cluster.bytes_of(name, version) == [fingerprint_of(weights(version))]
+        assert publisher.stats()["weights/engines"] == 2
+        board = cluster.board.view()[1]["weights"]
+        assert sorted(board["members"]) == [["a", "1"], ["b", "1"]]
+    prints = {(v, f) for _, v, f, _ in cluster.board.served()}
+    assert len({v for v, _ in prints}) == len(prints)
+
+
+def test_a_damaged_bucket_is_never_loaded_and_the_version_is_sent_again(cluster):
+    cluster.worker("a", group="corrupt")
+    with publishing(cluster.board) as publisher:
+        publisher.publish(7, weights(7).items())
+        cluster.wait_served("a", 7)
+        assert cluster.bytes_of("a", 7) == [fingerprint_of(weights(7))]
+        assert publisher.stats()["weights/resends"] == 1
+        assert cluster.finish("a")["weights/nacks"] == 1
+
+
+def test_a_receiver_killed_mid_way_does_not_keep_the_others_from_the_version(cluster):
+    cluster.worker("a")
+    dying = cluster.worker("b", group="dying")
+    with publishing(cluster.board) as publisher:
+        started = time.time()
+        publisher.publish(1, weights(1).items())
+        assert cluster.wait_served("a", 1) - started < 30
+        dying.join(20)
+        publisher.publish(2, weights(2).items())
+        cluster.wait_served("a", 2)
+        assert cluster.bytes_of("a", 2) == [fingerprint_of(weights(2))]
+        assert not cluster.bytes_of("b", 2)
+
+
+def test_a_late_joiner_is_brought_to_the_current_version_without_a_publication(cluster):
+    cluster.worker("a")
+    with publishing(cluster.board) as publisher:
+        publisher.publish(4, weights(4).items())
+        cluster.wait_served("a", 4)
+        cluster.worker("late")
+        cluster.wait_served("late", 4)
+        assert cluster.bytes_of("late", 4) == [fingerprint_of(weights(4))]
+        assert len(cluster.bytes_of("a", 4)) == 1, "who serves it already does not load it again"
+
+
+def test_a_subscriber_outlives_its_publisher_and_follows_the_next_one(cluster):
+    first = cluster.publisher(1)
+    cluster.worker("a")
+    cluster.wait_served("a", 1)
+    first.kill()
+    first.join(10)
+    with publishing(cluster.board) as publisher:
+        publisher.publish(2, weights(2).items())
+        cluster.wait_served("a", 2)
+        stats = cluster.finish("a")
+    assert stats["policy_version"] == 2
+    assert [version for _, version, _, _ in cluster.board.served()] == [1, 2]
+
+
+def test_a_slow_load_is_no_silence(cluster):
+    cluster.worker("slow", load_s=1.5 * TIMEOUT_S)
+    with publishing(cluster.board) as publisher:
+        publisher.publish(1, weights(1).items())
+        cluster.wait_served("slow", 1)
+        publisher.publish(2, weights(2).items())
+        cluster.wait_served("slow", 2)
+        assert publisher.stats()["weights/dropped"] == 0 and publisher.stats()["weights/epoch"] == 1
+
+
+def test_a_stalled_member_is_left_out_within_the_timeout_and_returns_by_itself(cluster):
+    import signal
+
+    cluster.worker("a")
+    stalled = cluster.worker("b")
+    with publishing(cluster.board) as publisher:
+        publisher.publish(1, weights(1).items())
+        cluster.wait_served("a", 1)
+        cluster.wait_served("b", 1)
+        os.kill(stalled.pid, signal.SIGSTOP)
+        started = time.time()
+        publisher.publish(2, weights(2).items())
+        assert cluster.wait_served("a", 2) - started < 3 * TIMEOUT_S
+        os.kill(stalled.pid, signal.SIGCONT)
+        cluster.wait_served("b", 2)
+
+
+def test_broadcast_publisher_has_no_default_group_of_its_own():
+    assert broadcast_publisher.WeightGroup is WeightGroup
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.gather import clean_name, gather_into, plan, unique_tensors
+
+
+class Net(nn.Module):
+    """Odd sizes (uneven shards, one smaller than the world), a tie, an integer tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 6)])
+        self.scale = nn.Parameter(torch.randn(1))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def gathered(model: nn.Module, wire_dtype: torch.dtype, cap: int, rank: int) -> dict[str, torch.Tensor]:
+    named = unique_tensors(model.named_parameters(remove_duplicate=False))
+    manifest = plan(named, wire_dtype, cap)
+    buffers = manifest.allocate() if rank == 0 else None
+    gather_into(manifest, named, buffers)
+    return manifest.views(buffers) if buffers is not None else {}
+
+
+def test_wrapper_prefixes_are_stripped_anywhere_in_a_name():
+    assert clean_name("_orig_mod.model.layers.0._checkpoint_wrapped_module.w") == "model.layers.0.w"
+
+
+def test_tied_parameters_go_once_and_name_clashes_are_refused():
+    model = Net()
+    names = [name for name, _ in unique_tensors(model.named_parameters(remove_duplicate=False))]
+    assert "embed.weight" in names and "head.weight" not in names
+    with pytest.raises(WeightsError, match="two tensors"):
+        unique_tensors([("a", torch.zeros(1)), ("_orig_mod.a", torch.zeros(1))])
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
+    model = Net()
+    model.register_parameter("steps", nn.Parameter(torch.tensor([3, 2**40]), requires_grad=False))
+    views = gathered(model, wire_dtype, 64, rank=0)
+    for name, parameter in unique_tensors(model.named_parameters()):
+        expected = parameter.to(wire_dtype) if parameter.is_floating_point() else parameter
+        assert torch.equal(views[name], expected)
+
+
+def _rank(rank: int, world: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    model = Net()
+    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for wire_dtype in (torch.float32, torch.bfloat16):
+        for cap in (64, 1 << 20):
+            views = gathered(model, wire_dtype, cap, rank)
+            if rank == 0:
+                for name, parameter in reference.items():
+                    assert torch.equal(views[name], parameter.to(wire_dtype)), (name, wire_dtype, cap)
+    if rank == 0:
+        Path(folder, "ok").touch()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world", [2, 3])
+def test_fsdp_shards_gather_to_exactly_the_cast_full_tensors(tmp_path, world):
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert (tmp_path / "ok").exists()
+    assert [process.exitcode for process in ranks] == [0] * world
