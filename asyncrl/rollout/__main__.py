@@ -1,0 +1,51 @@
+"""`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over.
+
+`--worker` alone is internal: one worker, its spec as a line of JSON on standard input (see `process_host`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+from asyncrl.config import load_config
+from asyncrl.errors import AsyncRLError
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, late_import
+from asyncrl.rollout.pool import run_pool
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: that of the pool, or 2 with the reason when a setting or a row was refused."""
+    if arguments == ["--worker"]:
+        spec = _read_spec()
+        threading.Thread(target=_exit_with_pool, daemon=True).start()
+        return late_import("process").run_worker_process(spec)
+    try:
+        return run_pool(load_config(arguments))
+    except AsyncRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def _read_spec() -> WorkerSpec:
+    line = bytearray()
+    # Straight from the descriptor: a buffered reader would be locked by the thread below when the process ends.
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1 << 16)
+        if not data:
+            sys.exit(EXIT_FAILED)
+        line += data
+    return WorkerSpec(**json.loads(line))
+
+
+def _exit_with_pool() -> None:
+    """waits for: the pool, for the life of the worker; unblocked by: its death, which closes the pipe."""
+    while os.read(0, 1):
+        pass
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""The seam between the pool and what its workers run in: plain child processes, or Ray actors."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+EXIT_STOPPED, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+"""Ended as it should; failed, so that a restart may help; refused by a rule that a restart will not change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All a worker process is told. Plain values: it crosses as JSON, or in Ray's own transport."""
+
+    name: str
+    restart: int
+    """0 for the first start."""
+    log_path: str
+    run_digest: str
+    config: dict[str, Any]
+    """As from `config_to_dict`, local paths made absolute."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that must stand before torch is imported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    name: str
+    code: int
+    """EXIT_*; any other end of the process is EXIT_FAILED."""
+    how: str
+    """`exit code 1`, `signal SIGKILL`, what Ray says of a dead actor."""
+
+
+class WorkerHost(Protocol):
+    def start(self, spec: WorkerSpec) -> None:
+        """Start this worker; returns before it is up."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
+        """Workers that ended since the last call; waits up to `timeout_s` for the first."""
+        ...
+
+    def close(self) -> None:
+        """Stop every worker and what the host started for itself. Bounded; kills what does not stop."""
+        ...
+
+
+def late_import(module: str) -> ModuleType:
+    """`asyncrl.rollout.<module>`, imported now.
+
+    The one dynamic import: a run on plain processes must not load Ray (0.5 s, 60 MB), and neither the pool nor a Ray
+    actor may load torch before the worker's environment variables are set.
+    """
+    return importlib.import_module(f"asyncrl.rollout.{module}")

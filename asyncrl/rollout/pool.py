@@ -1,0 +1,175 @@
+"""Keeps `rollout.workers` workers alive until the run is over.
+
+consumes:     ends of workers
+waits for:    any worker to end, without a deadline: workers run as long as the run does, and end by themselves when
+              the replay server stops them or stays away
+unblocked by: a worker's end, a restart that is due, SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from asyncrl.config import Config, config_to_dict, run_digest
+from asyncrl.data.jsonl import JsonlFile
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.host import EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerHost, WorkerSpec, late_import
+
+HOST_MODULES = {"ray": "ray_host", "process": "process_host"}
+TURN_S = 0.5
+STEADY_S = 60.0
+"""A worker that lived this long is restarted at once; one that dies young waits, longer each time."""
+MAX_DELAY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One place in the pool, held by one worker after another."""
+
+    spec: WorkerSpec
+    started_at: float = 0.0
+    restarts: int = 0
+
+
+class RolloutPool:
+    def __init__(self, specs: list[WorkerSpec], host: WorkerHost, *, max_restarts: int) -> None:
+        self._host = host
+        self._slots = {spec.name: _Slot(spec) for spec in specs}
+        self._due: list[tuple[float, str]] = []
+        """Heap of `(monotonic time, worker)`: restarts to come."""
+        self._max_restarts = max_restarts
+        self._signal = 0
+
+    def run(self) -> int:
+        """Exit code: 0 when every worker stopped as it should, 1 when one failed for good, 128 + a signal's number."""
+        try:
+            for name in self._slots:
+                self._start(name)
+            unfinished = set(self._slots)
+            while unfinished and not self._signal:
+                self._start_due()
+                for ended in self._host.wait(TURN_S):
+                    if ended.code == EXIT_STOPPED:
+                        unfinished.discard(ended.name)
+                    elif not self._may_restart(ended):
+                        return 1
+            return 128 + self._signal if self._signal else 0
+        finally:
+            self._host.close()
+
+    def stop(self, number: int, _frame: FrameType | None = None) -> None:
+        """Signal handler: `run` ends within a turn."""
+        self._signal = number
+
+    def _start(self, name: str) -> None:
+        slot = self._slots[name]
+        slot.started_at = time.monotonic()
+        self._host.start(slot.spec)
+
+    def _start_due(self) -> None:
+        while self._due and self._due[0][0] <= time.monotonic():
+            self._start(heapq.heappop(self._due)[1])
+
+    def _may_restart(self, ended: WorkerExit) -> bool:
+        """Plan the restart of a worker that died, or say why there is none."""
+        slot = self._slots[ended.name]
+        lived_s = time.monotonic() - slot.started_at
+        why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last_line(slot.spec.log_path)}"
+        log = f"Its log: {slot.spec.log_path}"
+        if ended.code == EXIT_REFUSED:
+            _say(f"{why}\nA restart cannot help. {log}")
+            return False
+        if slot.restarts >= self._max_restarts:
+            _say(f"{why}\nIt was restarted rollout.max_worker_restarts={self._max_restarts} times. {log}")
+            return False
+        delay_s = restart_delay_s(slot.restarts, lived_s)
+        slot.restarts += 1
+        slot.spec = replace(slot.spec, restart=slot.restarts)
+        _say(f"{why}\nRestart {slot.restarts} of at most {self._max_restarts} in {delay_s:.1f} s")
+        heapq.heappush(self._due, (time.monotonic() + delay_s, ended.name))
+        return True
+
+
+def restart_delay_s(restarts: int, lived_s: float) -> float:
+    """Without it a worker that cannot start would spin through all its restarts in seconds."""
+    return 0.0 if lived_s > STEADY_S else min(MAX_DELAY_S, 0.25 * 2**restarts)
+
+
+def last_line(log_path: str) -> str:
+    """The last thing a worker wrote, which is its error if it had time for one."""
+    try:
+        with open(log_path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return "no log on this machine"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing logged")
+
+
+def worker_specs(config: Config) -> list[WorkerSpec]:
+    """One spec per worker. Its name holds the machine's: pools on two machines must not fence each other."""
+    plain = absolute_paths(config_to_dict(config))
+    environment = {
+        "OMP_NUM_THREADS": str(config.engine.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
+        "PYTHONUNBUFFERED": "1",
+    }
+    digest = run_digest(config)
+    return [
+        WorkerSpec(
+            name=f"rollout-{index}@{socket.gethostname()}",
+            restart=0,
+            log_path=str(Path(plain["run"]["dir"]) / "logs" / f"rollout-{index}.log"),
+            run_digest=digest,
+            config=plain,
+            environment=environment,
+        )
+        for index in range(config.rollout.workers)
+    ]
+
+
+def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Make what names a local file absolute: a Ray actor does not run in the directory of the command."""
+    for group, key in (("run", "dir"), ("data", "path"), ("eval", "path"), ("replay", "keys")):
+        if config[group][key]:
+            config[group][key] = str(Path(config[group][key]).resolve())
+    if Path(config["model"]["path"]).is_dir():
+        config["model"]["path"] = str(Path(config["model"]["path"]).resolve())
+    place, _, name = config["reward"]["function"].rpartition(":")
+    if place.endswith(".py"):
+        config["reward"]["function"] = f"{Path(place).resolve()}:{name}"
+    return config
+
+
+def run_pool(config: Config) -> int:
+    """Check the data files, start the workers and see them through. Returns the exit code of `RolloutPool.run`.
+
+    Raises:
+        DataError: a row of `data.path` or `eval.path` cannot be used.
+        ConfigError: `rollout.host` is unknown.
+    """
+    if config.rollout.host not in HOST_MODULES:
+        raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
+    for path in filter(None, (config.data.path, config.eval.path)):
+        JsonlFile(path).check()
+    specs = worker_specs(config)
+    host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
+    pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
+    # After the host is up: Ray installs handlers of its own, and these have to win.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pool.stop)
+    return pool.run()
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

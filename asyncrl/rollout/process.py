@@ -1,0 +1,65 @@
+"""What a worker process does around the worker, the same under every host: log file, threads, signals, exit code.
+
+0  the server said stop, or the pool did      1  failed: worth a restart      2  refused: a restart cannot help
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from asyncrl.config import Config, config_from_dict
+from asyncrl.errors import ConfigError, DataError, FencedError
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
+from asyncrl.rollout.wiring import run_worker
+
+
+def run_worker_process(spec: WorkerSpec) -> int:
+    """Run one worker to its end in this process, whose output goes to the worker's log from here on."""
+    redirect_output(Path(spec.log_path))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}", flush=True)
+    try:
+        config = config_from_dict(spec.config)
+        torch.set_num_threads(config.engine.threads)
+        # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        asyncio.run(_run_until_signal(config, spec))
+    except asyncio.CancelledError:
+        return EXIT_STOPPED
+    except (ConfigError, DataError, FencedError) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return EXIT_REFUSED
+    except Exception as error:  # the end of the process: the log gets the whole story, the pool the exit code
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return EXIT_FAILED
+    return EXIT_STOPPED
+
+
+async def _run_until_signal(config: Config, spec: WorkerSpec) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await run_worker(config, spec.name, spec.run_digest)
+
+
+def redirect_output(path: Path) -> None:
+    """Standard output and error of this process, C libraries and children included, to the end of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Workers as plain child processes: `python -m asyncrl.rollout --worker`, its spec on standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+
+from asyncrl.config import Config
+from asyncrl.rewards.process import describe_exit
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
+
+STOP_TIMEOUT_S = 10.0
+
+
+class ProcessHost:
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._exits: queue.Queue[WorkerExit] = queue.Queue()
+
+    def start(self, spec: WorkerSpec) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.rollout", "--worker"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **spec.environment},
+            # Ctrl-C reaches the pool alone, which then stops its workers in order.
+            start_new_session=True,
+        )
+        self._processes[spec.name] = process
+        threading.Thread(target=self._reap, args=(spec.name, process), daemon=True).start()
+        assert process.stdin is not None
+        try:
+            # The pipe stays open: its end is how a worker learns that the pool died.
+            process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:  # died at once: reported by its reaper
+            pass
+
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
+        exits: list[WorkerExit] = []
+        try:
+            exits.append(self._exits.get(timeout=timeout_s))
+            while True:
+                exits.append(self._exits.get_nowait())
+        except queue.Empty:
+            return exits
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes.values():
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal(process, signal.SIGKILL)
+                process.wait()
+        self._processes.clear()
+
+    def _reap(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """consumes: nothing; waits for: the end of this process, however long the run is; unblocked by: its end."""
+        code = process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        known = code if code in (EXIT_STOPPED, EXIT_REFUSED) else EXIT_FAILED
+        self._exits.put(WorkerExit(name=name, code=known, how=describe_exit(code)))
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+def make_host(config: Config) -> ProcessHost:
+    return ProcessHost()

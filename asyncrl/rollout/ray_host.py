@@ -1,0 +1,120 @@
+"""Workers as Ray actors, on a local Ray started here or on an existing cluster (`ray.address`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from asyncrl.config import Config
+from asyncrl.rollout.host import EXIT_FAILED, WorkerExit, WorkerSpec, late_import
+
+NAMESPACE = "asyncrl"
+OBJECT_STORE_BYTES = 80 << 20
+"""Near Ray's minimum: trajectories and weights never go through it."""
+PLACE_TIMEOUT_S = 300.0
+"""For Ray to find a node and start the actor's process."""
+
+
+class RolloutActor:
+    """One worker; a fresh actor, hence a fresh process, for every start."""
+
+    def placed(self) -> int:
+        return os.getpid()
+
+    def run(self, payload: dict[str, Any]) -> int:
+        """Blocks for the life of the worker; returns its exit code."""
+        spec = WorkerSpec(**payload)
+        os.environ.update(spec.environment)
+        return late_import("process").run_worker_process(spec)
+
+
+@dataclass(slots=True)
+class _Started:
+    name: str
+    actor: Any
+    placed: Any
+    """Reference that is ready once the actor's process runs; None after it was."""
+    started_at: float
+
+
+class RayHost:
+    def __init__(self, *, address: str, workers: int, gpus_per_worker: float) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+        if address:
+            ray.init(address=address, **options)
+        else:
+            # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **options,
+            )
+        # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
+        self._actor_class = ray.remote(
+            num_cpus=0, num_gpus=gpus_per_worker, max_restarts=0, scheduling_strategy="SPREAD"
+        )(RolloutActor)
+        self._running: dict[Any, _Started] = {}
+
+    def start(self, spec: WorkerSpec) -> None:
+        actor = self._actor_class.remote()
+        placed = actor.placed.remote()
+        self._running[actor.run.remote(asdict(spec))] = _Started(spec.name, actor, placed, time.monotonic())
+
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
+        if not self._running:
+            time.sleep(timeout_s)
+            return []
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        return [self._collect(reference) for reference in done] + self._unplaced()
+
+    def close(self) -> None:
+        for started in self._running.values():
+            ray.kill(started.actor)
+        self._running.clear()
+        ray.shutdown()
+
+    def _collect(self, reference: Any) -> WorkerExit:
+        started = self._running.pop(reference)
+        try:
+            code = int(ray.get(reference))
+        except RayError as error:  # the actor's process died: killed, out of memory, node lost
+            return WorkerExit(name=started.name, code=EXIT_FAILED, how=_summary(error))
+        ray.kill(started.actor)
+        return WorkerExit(name=started.name, code=code, how=f"exit code {code}")
+
+    def _unplaced(self) -> list[WorkerExit]:
+        exits = []
+        for reference, started in list(self._running.items()):
+            if started.placed is None:
+                continue
+            if ray.wait([started.placed], timeout=0)[0]:
+                started.placed = None
+            elif time.monotonic() - started.started_at > PLACE_TIMEOUT_S:
+                del self._running[reference]
+                ray.kill(started.actor)
+                how = (
+                    f"Ray found no place for it in {PLACE_TIMEOUT_S:.0f} s; check ray.gpus_per_worker and `ray status`"
+                )
+                exits.append(WorkerExit(name=started.name, code=EXIT_FAILED, how=how))
+        return exits
+
+
+def _summary(error: RayError) -> str:
+    """First and last line: what Ray says happened, and the error itself where Python code raised one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys(line[:200] for line in (lines[:1] + lines[-1:])))
+
+
+def make_host(config: Config) -> RayHost:
+    return RayHost(
+        address=config.ray.address, workers=config.rollout.workers, gpus_per_worker=config.ray.gpus_per_worker
+    )

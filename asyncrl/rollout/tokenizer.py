@@ -1,0 +1,49 @@
+"""The model's tokenizer as a worker uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, GenerationConfig
+
+from asyncrl.environments.base import Decode
+from asyncrl.errors import ConfigError
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """Raises ConfigError when `model.path` has no tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's EOS and those of `generation_config.json`.
+
+    Chat models end a turn with another token than their tokenizer's EOS; missing it, every completion would run on
+    to `rollout.max_new_tokens`.
+    """
+    ids = {tokenizer.eos_token_id}
+    if not Path(model_path).is_dir() or (Path(model_path) / "generation_config.json").is_file():
+        ids |= _generation_stops(model_path)
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def _generation_stops(model_path: str) -> set[int]:
+    try:
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a hub model without the file
+        return set()
+    return set(eos) if isinstance(eos, list | tuple) else {eos}
+
+
+def make_decode(tokenizer: Any) -> Decode:
+    def decode(sequences: Sequence[NDArray[np.int32]]) -> list[str]:
+        return tokenizer.batch_decode([ids.tolist() for ids in sequences], skip_special_tokens=True)
+
+    return decode

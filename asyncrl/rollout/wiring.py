@@ -1,0 +1,105 @@
+"""From a config to a running worker: replay client, engine, weight subscriber, rewards, loop; and back down again."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.engines.factory import make_engine
+from asyncrl.environments.registry import make_environment
+from asyncrl.replay.client import RolloutClient
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.tokenizer import load_tokenizer, make_decode, stop_token_ids
+from asyncrl.rollout.version_hold import VersionHold
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.types import SamplingParams
+from asyncrl.weights.factory import make_subscriber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    """What of a worker depends on the tokenizer and the data files."""
+
+    tokenizer: Any
+    prompts: PromptSource
+    evaluation_rows: PromptSource | None
+    sampling: SamplingParams
+
+
+async def run_worker(config: Config, name: str, digest: str) -> None:
+    """One rollout worker, from nothing to the server's stop.
+
+    Raises:
+        ConfigError, DataError: a setting or a row of the data can never work; restarting is useless.
+        AsyncRLError: anything else that ended it.
+    """
+    texts = _load_texts(config)
+    report = WorkerReport()
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = await stack.enter_async_context(
+            RewardPool(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
+        )
+        engine = make_engine(config)
+        stack.push_async_callback(engine.close)
+        replay = RolloutClient(
+            config.replay.address, worker=name, run_digest=digest, stats=report, config=config.replay
+        )
+        stack.push_async_callback(replay.close)
+        hold = VersionHold(engine.load_weights, config.replay.wait_timeout_s)
+        subscriber = make_subscriber(config, replay.rendezvous(), name, replay.incarnation, hold.load_weights)
+        stack.callback(subscriber.close)
+        for source in (engine.stats, rewards.stats, subscriber.stats):
+            report.add(source)
+        worker = RolloutWorker(
+            name=name,
+            replay=replay,
+            runner=EpisodeRunner(
+                engine=engine,
+                environment=make_environment(config.environment),
+                decode=make_decode(texts.tokenizer),
+                score=rewards.score,
+            ),
+            prompts=texts.prompts,
+            evaluation_rows=texts.evaluation_rows,
+            check=subscriber.check,
+            group_size=config.rollout.group_size,
+            sampling=texts.sampling,
+            slots=slots_per_worker(config),
+            wait_timeout_s=config.replay.wait_timeout_s,
+            hold=hold,
+            report=report,
+        )
+        report.start_clocks()
+        await worker.run()
+
+
+def slots_per_worker(config: Config) -> int:
+    """Groups one worker makes at once: its share of `rollout.max_in_flight`, and no more than keep its engine full.
+
+    A quarter more than the engine decodes together, so that a finished group's place is taken without a round trip.
+    """
+    share = -(-config.rollout.max_in_flight // config.rollout.workers)
+    together = max(1, config.engine.max_sequences // config.rollout.group_size)
+    return max(1, min(share, together + -(-together // 4)))
+
+
+def _load_texts(config: Config) -> _Texts:
+    tokenizer = load_tokenizer(config.model.path)
+    limit = config.data.max_prompt_tokens
+    prompts = PromptSource(
+        config.data.path, tokenizer, seed=config.seed, shuffle=config.data.shuffle, max_prompt_tokens=limit
+    )
+    evaluation_rows = None
+    if config.eval.path:
+        evaluation_rows = PromptSource(config.eval.path, tokenizer, seed=0, shuffle=False, max_prompt_tokens=limit)
+    sampling = SamplingParams(
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer),
+    )
+    return _Texts(tokenizer=tokenizer, prompts=prompts, evaluation_rows=evaluation_rows, sampling=sampling)

@@ -1,0 +1,191 @@
+"""The loop of a rollout worker: acquire assignments, make groups, insert them.
+
+    acquire ──▶ one task per group: prompt ▶ engine ▶ reward ──▶ insert (or fail, with the reason)
+       ▲                                                             │
+       └────────────────────────── a slot is free ◀──────────────────┘
+
+consumes:     assignments and evaluation chunks of the replay server
+waits for:    a free slot, that is one of its own groups; then for admission, that is the learner (through the server)
+unblocked by: a finished group; an assignment; the server's stop; `wait_timeout_s` without any progress (an error)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import ConfigError, GenerationError, NoProgress, RewardError
+from asyncrl.replay.base import Acquired, RolloutReplay
+from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.version_hold import VersionHold
+from asyncrl.types import Assignment, DropReason, EvalAssignment, SamplingParams
+
+log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+"""Longest wait of one turn of the loop; the subscriber and the engine are looked after once a turn."""
+MAX_GENERATION_FAILURES = 8
+"""Failed generations in a row after which the engine, not the prompts, is taken for broken."""
+
+
+class RolloutWorker:
+    """The loop and what it holds.
+
+    Args:
+        runner: makes the groups; `hold` keeps its engine at one version during an evaluation chunk.
+        evaluation_rows: rows of `eval.path` in file order; None when the run has no evaluation.
+        check: raises what stopped the weight subscriber, if anything did.
+        slots: groups made at once.
+        wait_timeout_s: longest time with work at hand and no progress.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        replay: RolloutReplay,
+        runner: EpisodeRunner,
+        prompts: PromptSource,
+        evaluation_rows: PromptSource | None,
+        check: Callable[[], None],
+        group_size: int,
+        sampling: SamplingParams,
+        slots: int,
+        wait_timeout_s: float,
+        hold: VersionHold,
+        report: WorkerReport,
+    ) -> None:
+        self._name = name
+        self._replay = replay
+        self._runner = runner
+        self._prompts = prompts
+        self._evaluation_rows = evaluation_rows
+        self._check = check
+        self._group_size = group_size
+        self._sampling = sampling
+        self._greedy = SamplingParams(
+            temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids
+        )
+        self._slots = slots
+        # One request for several slots: asking for each freed slot alone costs a round trip per group.
+        self._ask = max(1, slots // 8)
+        self._wait_timeout_s = wait_timeout_s
+        self._hold = hold
+        self._report = report
+        self._groups: set[asyncio.Task[None]] = set()
+        self._evaluations: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._failures_in_row = 0
+        self._progress = (-1.0, time.monotonic())
+        self._looked_at = 0.0
+
+    async def run(self) -> None:
+        """Until the server says stop.
+
+        Raises:
+            GenerationError: the engine keeps failing.
+            NoProgress: work at hand, and no token or group for `wait_timeout_s`.
+            AsyncRLError: whatever else ended the replay client, the subscriber or a group's task.
+        """
+        try:
+            while True:
+                self._look_after()
+                free = self._slots - len(self._groups)
+                if free < self._ask and self._groups:
+                    await self._wait_for_slot()
+                    continue
+                acquired = await self._replay.acquire(slots=free, wait_s=TURN_S)
+                if acquired.stop:
+                    return
+                self._start(acquired)
+        finally:
+            await self._cancel_all()
+
+    def _start(self, acquired: Acquired) -> None:
+        for assignment in acquired.assignments:
+            self._launch(self._make_group(assignment), self._groups)
+        for evaluation in acquired.evaluations:
+            self._launch(self._evaluate(evaluation), self._evaluations)
+
+    async def _make_group(self, assignment: Assignment) -> None:
+        prompt = self._prompts[assignment.prompt_index]
+        try:
+            group = await self._runner.run_group(
+                assignment, prompt, size=self._group_size, sampling=self._sampling, worker=self._name
+            )
+        except GenerationError as error:
+            self._report.count("groups_failed")
+            self._failures_in_row += 1
+            await self._replay.fail(assignment, DropReason.FAILED_GENERATION, str(error))
+            if self._failures_in_row >= MAX_GENERATION_FAILURES:
+                raise
+            return
+        except RewardError as error:
+            self._report.count("groups_failed")
+            await self._replay.fail(assignment, DropReason.FAILED_REWARD, str(error))
+            return
+        self._failures_in_row = 0
+        reply = await self._replay.insert(group)
+        self._report.count(f"groups_{reply.status}")
+        if reply.status == "rejected":
+            log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+
+    async def _evaluate(self, assignment: EvalAssignment) -> None:
+        if self._evaluation_rows is None:
+            raise ConfigError(f"asked to evaluate {assignment.eval_set!r} but eval.path is empty. Set it on all peers")
+        async with self._hold.held():
+            result = await self._runner.run_evaluation(assignment, self._evaluation_rows, sampling=self._greedy)
+        await self._replay.report_evaluation(result)
+        self._report.count("evaluation_rows", len(result.scores))
+
+    def _launch(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        self._report.working(True)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._groups.discard(task)
+        self._evaluations.discard(task)
+        self._report.working(bool(self._groups or self._evaluations))
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+        self._changed.set()
+
+    async def _wait_for_slot(self) -> None:
+        """waits for: one of this worker's groups; unblocked by: its end, or the next turn."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):  # the next turn looks after engine and subscriber
+            async with asyncio.timeout(TURN_S):
+                await self._changed.wait()
+
+    def _look_after(self) -> None:
+        """Raise what should end this worker: a task's error, the subscriber's, or a standstill."""
+        if self._error is not None:
+            raise self._error
+        self._check()
+        now = time.monotonic()
+        if now - self._looked_at < TURN_S:
+            return
+        self._looked_at = now
+        mark = self._report.progress()
+        if mark != self._progress[0] or not (self._groups or self._evaluations):
+            self._progress = (mark, now)
+        elif now - self._progress[1] > self._wait_timeout_s:
+            raise NoProgress(
+                f"{len(self._groups)} groups are being made, and the engine gave no token for "
+                f"{self._wait_timeout_s:.0f} s (replay.wait_timeout_s). Waited for the engine of {self._name}"
+            )
+
+    async def _cancel_all(self) -> None:
+        tasks = [*self._groups, *self._evaluations]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

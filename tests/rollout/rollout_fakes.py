@@ -1,0 +1,155 @@
+"""A scripted replay and small parts, for tests of the worker loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.data.byte_tokenizer import EOS_ID, byte_tokenizer
+from asyncrl.data.prompts import PromptSource
+from asyncrl.engines.fake import FakeEngine
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import RewardError
+from asyncrl.replay.base import Acquired, Board, InsertReply
+from asyncrl.rewards.score import RewardScore
+from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.version_hold import VersionHold
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, SamplingParams, TrajectoryGroup
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(EOS_ID,))
+
+
+class ByteTokenizer:
+    """The byte tokenizer with the methods of a Hugging Face one that the rollout uses."""
+
+    chat_template = None
+
+    def __init__(self) -> None:
+        self._tokenizer = byte_tokenizer()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False):
+        raise NotImplementedError
+
+    def decode(self, sequences) -> list[str]:
+        return self._tokenizer.decode_batch([ids.tolist() for ids in sequences], skip_special_tokens=True)
+
+
+class ScriptedReplay:
+    """Hands out `total` groups (and the given evaluations), then says stop once all came back."""
+
+    def __init__(self, total: int, evaluations: list[EvalAssignment] | None = None) -> None:
+        self.total = total
+        self.issued = 0
+        self.evaluations = list(evaluations or [])
+        self.open_evaluations = len(self.evaluations)
+        self.inserted: list[TrajectoryGroup] = []
+        self.failed: list[tuple[Assignment, DropReason, str]] = []
+        self.results: list[EvalResult] = []
+        self.asked: list[int] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.changed = asyncio.Event()
+        self.insert_status = "accepted"
+
+    async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
+        self.asked.append(slots)
+        await asyncio.sleep(0)
+        if self.evaluations and self.open_evaluations == len(self.evaluations):  # one at a time, as the server does
+            return Acquired(evaluations=(self.evaluations.pop(),))
+        if len(self.inserted) + len(self.failed) >= self.total and not self.open_evaluations:
+            return Acquired(stop=True)
+        count = min(slots, self.total - self.issued)
+        if not count:
+            self.changed.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self.changed.wait()
+            except TimeoutError:
+                pass
+            return Acquired(waiting_for="the test")
+        first, self.issued = self.issued, self.issued + count
+        self.in_flight += count
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return Acquired(assignments=tuple(assignment(index) for index in range(first, first + count)))
+
+    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+        await asyncio.sleep(0)
+        self.in_flight -= 1
+        self.inserted.append(group)
+        self.changed.set()
+        return InsertReply(status=self.insert_status)
+
+    async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
+        self.in_flight -= 1
+        self.failed.append((assignment, reason, detail))
+        self.changed.set()
+
+    async def report_evaluation(self, result: EvalResult) -> None:
+        self.open_evaluations -= 1
+        self.results.append(result)
+        self.changed.set()
+
+    async def served(self, policy_version: int, fingerprint: str) -> None: ...
+
+    async def watch(self, *, revision: int, wait_s: float) -> Board:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
+
+
+def assignment(index: int) -> Assignment:
+    return Assignment(group_id=100 + index, prompt_index=index, attempt=1, seed=index * 7, policy_version=0)
+
+
+async def reward_length(texts: list[str], row: dict[str, Any]) -> list[RewardScore]:
+    if row.get("bad"):
+        raise RewardError(f"row {row['n']} is bad")
+    return [RewardScore(value=float(len(text)), parts={"letters": float(len(text))}) for text in texts]
+
+
+def rows_file(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
+    rows = ({"prompt": f"{n}>", "n": n, "bad": n in bad} for n in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompt_source(path: Path, max_prompt_tokens: int = 32) -> PromptSource:
+    return PromptSource(path, ByteTokenizer(), seed=0, shuffle=False, max_prompt_tokens=max_prompt_tokens)
+
+
+def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
+    """A worker on a fake engine that serves version 0, unless `engine` is given."""
+    engine = changes.pop("engine", None)
+    if engine is None:
+        engine = FakeEngine(vocabulary=128)
+        engine.load_weights(0, {})
+    report = changes.pop("report", WorkerReport())
+    report.add(engine.stats)
+    runner = EpisodeRunner(
+        engine=engine,
+        environment=SingleTurn(),
+        decode=ByteTokenizer().decode,
+        score=changes.pop("score", reward_length),
+    )
+    settings = {
+        "name": "rollout-0",
+        "replay": replay,
+        "runner": runner,
+        "prompts": prompt_source(path, changes.pop("max_prompt_tokens", 32)),
+        "evaluation_rows": prompt_source(path),
+        "check": lambda: None,
+        "group_size": 4,
+        "sampling": SAMPLING,
+        "slots": 16,
+        "wait_timeout_s": 30.0,
+        "hold": VersionHold(engine.load_weights, 10.0),
+        "report": report,
+    }
+    return RolloutWorker(**{**settings, **changes})

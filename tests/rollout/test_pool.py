@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    config_from_dict,
+    config_to_dict,
+)
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.rollout import pool as pool_module
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
+from asyncrl.rollout.pool import RolloutPool, last_line, restart_delay_s, run_pool, worker_specs
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class ScriptedHost:
+    """Each start of a worker ends with the next code of its script; after the last one it runs on."""
+
+    def __init__(self, scripts: dict[str, list[int]]) -> None:
+        self.scripts = scripts
+        self.starts: list[tuple[str, int]] = []
+        self.ended: list[WorkerExit] = []
+        self.closed = False
+
+    def start(self, spec: WorkerSpec) -> None:
+        self.starts.append((spec.name, spec.restart))
+        if self.scripts[spec.name]:
+            self.ended.append(WorkerExit(name=spec.name, code=self.scripts[spec.name].pop(0), how="as scripted"))
+
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
+        time.sleep(0.001)
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def spec(name: str, log_path: str = "/nowhere/worker.log") -> WorkerSpec:
+    return WorkerSpec(name=name, restart=0, log_path=log_path, run_digest="d", config={})
+
+
+def run(scripts: dict[str, list[int]], max_restarts: int = 3) -> tuple[int, ScriptedHost]:
+    host = ScriptedHost(scripts)
+    return RolloutPool([spec(name) for name in scripts], host, max_restarts=max_restarts).run(), host
+
+
+@pytest.fixture(autouse=True)
+def no_delays(monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_DELAY_S", 0.01)
+
+
+def test_the_pool_ends_well_when_all_workers_stopped():
+    code, host = run({"a": [EXIT_STOPPED], "b": [EXIT_STOPPED]})
+    assert (code, host.closed) == (0, True)
+
+
+def test_a_dead_worker_is_started_again_as_a_fresh_one_and_named(capfd):
+    code, host = run({"a": [EXIT_FAILED, EXIT_FAILED, EXIT_STOPPED], "b": [EXIT_STOPPED]})
+    assert code == 0
+    assert [restart for name, restart in host.starts if name == "a"] == [0, 1, 2]
+    said = capfd.readouterr().err
+    assert "worker a died" in said and "as scripted" in said and "Restart 2 of at most 3" in said
+
+
+def test_a_worker_that_dies_too_often_fails_the_run_and_the_others_are_stopped(capfd):
+    code, host = run({"a": [EXIT_FAILED] * 3, "b": []}, max_restarts=2)
+    assert (code, host.closed) == (1, True)
+    assert "rollout.max_worker_restarts=2" in capfd.readouterr().err
+
+
+def test_a_refusal_fails_the_run_at_once(capfd):
+    code, host = run({"a": [EXIT_REFUSED], "b": []})
+    assert (code, len(host.starts)) == (1, 2)
+    assert "A restart cannot help" in capfd.readouterr().err
+
+
+def test_a_signal_ends_the_pool_and_closes_the_host():
+    host = ScriptedHost({"a": []})
+    pool = RolloutPool([spec("a")], host, max_restarts=3)
+    pool.stop(signal.SIGTERM)
+    assert (pool.run(), host.closed) == (128 + signal.SIGTERM, True)
+
+
+def test_a_worker_that_dies_young_waits_longer_each_time_and_an_old_one_not_at_all(monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_DELAY_S", 10.0)
+    young = [restart_delay_s(restarts, 1.0) for restarts in range(8)]
+    assert young == sorted(young) and young[0] <= 0.5 and young[-1] == 10.0
+    assert restart_delay_s(5, 3600.0) == 0.0
+
+
+def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path):
+    log = tmp_path / "worker.log"
+    log.write_bytes(b"first\nWireError: \xff broken\n\n  \n")
+    assert last_line(str(log)).startswith("WireError:")
+    assert last_line("/nowhere/worker.log") == "no log on this machine"
+
+
+def make_config(tmp_path: Path, **rollout) -> Config:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a>", "answer": "a"}\n')
+    return Config(
+        run=RunConfig(name="r", dir="runs/r"),
+        model=ModelConfig(path="model"),
+        data=DataConfig(path="rows.jsonl"),
+        reward=RewardConfig(function="rewards/mine.py:score"),
+        eval=EvalConfig(path="rows.jsonl"),
+        rollout=RolloutConfig(**rollout),
+    )
+
+
+def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = make_config(tmp_path, workers=2)
+    first, second = worker_specs(config)
+    assert first.name != second.name
+    assert first.log_path == str(tmp_path / "runs/r/logs/rollout-0.log")
+    rebuilt = config_from_dict(json.loads(json.dumps(first.config)))
+    assert rebuilt.data.path == rebuilt.eval.path == str(tmp_path / "rows.jsonl")
+    assert rebuilt.model.path == str(tmp_path / "model")
+    assert rebuilt.reward.function == f"{tmp_path}/rewards/mine.py:score"
+    assert rebuilt.rollout == config.rollout
+    assert first.environment["OMP_NUM_THREADS"] == "1"
+    assert config.data.path == "rows.jsonl"
+
+
+def test_a_hub_model_and_a_module_reward_are_left_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path)
+    config.model.path, config.reward.function = "org/model", "package.module:score"
+    plain = worker_specs(config)[0].config
+    assert (plain["model"]["path"], plain["reward"]["function"]) == ("org/model", "package.module:score")
+
+
+def test_a_config_of_another_version_is_refused(tmp_path):
+    values = config_to_dict(make_config(tmp_path))
+    values["rollout"]["colour"] = "red"
+    with pytest.raises(ConfigError, match="colour"):
+        config_from_dict(values)
+
+
+def test_a_bad_row_or_host_is_found_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, host="cloud")
+    with pytest.raises(ConfigError, match=r"rollout\.host='cloud'"):
+        run_pool(config)
+    config.rollout.host = "process"
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        run_pool(config)
+
+
+def test_the_pool_loads_neither_torch_nor_ray():
+    code = (
+        "import sys, asyncrl.rollout.__main__, asyncrl.rollout.process_host;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
