@@ -1,0 +1,184 @@
+"""One learner rank: `torchrun ... -m asyncrl.learner key=value ...`; plain `python -m` is a world of one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from asyncrl.config import Config, config_to_dict, load_config, run_digest
+from asyncrl.errors import AsyncRLError
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.model import build_model
+from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.resume import Start, begin
+from asyncrl.learner.train import train
+from asyncrl.machine import check_machine
+from asyncrl.replay.client import LearnerClient
+from asyncrl.telemetry.metrics import MetricsLog
+from asyncrl.telemetry.progress import format_line
+from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.weights.factory import make_publisher
+
+log = logging.getLogger("asyncrl.learner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rank this is, and on what it computes."""
+
+    rank: int
+    world: int
+    device: torch.device
+    restarted: bool
+    """torchrun has restarted the ranks after one of them died."""
+    run_id: str
+    """The run whose folder this is; the same for all restarts."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], device: str) -> Place:
+        """From what torchrun sets. `device` is `learner.device`: `auto`, `cpu` or `cuda`."""
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        local = int(environment.get("LOCAL_RANK", "0"))
+        # torchrun without --rdzv-id names every run "none"; its own process is what lasts over restarts then.
+        named = environment.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex[:12])
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            world=int(environment.get("WORLD_SIZE", "1")),
+            device=torch.device(kind, local) if kind == "cuda" else torch.device(kind),
+            restarted=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
+            run_id=f"{socket.gethostname()}-{os.getppid()}" if named == "none" else named,
+        )
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Run one rank to the end of training.
+
+    Raises:
+        AsyncRLError: a refused setting, or what ended training.
+    """
+    config = load_config(overrides)
+    place = Place.of(os.environ, config.learner.device)
+    check_machine(config, "learner")
+    level = logging.INFO if place.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    if place.device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(place.device)
+    mesh = join_ranks(config, place)
+    try:
+        run(config, place, mesh)
+        if place.world > 1:
+            dist.barrier()  # rank 0 hosts the store of the others: it must not leave first
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def join_ranks(config: Config, place: Place) -> DeviceMesh | None:
+    """The process group of the ranks; None where one rank needs neither sharding nor mixed precision.
+
+    Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
+    engines to acknowledge weights, write a checkpoint.
+    """
+    if place.world == 1 and config.model.dtype == "float32":
+        return None
+    patience = timedelta(seconds=config.replay.wait_timeout_s + 10 * config.weights.timeout_s + 60)
+    backend = "nccl" if place.device.type == "cuda" else "gloo"
+    if place.world == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+    else:
+        dist.init_process_group(backend, timeout=patience)
+    return init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
+
+
+def run(config: Config, place: Place, mesh: DeviceMesh | None) -> None:
+    """Connect the parts and train."""
+    replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
+    try:
+        run_dir = Path(config.run.dir).resolve()
+        if place.rank == 0:
+            run_dir = prepare_run_folder(config, place.run_id)
+        checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
+        resume_from = checkpoints.choose(config.resume, place.restarted)
+        model = build_model(config, place.device, mesh)
+        optimizer = make_optimizer(model.parameters(), config.learner)
+        start = begin(replay, checkpoints, model, optimizer, resume_from, rank=place.rank, device=place.device)
+        log.info("%d ranks on %s, from step %d (%s)", place.world, place.device, start.step, resume_from or "new")
+        publisher = make_publisher(config, replay, run_dir, place.rank, place.device)
+        rows = open_log(config, run_dir, start) if place.rank == 0 else NoLog()
+        try:
+            train(
+                config,
+                replay=replay,
+                publisher=publisher,
+                model=model,
+                optimizer=optimizer,
+                checkpoints=checkpoints,
+                start=start,
+                log=rows,
+                run_dir=run_dir,
+                rank=place.rank,
+                world=place.world,
+                device=place.device,
+            )
+        finally:
+            rows.close()
+            publisher.close()
+    finally:
+        replay.close()
+
+
+class NoLog:
+    """What the ranks other than 0 write to."""
+
+    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
+        return
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class PrintingLog(MetricsLog):
+    """Also one line per step on stdout."""
+
+    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
+        super().write(step, policy_version, row)
+        print(format_line({"step": step, "policy_version": policy_version, **row}), flush=True)
+
+
+def open_log(config: Config, run_dir: Path, start: Start) -> PrintingLog:
+    """The metrics files of the run, cut back to the checkpoint that training resumes from."""
+    return PrintingLog(
+        run_dir,
+        config.run.name,
+        config_to_dict(config),
+        wandb=config.telemetry.wandb,
+        tensorboard=config.telemetry.tensorboard,
+        resume_step=start.step or None,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except AsyncRLError as error:
+        print(f"asyncrl.learner: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,190 @@
+"""Causal attention over packed sequences that share their prompts; no padding elsewhere, no mask, no [T, T].
+
+Registered with transformers under `PACKED_ATTENTION`; where each sequence lies travels as the keyword argument
+`packing` through the model's forward. The siblings of a group share their prompt's tokens in the pack: every layer but
+attention works once on them, and attention reads them from each sibling's row.
+
+    pack    [p0 p1 | a0 a1 a2 | b0]        T = 6       prompt, completion a, completion b
+    rows    [p0 p1 a0 a1 a2], [p0 p1 b0]   5 + 3 tokens
+
+On a GPU in half precision the rows go to one variable-length flash call. Elsewhere rows of similar length form
+[B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from asyncrl.errors import ConfigError
+
+PACKED_ATTENTION = "asyncrl_packed"
+SLACK_TOKENS = 16
+"""A row at most so much shorter than the longest of a block joins it: one more block costs more than the padding."""
+SLACK_RATIO = 0.8
+"""So does a row at least this fraction as long."""
+REFUSED_KWARGS = ("softcap", "s_aux", "position_bias")
+"""Changes to the attention scores that this kernel does not know; ignoring one would train another model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """How packed tokens become rows, and back."""
+
+    index: Int[Tensor, " slots"]
+    """Packed token of each slot. A slot of padding names any token: causality hides it from the row's real tokens."""
+    owner: Int[Tensor, " tokens"]
+    """The slot whose output each packed token takes; for a shared prompt, that of its first row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Where the sequences of a micro-batch lie; the same for every layer."""
+
+    cu_seqlens: Int[Tensor, " sequences+1"]
+    """int32 cumulative lengths of the rows, 0 first."""
+    max_length: int
+    rows: Gather
+    """Rows end to end, for variable-length kernels."""
+    blocks: tuple[tuple[int, int], ...]
+    """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
+    padded: Gather
+
+
+def plan_packing(
+    rows: NDArray[np.int64], lengths: NDArray[np.int64], tokens: int, device: torch.device | None = None
+) -> Packing:
+    """Plan attention for a pack of `tokens` tokens.
+
+    Args:
+        rows: [sum(lengths)] packed index of every token of every sequence, sequence after sequence.
+        lengths: [B] tokens per sequence, each at least 1.
+    """
+    starts = np.cumsum(lengths) - lengths
+    order = np.argsort(-lengths, kind="stable")
+    blocks: list[tuple[int, int]] = []
+    indices: list[NDArray[np.int64]] = []
+    for members in _blocks(lengths, order):
+        longest = int(lengths[members[0]])
+        column = np.arange(longest)
+        inside = column < lengths[members][:, None]
+        indices.append(rows[np.where(inside, starts[members][:, None] + column, starts[members][:, None])].ravel())
+        blocks.append((len(members), longest))
+    padded = np.concatenate(indices)
+    real = np.concatenate([np.arange(length) < lengths[order[i]] for i, length in enumerate(_row_lengths(blocks))])
+    return Packing(
+        cu_seqlens=torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)).to(device or "cpu"),
+        max_length=int(lengths.max()),
+        rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
+        blocks=tuple(blocks),
+        padded=_gather(padded, real, tokens, device),
+    )
+
+
+def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Sequences, longest first, cut where the padding to the first of the block would cost more than a new block."""
+    descending = lengths[order]
+    cuts, first = [], 0
+    for i in np.flatnonzero(np.diff(descending)) + 1:
+        if descending[first] - descending[i] > SLACK_TOKENS and descending[i] < SLACK_RATIO * descending[first]:
+            cuts.append(i)
+            first = i
+    return np.split(order, cuts)
+
+
+def _row_lengths(blocks: list[tuple[int, int]]) -> list[int]:
+    return [length for rows, length in blocks for _ in range(rows)]
+
+
+def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, device: torch.device | None) -> Gather:
+    owner = np.empty(tokens, dtype=np.int64)
+    slots = np.flatnonzero(real)[::-1]
+    owner[index[slots]] = slots  # reversed: the first row of a shared prompt is written last
+    to = device or "cpu"
+    return Gather(index=torch.from_numpy(index).to(to), owner=torch.from_numpy(owner).to(to))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads tokens head_dim"],
+    key: Float[Tensor, "1 kv_heads tokens head_dim"],
+    value: Float[Tensor, "1 kv_heads tokens head_dim"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
+    """Attention function with the signature transformers calls. Dropout is never applied: the behavior policy had none.
+
+    Raises:
+        ConfigError: the model needs something this kernel does not do (a mask, score capping, attention sinks).
+    """
+    refused = [name for name in REFUSED_KWARGS if kwargs.get(name) is not None]
+    if packing is None or attention_mask is not None or refused:
+        cause = ", ".join(refused) or ("an attention mask" if packing is not None else "a forward without packing")
+        raise ConfigError(
+            f"packed attention does not support {cause}, which {type(module).__name__} asks for; "
+            "use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral)"
+        )
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    gather = packing.rows if half else packing.padded
+    q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
+    out = (_flash if half else _blockwise)(q, k, v, packing, scaling, sliding_window)
+    return out.index_select(0, gather.owner)[None], None
+
+
+def _flash(
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads head_dim"],
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> Float[Tensor, "slots heads head_dim"]:
+    edges, longest = packing.cu_seqlens, packing.max_length
+    band = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(
+        q, k, v, edges, edges, longest, longest, scale=scaling, window_size=band, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _blockwise(
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads head_dim"],
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> Float[Tensor, "slots heads head_dim"]:
+    outputs, grouped = [], q.shape[1] != k.shape[1]
+    sizes = [rows * length for rows, length in packing.blocks]
+    parts = zip(packing.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    for (rows, length), *tensors in parts:
+        bq, bk, bv = (tensor.view(rows, length, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
+        mask = None if window is None or window >= length else _band(length, window, q.device)
+        out = functional.scaled_dot_product_attention(
+            bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        outputs.append(out.transpose(1, 2).reshape(rows * length, *q.shape[1:]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+# No mask function goes with it: transformers then builds no mask at all for this implementation.
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,155 @@
+"""Checkpoints: model, optimizer, counters and the replay's snapshot, committed as one.
+
+ckpt/step_50/   __0_0.distcp ... .metadata    model and optimizer (torch DCP; any number of ranks can load it)
+                state.json                    step, policy_version, counters
+                replay.msgpack                what an empty replay server needs to go on
+                manifest.json                 sizes and hashes; written last
+ckpt/latest     -> step_50                    moved after step_50 is whole
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from asyncrl.errors import CheckpointError
+from asyncrl.learner import durable
+from asyncrl.learner.model import PolicyModel
+
+STATE_FILE = "state.json"
+REPLAY_FILE = "replay.msgpack"
+LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """Where the learner stood."""
+
+    step: int
+    """Last step that was trained (from 0)."""
+    policy_version: int
+    """Version of the saved weights."""
+    skipped_steps: int
+    """Optimizer steps skipped for non-finite numbers so far."""
+
+
+class Checkpoints:
+    """Saves to and loads from one folder. Every method but `newest` is collective over the learner ranks."""
+
+    def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
+        self._folder, self._rank, self._keep = folder, rank, keep
+
+    def save(
+        self, state: LearnerState, model: PolicyModel, optimizer: torch.optim.Optimizer, snapshot: dict[str, Any]
+    ) -> Path:
+        """Write the checkpoint of `state`; on return it is durable on every rank's view.
+
+        Args:
+            snapshot: of the replay; read on rank 0.
+
+        Raises:
+            CheckpointError: it could not be written (disk full, permissions). Earlier checkpoints are untouched.
+        """
+        target = self._folder / f"step_{state.step + 1}"
+        aside = target.with_name(target.name + ".tmp")
+        try:
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            _barrier()
+            weights, moments = get_state_dict(model, optimizer)
+            state_dict_saver.save(
+                {"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not dist.is_initialized()
+            )
+            if self._rank == 0:
+                (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
+                (aside / REPLAY_FILE).write_bytes(msgpack.Packer().pack(snapshot))
+                self._commit(aside, target)
+            _barrier()
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(
+                f"cannot write checkpoint {target}: {error}. Earlier checkpoints are intact; free space or choose "
+                "another run.dir, then continue with resume=auto"
+            ) from error
+        return target
+
+    def choose(self, resume: str, restarted: bool) -> Path | None:
+        """The checkpoint to go on from: `never`, `auto` or a path, as in `resume`.
+
+        Args:
+            restarted: torchrun restarts this rank after a death, so what this run saved comes before all else.
+
+        Raises:
+            CheckpointError: it is damaged, or the path holds none.
+        """
+        if restarted or resume == "auto":
+            newest = self.newest()
+            if newest is not None or resume in ("auto", "never"):
+                return newest
+        if resume == "never":
+            return None
+        path = Path(resume)
+        durable.verify(path)
+        return path.resolve()
+
+    def newest(self) -> Path | None:
+        """The checkpoint `latest` points to, verified; None if there is none.
+
+        Raises:
+            CheckpointError: it is there but damaged; the message names the file.
+        """
+        latest = self._folder / LATEST
+        if not latest.is_symlink():
+            return None
+        path = self._folder / latest.readlink()
+        durable.verify(path)
+        return path
+
+    def load(
+        self, path: Path, model: PolicyModel, optimizer: torch.optim.Optimizer
+    ) -> tuple[LearnerState, dict[str, Any]]:
+        """Fill model and optimizer in place from a checkpoint saved with any number of ranks.
+
+        Returns:
+            The learner's state and the replay's snapshot.
+
+        Raises:
+            CheckpointError: a file is damaged or missing, or the checkpoint is of another model.
+        """
+        durable.verify(path)
+        weights, moments = get_state_dict(model, optimizer)
+        loaded = {"model": weights, "optimizer": moments}
+        try:
+            state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
+        except (CheckpointException, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"{path} does not fit the model: {error}. Resume with the model.path it was trained from"
+            ) from error
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        state = LearnerState(**json.loads((path / STATE_FILE).read_text()))
+        return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
+
+    def _commit(self, aside: Path, target: Path) -> None:
+        durable.seal(aside)
+        if target.exists():
+            durable.remove(target)
+        durable.move_into_place(aside, target)
+        durable.point(self._folder / LATEST, target)
+        finished = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp" and path != target]
+        for old in sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))[: -self._keep + 1 or None]:
+            durable.remove(old)
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

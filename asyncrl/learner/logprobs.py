@@ -1,0 +1,82 @@
+"""Log-probs and entropies of chosen tokens straight from hidden states; fp32 [T, V] never exists as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK_ELEMENTS = 1 << 19
+"""fp32 logits of one chunk: 2 MiB, so that a chunk stays in cache with a small vocabulary..."""
+CHUNK_MIN_ROWS = 512
+"""... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    bias: Float[Tensor, " vocabulary"] | None,
+    targets: Int[Tensor, " tokens"],
+    temperature: float,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
+
+    Differentiable in hidden, weight and bias through the log-probs; the entropy is a diagnostic without gradient.
+    """
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature)  # pyright: ignore[reportReturnType]
+
+
+def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+    rows = max(CHUNK_MIN_ROWS, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = functional.linear(hidden, weight, bias).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps one log-normaliser per token; backward computes each chunk's logits again, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in _chunks(len(targets), len(weight)):
+            logits = _logits(hidden[rows], weight, bias, temperature)
+            normaliser[rows] = logits.logsumexp(-1)
+            chosen = logits.gather(-1, targets[rows, None])[:, 0]
+            logprobs[rows] = chosen - normaliser[rows]
+            mean_logit = torch.linalg.vecdot(functional.softmax(logits, -1), logits)
+            entropy[rows] = normaliser[rows] - mean_logit
+        ctx.temperature = temperature
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        for rows in _chunks(len(targets), len(weight)):
+            logits = _logits(hidden[rows], weight, bias, ctx.temperature)
+            scale = gradients[0][rows, None] / ctx.temperature
+            d_logits = logits.sub_(normaliser[rows, None]).exp_().mul_(-scale)
+            d_logits.scatter_add_(-1, targets[rows, None], scale)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            d_hidden[rows] = d_logits @ weight
+            if hidden.dtype == torch.float32:
+                d_weight.addmm_(d_logits.t(), hidden[rows])
+            else:
+                d_weight += d_logits.t() @ hidden[rows]
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype), None, None

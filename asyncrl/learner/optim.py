@@ -1,0 +1,130 @@
+"""The optimizer step: AdamW, learning-rate schedule, global gradient norm, and the guard against non-finite numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from asyncrl.config import LearnerConfig
+from asyncrl.errors import NonFiniteError
+from asyncrl.learner.batch import MicroBatch
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
+    """AdamW in one fused call per step; weight decay on matrices only, not on norms and biases."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[parameter.ndim >= 2].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(0.9, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, config: LearnerConfig) -> float:
+    """Rate of train step `step` (from 0): linear warm-up to `lr`, then `schedule`, which would reach 0 at `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    left = (config.steps - step) / max(1, config.steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return config.lr * left
+    return config.lr * 0.5 * (1.0 - math.cos(math.pi * left))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What one optimizer step did; equal on all ranks."""
+
+    loss: float
+    """Sum over ranks and micro-batches: the loss of the whole minibatch."""
+    grad_norm: float
+    """L2 norm of the whole gradient before clipping."""
+    applied: bool
+    """False: loss or gradient was not finite, weights and optimizer state are untouched."""
+
+
+def apply_update(
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, *, loss: Tensor, lr: float, clip_norm: float
+) -> UpdateReport:
+    """Clip the accumulated gradients to `clip_norm`, step and clear them; skip if anything is not finite on any rank.
+
+    Args:
+        loss: scalar, this rank's share of the minibatch's loss.
+
+    One all-reduce of two numbers makes every rank decide the same.
+    """
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    squares = get_total_norm(gradients).double().square()
+    totals = torch.stack([squares, loss.detach().double()])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    square_sum, total_loss = totals.tolist()
+    applied = math.isfinite(square_sum) and math.isfinite(total_loss)
+    norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
+    if applied:
+        if norm > clip_norm:
+            for gradient in gradients:
+                gradient.mul_(clip_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad()
+    return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's shard, sharing memory with the DTensor."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+class NonFiniteGuard:
+    """Counts skipped steps, keeps what caused them, and ends a run that does not recover."""
+
+    def __init__(self, folder: Path, rank: int, limit: int) -> None:
+        self._folder, self._rank, self._limit = folder, rank, limit
+        self.skipped = 0
+        self.consecutive = 0
+
+    def observe(self, step: int, report: UpdateReport, batches: Sequence[MicroBatch]) -> None:
+        """Call after every optimizer step.
+
+        Raises:
+            NonFiniteError: more than `max_nonfinite_steps` in a row were skipped.
+        """
+        if report.applied:
+            self.consecutive = 0
+            return
+        self.skipped += 1
+        self.consecutive += 1
+        dump = self._dump(step, batches)
+        if self.consecutive > self._limit:
+            raise NonFiniteError(
+                f"loss or gradient was not finite {self.consecutive} optimizer steps in a row (loss {report.loss}, "
+                f"gradient norm {report.grad_norm}); learner.max_nonfinite_steps={self._limit} allows {self._limit}. "
+                f"The batches are in {dump.parent}; lower learner.lr or inspect the model"
+            )
+
+    def _dump(self, step: int, batches: Sequence[MicroBatch]) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / (f"step_{step}.npz" if self._rank == 0 else f"step_{step}_rank_{self._rank}.npz")
+        arrays: dict[str, np.ndarray] = {}
+        for i, batch in enumerate(batches):
+            for name, tensor in batch.tensors().items():
+                arrays[f"{i}_{name}"] = tensor.cpu().numpy()
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+        return path

@@ -1,0 +1,107 @@
+"""Which trajectories go into which optimizer step and micro-batch: pure arithmetic on headers, the same on every rank.
+
+Example: 2 ranks, 4 groups, 2 updates per batch. Each minibatch has two whole groups; each rank packs its own share of
+them into as many micro-batches as the rank that needs most, so that collectives meet; a rank that has nothing for one
+of them runs an empty one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.losses.inputs import Denominators
+from asyncrl.types import StepPlan
+
+Member = tuple[int, int]
+"""`(group position, trajectory position)` in a StepPlan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinibatchPlan:
+    """One optimizer step of this rank."""
+
+    micro_batches: tuple[tuple[Member, ...], ...]
+    """As many on every rank; a member's siblings are beside it where they fit. May hold empty ones."""
+    denominators: Denominators
+    """Counts over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Siblings that are packed together and share their prompt."""
+
+    members: tuple[Member, ...]
+    tokens: int
+
+
+def plan_minibatches(plan: StepPlan, *, rank: int, updates: int, budget: int) -> tuple[MinibatchPlan, ...]:
+    """Split a step into at most `updates` minibatches of whole groups, and those into micro-batches of `budget` tokens.
+
+    Trajectories without a fresh loss token are left out; a single one longer than the budget gets a micro-batch of its
+    own. Groups without any fresh token count in no denominator.
+    """
+    fresh = [[plan.fresh_tokens(trajectory) for trajectory in group.trajectories] for group in plan.groups]
+    useful = [position for position, counts in enumerate(fresh) if any(counts)]
+    minibatches = []
+    for positions in np.array_split(useful, min(updates, len(useful))) if useful else []:
+        chosen = {int(position) for position in positions}
+        shares = [
+            _units(plan, [(g, t) for g, t in shard if g in chosen and fresh[g][t]], budget) for shard in plan.shards
+        ]
+        count = max(_bins_needed(units, budget) for units in shares)
+        minibatches.append(
+            MinibatchPlan(
+                micro_batches=_fill(shares[rank], count),
+                denominators=Denominators(
+                    tokens=float(sum(sum(fresh[g]) for g in chosen)),
+                    sequences=float(sum(count > 0 for g in chosen for count in fresh[g])),
+                    groups=float(len(chosen)),
+                ),
+            )
+        )
+    return tuple(minibatches)
+
+
+def _units(plan: StepPlan, members: Sequence[Member], budget: int) -> list[_Unit]:
+    """Siblings grouped until the budget is full; the prompt is counted once per unit."""
+    units: list[_Unit] = []
+    open_members: list[Member] = []
+    tokens = 0
+    for group, trajectory in sorted(members):
+        header = plan.groups[group].trajectories[trajectory]
+        completion = header.length - header.prompt_length
+        if open_members and (open_members[-1][0] != group or tokens + completion > budget):
+            units.append(_Unit(members=tuple(open_members), tokens=tokens))
+            open_members = []
+        tokens = tokens + completion if open_members else header.length
+        open_members.append((group, trajectory))
+    if open_members:
+        units.append(_Unit(members=tuple(open_members), tokens=tokens))
+    return units
+
+
+def _bins_needed(units: Sequence[_Unit], budget: int) -> int:
+    """Fewest bins, counting up, for which longest-first packing keeps every bin of several units within the budget."""
+    count = max(1, -(-sum(unit.tokens for unit in units) // budget))
+    while count < len(units) and max(sum(u.tokens for u in b) for b in _bins(units, count) if len(b) > 1) > budget:
+        count += 1
+    return count
+
+
+def _bins(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
+    """Longest first, each into the emptiest bin (LPT)."""
+    bins: list[list[_Unit]] = [[] for _ in range(count)]
+    heap = [(0, i) for i in range(count)]
+    for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.members)):
+        load, i = heapq.heappop(heap)
+        bins[i].append(unit)
+        heapq.heappush(heap, (load + unit.tokens, i))
+    return bins
+
+
+def _fill(units: Sequence[_Unit], count: int) -> tuple[tuple[Member, ...], ...]:
+    return tuple(tuple(member for unit in bin_ for member in unit.members) for bin_ in _bins(units, count))

@@ -1,0 +1,61 @@
+"""The next batch, leased in a thread while the current one trains."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from asyncrl.errors import NoProgress
+from asyncrl.replay.base import LearnerReplay, Lease
+
+GRACE_S = 30.0
+"""The replay client enforces the deadline and says whom it waited for; this much later we give up on the client."""
+
+
+class LeasePrefetch:
+    """At most one lease is asked for at a time, one step ahead at most.
+
+    Consumes: `lease` of the replay. Waits for: the rollout workers to fill the next batch. Unblocked by: the server.
+    """
+
+    def __init__(self, replay: LearnerReplay, *, rank: int, world: int, wait_s: float) -> None:
+        self._replay, self._rank, self._world, self._wait_s = replay, rank, world, wait_s
+        self._pending: tuple[int, Future[Lease]] | None = None
+
+    def ask(self, step: int) -> None:
+        """Start to lease `step`; returns at once."""
+        if self._pending is not None:
+            raise AssertionError(f"step {self._pending[0]} is still asked for")
+        future: Future[Lease] = Future()
+        # A daemon, so that a learner that fails while it waits for a batch ends at once and not `wait_s` later.
+        threading.Thread(target=self._run, args=(step, future), name=f"lease-{step}", daemon=True).start()
+        self._pending = (step, future)
+
+    def take(self, step: int) -> Lease:
+        """The lease of `step`, asked for now if it was not before.
+
+        Raises:
+            NoProgress: no batch within `wait_s`; the message names whom the server waited for.
+        """
+        if self._pending is None:
+            self.ask(step)
+        assert self._pending is not None
+        asked, future = self._pending
+        if asked != step:
+            raise AssertionError(f"step {asked} was asked for, step {step} is wanted")
+        try:
+            lease = future.result(timeout=self._wait_s + GRACE_S)
+        except TimeoutError as error:
+            if future.done():
+                raise  # NoProgress from the client is a TimeoutError too
+            raise NoProgress(
+                f"no answer to lease(step={step}) after {self._wait_s + GRACE_S:.0f} s; is the replay server alive?"
+            ) from error
+        self._pending = None
+        return lease
+
+    def _run(self, step: int, future: Future[Lease]) -> None:
+        try:
+            future.set_result(self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s))
+        except BaseException as error:  # a thread's last act: hand whatever it was to `take`, which raises it
+            future.set_exception(error)

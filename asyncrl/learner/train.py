@@ -1,0 +1,190 @@
+"""The learner's main loop: lease, train, publish, report; evaluate and checkpoint now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.export import export_hf
+from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.optim import NonFiniteGuard
+from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.resume import Start
+from asyncrl.learner.step import train_step
+from asyncrl.replay.base import LearnerReplay, Lease, TrainedReply
+from asyncrl.types import EvalSummary
+from asyncrl.weights.base import Publisher, PublishStats
+
+
+class StepLog(Protocol):
+    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.MetricsLog`)."""
+
+    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
+def train(
+    config: Config,
+    *,
+    replay: LearnerReplay,
+    publisher: Publisher,
+    model: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: Checkpoints,
+    start: Start,
+    log: StepLog,
+    run_dir: Path,
+    rank: int,
+    world: int,
+    device: torch.device,
+) -> int:
+    """Train from `start` to `learner.steps`; model and optimizer are already those of `start` (see `begin`).
+
+    Consumes: step batches, leased from the replay one step ahead of training.
+    Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
+        the next; the other ranks, in every backward; at the end, open evaluations. Each wait has a deadline.
+    Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up).
+
+    Every rank runs this; rank 0 alone talks to the replay about anything but leases. Steps count from 0 on the wire,
+    as in StepPlan; what users see (metrics, checkpoints) counts trained steps, so the last row is `learner.steps`.
+
+    Returns:
+        The last published policy_version.
+
+    Raises:
+        NoProgress: no batch, or no evaluation result, in time. NonFiniteError, CheckpointError, WeightsError.
+    """
+    settings, steps = config.learner, config.learner.steps
+    guard = NonFiniteGuard(run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
+    guard.skipped = start.skipped_steps
+    leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
+    clock = StepClock()
+
+    version = start.policy_version
+    publisher.publish(version, model.named_hf_parameters())
+    if rank == 0:
+        replay.publish(policy_version=version, parent=start.parent)
+        if start.step == 0:
+            evaluate(config, replay, trained=0, version=version)
+
+    for step in range(start.step, steps):
+        trained, last = step + 1, step + 1 == steps
+        clock.start()
+        lease = leases.take(step)
+        if not last:
+            leases.ask(step + 1)
+        clock.lap("wait_batch")
+
+        measured = train_step(config, model, optimizer, guard, lease, rank=rank, world=world, device=device)
+        measured = over_ranks(measured, device)
+        clock.lap("train")
+
+        version += 1
+        sent = publisher.publish(version, model.named_hf_parameters())
+        reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
+        clock.lap("publish")
+
+        if rank == 0 and due(trained, config.eval.every, last):
+            evaluate(config, replay, trained=trained, version=version)
+        if due(trained, settings.save_every, last):
+            state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped)
+            checkpoints.save(state, model, optimizer, replay.snapshot() if rank == 0 else {})
+            if rank == 0:
+                replay.commit(step=step)
+            clock.lap("checkpoint")
+
+        if rank == 0:
+            row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
+            log.write(trained, version, row)
+            log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
+
+    export_hf(model, config.model, run_dir / "hf", rank)
+    if rank == 0:
+        finished = replay.wait_evaluations(wait_s=config.replay.wait_timeout_s)
+        if finished:
+            log.write(steps, version, evaluation_metrics(finished))
+        replay.finish()
+    return version
+
+
+def due(trained: int, every: int, last: bool) -> bool:
+    """Whether something done every so many steps (0: never), and after the last one, is to be done now."""
+    return every > 0 and (last or trained % every == 0)
+
+
+def evaluate(config: Config, replay: LearnerReplay, *, trained: int, version: int) -> None:
+    """Start an evaluation on the workers' engines; its result comes with a later `trained`."""
+    if config.eval.every > 0:
+        replay.evaluate(
+            step=trained,
+            policy_version=version,
+            eval_set=config.eval.name,
+            rows=config.eval.rows,
+            chunk=config.eval.chunk,
+        )
+
+
+def evaluation_metrics(summaries: Iterable[EvalSummary]) -> dict[str, float]:
+    """`eval/<name>/*`; `step` is the trained steps at which the evaluation was asked for."""
+    row: dict[str, float] = {}
+    for summary in summaries:
+        name = f"eval/{summary.eval_set}"
+        row[f"{name}/accuracy"] = summary.accuracy
+        row[f"{name}/count"] = float(summary.count)
+        row[f"{name}/failed"] = float(summary.failed)
+        row[f"{name}/step"] = float(summary.step)
+        row[f"{name}/version_min"] = float(summary.version_min)
+        row[f"{name}/version_max"] = float(summary.version_max)
+    return row
+
+
+def step_row(
+    lease: Lease,
+    measured: Measured,
+    sent: PublishStats,
+    sending: Mapping[str, float],
+    reply: TrainedReply,
+    times: dict[str, float],
+) -> dict[str, float]:
+    """Everything known about a step, by metric name."""
+    row = dict(reply.metrics) | plan_metrics(lease.plan) | measured.row()
+    row |= {"weights/gather_s": sent.gather_s, "weights/wait_previous_s": sent.wait_previous_s}
+    row |= {"weights/bytes": float(sent.nbytes)} | dict(sending) | times
+    seconds = times["time/step"]
+    row["idle/learner"] = times["time/wait_batch"] / seconds
+    row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
+    row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
+    return row | evaluation_metrics(reply.evaluations)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Where the seconds of one step went."""
+
+    laps: dict[str, float] = field(default_factory=dict)
+    started: float = 0.0
+    mark: float = 0.0
+
+    def start(self) -> None:
+        self.laps = {}
+        self.started = self.mark = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Everything since the last lap was `name`."""
+        now = time.perf_counter()
+        self.laps[name] = now - self.mark
+        self.mark = now
+
+    def stop(self) -> dict[str, float]:
+        """`time/*` in seconds."""
+        laps = {f"time/{name}": seconds for name, seconds in self.laps.items()}
+        return laps | {"time/step": time.perf_counter() - self.started}

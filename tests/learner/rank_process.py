@@ -1,0 +1,64 @@
+"""One learner rank in a process of its own, fed from a fixed order of batches."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from asyncrl.config import Config
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.model import build_model
+from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.resume import begin
+from asyncrl.learner.train import train
+from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
+
+
+def train_on_ranks(
+    config: Config, world: int, *, groups: int = 4, size: int = 4, resume: bool = False
+) -> dict[str, torch.Tensor]:
+    """Weights published last, after training in `world` processes joined by gloo."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    spawn(_rank, args=(world, config, groups, size, resume), nprocs=world)
+    return load_file(folder / "published.safetensors")
+
+
+def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume: bool) -> None:
+    torch.set_num_threads(1)
+    folder, device = Path(config.run.dir), torch.device("cpu")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    model = build_model(config, device, init_device_mesh("cpu", (world,)))
+    checkpoints = Checkpoints(folder / "ckpt", rank=rank, keep=2)
+    publisher, replay, rows = KeptWeights(), FedReplay(groups=groups, size=size), KeptRows()
+    optimizer = make_optimizer(model.parameters(), config.learner)
+    resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
+    train(
+        config,
+        replay=replay,
+        publisher=publisher,
+        model=model,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
+        start=begin(replay, checkpoints, model, optimizer, resume_from, rank=rank, device=device),
+        log=rows,
+        run_dir=folder,
+        rank=rank,
+        world=world,
+        device=device,
+    )
+    if rank == 0:
+        save_file(publisher.newest, folder / "published.safetensors")
+        row = {name: torch.tensor(value) for name, value in rows.rows[-1].items()}
+        save_file(row, folder / "row.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()

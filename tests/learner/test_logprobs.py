@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.learner import logprobs
+from asyncrl.learner.logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, with_bias: bool
+):
+    monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 3)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3)
+    hidden = torch.randn(11, 16, requires_grad=True)
+    weight = torch.randn(50, 16, requires_grad=True)
+    bias = torch.randn(50, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, 50, (11,))
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    scale = torch.randn(11)
+
+    chunked, entropy = token_logprobs(hidden, weight, bias, targets, temperature)
+    table = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    naive = table.gather(-1, targets[:, None])[:, 0]
+
+    torch.testing.assert_close(chunked, naive, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), atol=1e-5, rtol=1e-5)
+    mine = torch.autograd.grad((chunked * scale).sum(), inputs)
+    theirs = torch.autograd.grad((naive * scale).sum(), inputs)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_no_tokens_give_zero_gradients_and_not_none():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    chosen, _ = token_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.long), 1.0)
+    chosen.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_bfloat16_hidden_states_give_float32_logprobs():
+    hidden = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.bfloat16, requires_grad=True)
+    chosen, entropy = token_logprobs(hidden, weight, None, torch.arange(5), 1.0)
+    chosen.sum().backward()
+    assert chosen.dtype == entropy.dtype == torch.float32
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16

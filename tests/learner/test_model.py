@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import Config, ModelConfig, RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.export import export_hf
+from asyncrl.learner.model import build_model, load_hf
+from tests.learner.feed import FAMILIES, tiny_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def config_for(path: Path) -> Config:
+    return Config(model=ModelConfig(path=str(path)), run=RunConfig(name="t"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_names_are_those_of_the_hugging_face_checkpoint(tmp_path: Path, family: str):
+    tiny_checkpoint(tmp_path, family)
+    model = build_model(config_for(tmp_path), CPU, None)
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    mine = dict(model.named_hf_parameters())
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path, family: str):
+    source = tiny_checkpoint(tmp_path / "source", family)
+    (source / "tokenizer.json").write_text("{}")
+    model = build_model(config_for(source), CPU, None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    export_hf(model, ModelConfig(path=str(source)), tmp_path / "hf", rank=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, dict(model.named_hf_parameters())[name])
+    head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
+    assert (head is embedding) == loaded.config.tie_word_embeddings
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert "attn_implementation" not in (tmp_path / "hf" / "config.json").read_text()
+    assert loaded.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+def test_an_export_can_be_bfloat16(tmp_path: Path):
+    source = tiny_checkpoint(tmp_path / "source")
+    model = build_model(config_for(source), CPU, None)
+    export_hf(model, ModelConfig(path=str(source), dtype="bfloat16"), tmp_path / "hf", rank=0)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_model_that_transforms_its_logits_is_refused(tmp_path: Path):
+    source = tiny_checkpoint(tmp_path)
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"final_logit_softcapping": 30.0}))
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        load_hf(ModelConfig(path=str(source)))
+
+
+def test_a_missing_model_is_refused_with_its_path(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nothing_here"):
+        load_hf(ModelConfig(path=str(tmp_path / "nothing_here")))
