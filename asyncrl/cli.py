@@ -1,0 +1,67 @@
+"""The command `asyncrl`: reads its arguments, then loads the one role that was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl import __version__
+from asyncrl.errors import AsyncRLError
+
+EXIT_REFUSED = 2
+
+COMMANDS = {
+    "local": ("asyncrl.local", "everything on this machine: replay server, rollout workers, learner"),
+    "quickstart": ("asyncrl.quickstart", "the same on a task that a CPU learns in a minute"),
+    "replay": ("asyncrl.replay.__main__", "the replay server alone"),
+    "rollout": ("asyncrl.rollout.__main__", "a pool of rollout workers alone"),
+    "learner": ("asyncrl.learner.__main__", "one learner rank; start several with torchrun -m asyncrl.learner"),
+}
+
+EPILOG = """\
+Settings are key=value, groups are chosen with group=name (files in configs/):
+  asyncrl local model.path=DIR data.path=FILE.jsonl reward.function=FILE.py:NAME loss=ppo replay.max_staleness=2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous off-policy actor-learner training of language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"asyncrl {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings; see configs/")
+        command.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    keys = commands.add_parser("keys", help="make the keys that a replay server on a network needs (replay.keys=DIR)")
+    keys.add_argument("directory", metavar="DIR", type=Path)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of the role; 2 with the reason when a setting was refused."""
+    given = parser().parse_args(arguments)
+    # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
+    try:
+        if given.command == "keys":
+            importlib.import_module("asyncrl.replay.security").make_keys(given.directory)
+            print(f"keys in {given.directory}: copy it to the learner's and the workers' machines, and keep it private")
+            return 0
+        if given.dry_run and given.command != "quickstart":
+            return importlib.import_module("asyncrl.dry_run").main(given.command, given.overrides)
+        role = importlib.import_module(COMMANDS[given.command][0])
+        return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
+    except AsyncRLError as error:
+        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The command line of every process of a run, as one could type it."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config import Config, ReplayConfig
+
+RANK_ENVIRONMENT = {
+    # Two maths threads per rank on a machine full of processes make all of them slower, not one of them faster.
+    "OMP_NUM_THREADS": "1",
+    # Without it a rank that is killed takes the store of the next rendezvous with it, and one death burns restarts.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    role: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    """What is set on top of the inherited environment."""
+
+    def __str__(self) -> str:
+        """As a shell would read it, with the settings in full."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*settings, shlex.join(("python", *self.arguments[1:]))])
+
+
+def replay_command(overrides: Sequence[str]) -> Command:
+    return Command(role="replay", arguments=(sys.executable, "-m", "asyncrl.replay", *overrides), environment={})
+
+
+def rollout_command(overrides: Sequence[str]) -> Command:
+    return Command(
+        role="rollout",
+        arguments=(sys.executable, "-m", "asyncrl.rollout", *overrides),
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+
+
+def learner_command(config: Config, overrides: Sequence[str], run_id: str) -> Command:
+    """torchrun by its module name: the one of this interpreter, whatever is first on PATH."""
+    torchrun = (
+        *("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"),
+        *(f"--max-restarts={config.learner.max_restarts}", f"--rdzv-id={run_id}"),
+        # Port 0: torchrun finds a free one and keeps it, so that two runs on a machine never meet.
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+    )
+    return Command(
+        role="learner",
+        arguments=(sys.executable, *torchrun, "-m", "asyncrl.learner", *overrides),
+        environment=RANK_ENVIRONMENT,
+    )
+
+
+def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> list[Command]:
+    """The processes of a run on this machine. They find each other at `replay.address`: their order is no matter."""
+    given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
+    return [replay_command(given), rollout_command(given), learner_command(config, given, run_id)]
+
+
+def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:
+    """`overrides` plus a free loopback port for the replay server, unless the user named an address."""
+    named = any(text.startswith("replay.address=") for text in overrides)
+    if named or config.replay.address != default_address:
+        return tuple(overrides)
+    return (*overrides, f"replay.address=tcp://127.0.0.1:{free_port()}")
+
+
+def with_absolute_run_dir(config: Config, overrides: Sequence[str]) -> tuple[str, ...]:
+    """`overrides` with the run folder spelt out: a role may run in another directory."""
+    others = [text for text in overrides if not text.startswith("run.dir=")]
+    return (*others, f"run.dir={quoted(str(Path(config.run.dir).resolve()))}")
+
+
+def quoted(value: str) -> str:
+    """For the right-hand side of an override. Hydra reads bare commas, spaces and brackets as its own grammar."""
+    if value and not set(value) - set(_PLAIN):
+        return value
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

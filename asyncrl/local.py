@@ -1,0 +1,101 @@
+"""One machine, all processes: `asyncrl local` starts replay server, rollout pool and torchrun, and ends them all.
+
+consumes:     exit codes of the three roles; rows of metrics.jsonl, to show them
+waits for:    the learner, whose end is the end of the run
+unblocked by: the learner's end, the failure of any role, Ctrl-C or SIGTERM
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.commands import Command, local_commands
+from asyncrl.config import Config, load_config
+from asyncrl.machine import check_machine
+from asyncrl.supervisor import Role, Supervisor
+from asyncrl.telemetry.metrics import METRICS_FILE
+from asyncrl.telemetry.progress import RunView
+from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, suggestions, summary
+from asyncrl.telemetry.run_folder import prepare_run_folder
+
+TURN_S = 0.2
+FINISH_S = 30.0
+"""How long the rollout pool gets to end by itself once the learner has finished."""
+
+
+def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
+    """The whole run. Exit code: 0, 1 when a role failed, 128 + a signal's number when stopped by one.
+
+    `typed` is the command as the user gave it, for the suggestions at the end.
+
+    Raises:
+        ConfigError: a setting or this machine was refused. RunFolderError: the run folder is in use.
+    """
+    config = load_config(overrides)
+    check_machine(config, "local")
+    run_id = uuid.uuid4().hex[:12]
+    folder = prepare_run_folder(config, run_id)
+    commands = local_commands(config, overrides, run_id)
+    console = Console()
+    for each in commands:
+        console.print(f"[bold]{each.role}[/bold]", highlight=False)
+        console.print(f"  {each}", markup=False, highlight=False, soft_wrap=True)
+    code = supervise(commands, folder, config.learner.steps, console)
+    show_report(config, folder, console, typed)
+    return code
+
+
+def supervise(commands: Sequence[Command], folder: Path, steps: int, console: Console) -> int:
+    """Start `commands`, show the run until the role `learner` ends, stop the rest. Returns the exit code."""
+    with Supervisor(folder / "logs") as supervisor, RunView(folder, steps, console) as view:
+        for command in commands:
+            supervisor.start(command.role, command.arguments, command.environment)
+        learner = supervisor.roles["learner"]
+        while learner.code is None and not supervisor.signal and not supervisor.failed():
+            supervisor.observe()
+            view.refresh("training" if (folder / METRICS_FILE).exists() else "starting the processes")
+            time.sleep(TURN_S)
+        view.refresh("finishing")
+        if learner.code == 0 and "rollout" in supervisor.roles:
+            supervisor.wait_for("rollout", FINISH_S)
+        signalled = supervisor.signal
+        failed = supervisor.failed()
+        supervisor.stop(list(supervisor.roles))
+    for role in failed:
+        _show_failure(role, console)
+    if signalled:
+        console.print(f"stopped by signal {signalled}; continue with resume=auto", highlight=False)
+        return 128 + signalled
+    return 1 if failed else 0
+
+
+def _show_failure(role: Role, console: Console) -> None:
+    console.print(f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:", markup=False)
+    console.print(role.tail(), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_report(config: Config, folder: Path, console: Console, typed: Sequence[str]) -> None:
+    """Summary, curves and suggestions. Nothing is drawn when no step was trained."""
+    rows = read_metrics(folder)
+    console.print(f"\n{summary(rows)}", markup=False, highlight=False)
+    if not rows:
+        return
+    plot_curves(rows, folder / CURVES_FILE, config.run.name)
+    console.print(f"run folder: {folder}  (curves: {CURVES_FILE})", markup=False, highlight=False, soft_wrap=True)
+    console.print("now try:", highlight=False)
+    for line in suggestions(config, typed):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main(overrides: Sequence[str]) -> int:
+    return run_local(overrides, typed=["asyncrl", "local", *overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""`python -m asyncrl.quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
+
+The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
+`$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl import dry_run
+from asyncrl.commands import quoted
+from asyncrl.data.modes import write_modes
+from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.errors import AsyncRLError
+from asyncrl.local import run_local
+
+WARMUP_TIMEOUT_S = 900.0
+
+
+def cache_folder(recipe: WarmupRecipe) -> Path:
+    """One folder per recipe: a changed recipe never meets the model of an older one."""
+    root = Path(os.environ.get("ASYNCRL_CACHE", Path.home() / ".cache" / "asyncrl")).expanduser()
+    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
+    return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def prepare(recipe: WarmupRecipe) -> Path:
+    """The folder with `model/`, `train.jsonl` and `heldout.jsonl`, made once and renamed into place whole.
+
+    Raises:
+        AsyncRLError: the warm-up failed; the message carries its output.
+    """
+    folder = cache_folder(recipe)
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+        made = Path(scratch) / folder.name
+        write_modes(made, seed=recipe.seed)
+        warm_up(made / "model", recipe)
+        try:
+            made.rename(folder)
+        except OSError:
+            # Another quickstart was faster: same recipe, same content.
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def warm_up(target: Path, recipe: WarmupRecipe) -> None:
+    """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
+    print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.learner.warmup", str(target), json.dumps(dataclasses.asdict(recipe))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WARMUP_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise AsyncRLError(f"the warm-up failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+    print(f"{done.stdout.strip().splitlines()[-1]} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """What `asyncrl local` is called with; the user's own settings come last and win."""
+    paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
+    return ["experiment=quickstart", *(f"{key}={quoted(str(path))}" for key, path in paths.items()), *overrides]
+
+
+def main(overrides: Sequence[str]) -> int:
+    folder = prepare(WarmupRecipe())
+    typed = ["python", "-m", "asyncrl.quickstart", *overrides]
+    return run_local(quickstart_overrides(folder, overrides), typed=typed)
+
+
+def plan(overrides: Sequence[str]) -> int:
+    """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
+    return dry_run.main("local", quickstart_overrides(prepare(WarmupRecipe()), overrides))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except AsyncRLError as error:
+        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)

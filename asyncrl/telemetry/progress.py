@@ -1,0 +1,189 @@
+"""What one sees while a run goes on: one line per step for logs and pipes, a live table for a terminal.
+
+consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refresh` is called by whoever supervises
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.telemetry.metrics import METRICS_FILE
+
+Row = Mapping[str, Any]
+
+BUSY_BELOW = 0.1
+"""Idle fractions under this are noise, not waiting."""
+
+
+def accuracies(row: Row) -> dict[str, float]:
+    """Evaluation set -> accuracy, of the sets that finished by this row."""
+    return {
+        name.split("/")[1]: float(value)
+        for name, value in row.items()
+        if name.startswith("eval/") and name.endswith("/accuracy") and value is not None
+    }
+
+
+def who_waits(row: Row) -> str:
+    """Reads the two idle fractions: which side of the system is the narrow one."""
+    learner, rollout = row.get("idle/learner"), row.get("idle/rollout")
+    if learner is None and rollout is None:
+        return ""
+    learner, rollout = learner or 0.0, rollout or 0.0
+    if max(learner, rollout) < BUSY_BELOW:
+        return "nobody waits"
+    if learner >= rollout:
+        return f"learner waits for rollouts {learner:.0%}"
+    return f"rollouts wait for learner {rollout:.0%}"
+
+
+def format_line(row: Row) -> str:
+    """One step on one line; what a row does not have is left out."""
+    parts = [f"step {row['step']}", f"version {row['policy_version']}"]
+    for label, name, form in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("loss", "loss/total", "{:+.4f}"),
+        ("staleness", "staleness/mean", "{:.2f}"),
+        ("kl", "kl/behavior", "{:.4f}"),
+        ("tokens/s", "perf/trained_tokens_per_s", "{:.0f}"),
+    ):
+        value = row.get(name)
+        if value is not None:
+            parts.append(f"{label} {form.format(value)}")
+    parts += [f"eval {name} {value:.3f}" for name, value in accuracies(row).items()]
+    waiting = who_waits(row)
+    return " | ".join([*parts, waiting] if waiting else parts)
+
+
+class MetricsTail:
+    """New whole rows of a growing metrics file; notices when a resume made it shorter."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode = 0
+
+    def read(self) -> list[Row]:
+        try:
+            state = self._path.stat()
+        except FileNotFoundError:
+            return []
+        if state.st_ino != self._inode or state.st_size < self._offset:
+            self._inode, self._offset = state.st_ino, 0
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class RunView:
+    """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often."""
+
+    def __init__(self, run_dir: Path, steps: int, console: Console) -> None:
+        self._tail = MetricsTail(run_dir / METRICS_FILE)
+        self._steps = steps
+        self._console = console
+        self._started = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._latest: dict[str, Any] = {}
+        self._accuracies: dict[str, tuple[float, float, int]] = {}
+        self._state = "starting"
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> RunView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def refresh(self, state: str = "") -> None:
+        """Read what is new and show it; `state` says what the supervisor is doing."""
+        self._state = state or self._state
+        for row in self._tail.read():
+            self._take(row)
+        if self._live:
+            self._live.update(self._render(), refresh=True)
+
+    def _take(self, row: Row) -> None:
+        if row["step"] < self._latest.get("step", 0):
+            self._first = None  # a resume went back: the old pace says nothing about the new one
+        if self._first is None:
+            self._first = (row["step"], time.monotonic())
+        self._latest = dict(row)
+        for name, value in accuracies(row).items():
+            first, best, _ = self._accuracies.get(name, (value, value, 0))
+            self._accuracies[name] = (first, max(best, value), row["step"])
+            self._latest[f"eval/{name}/accuracy"] = value
+        if self._live is None:
+            self._console.print(format_line(row), highlight=False, soft_wrap=True)
+
+    def _eta(self) -> str:
+        if self._first is None or self._latest["step"] <= self._first[0]:
+            return "--"
+        pace = (time.monotonic() - self._first[1]) / (self._latest["step"] - self._first[0])
+        return clock(pace * (self._steps - self._latest["step"]))
+
+    def _render(self) -> Group:
+        step = self._latest.get("step", 0)
+        elapsed = clock(time.monotonic() - self._started)
+        head = Text(f"{self._state}   step {step}/{self._steps}   elapsed {elapsed}   left {self._eta()}")
+        bar = ProgressBar(total=self._steps, completed=step, width=60)
+        return Group(head, bar, self._table()) if self._latest else Group(head, bar)
+
+    def _table(self) -> Table:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        row = self._latest
+        for label, cells in (
+            ("reward", [_cell(row, "reward/mean", "{:.3f}")]),
+            *(
+                (f"eval {name}", [f"best {best:.3f} (began at {first:.3f}, last at step {at})"])
+                for name, (first, best, at) in self._accuracies.items()
+            ),
+            (
+                "staleness",
+                [
+                    _cell(row, "staleness/mean", "mean {:.2f}"),
+                    _cell(row, "staleness/max", "max {:.0f}"),
+                    _cell(row, "staleness/dropped", "dropped {:.0f}"),
+                ],
+            ),
+            (
+                "tokens/s",
+                [
+                    _cell(row, "perf/trained_tokens_per_s", "trained {:,.0f}"),
+                    _cell(row, "perf/generated_tokens_per_s", "generated {:,.0f}"),
+                ],
+            ),
+            ("who waits", [who_waits(row)]),
+        ):
+            shown = "  ".join(cell for cell in cells if cell)
+            if shown:
+                table.add_row(Text(label, style="bold"), shown)
+        return table
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    value = row.get(name)
+    return "" if value is None else form.format(value)
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    whole = max(0, int(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,119 @@
+"""What a finished run leaves to look at: a summary, a picture of its curves, and what to try next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from asyncrl.config import Config
+from asyncrl.telemetry.metrics import METRICS_FILE
+from asyncrl.telemetry.progress import accuracies, clock, who_waits
+
+Row = Mapping[str, Any]
+
+CURVES_FILE = "curves.png"
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """All whole rows; an empty list when there are none."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """`(steps, values)` of the rows that have a value."""
+    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def evaluation_sets(rows: Sequence[Row]) -> list[str]:
+    return sorted({name for row in rows for name in accuracies(row)})
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The end of a run in a few lines, each from its metrics."""
+    if not rows:
+        return "no step was trained"
+    first, last = rows[0], rows[-1]
+    lines = [
+        f"trained {last['step']} steps to version {last['policy_version']} in {clock(last['time'] - first['time'])}"
+    ]
+    for label, name, form in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("staleness of trained tokens", "staleness/mean", "{:.2f}"),
+        ("trained tokens/s", "perf/trained_tokens_per_s", "{:,.0f}"),
+    ):
+        _, values = series(rows, name)
+        if values:
+            tail = statistics.mean(values[-10:])
+            lines.append(f"{label}: began at {form.format(values[0])}, mean of the last 10 steps {form.format(tail)}")
+    for name in evaluation_sets(rows):
+        steps, values = series(rows, f"eval/{name}/accuracy")
+        best = max(range(len(values)), key=values.__getitem__)
+        lines.append(
+            f"accuracy on {name}: {values[0]:.3f} at step {steps[0]} -> {values[-1]:.3f} at step {steps[-1]} "
+            f"(best {values[best]:.3f} at step {steps[best]})"
+        )
+    waiting = who_waits(_mean_idle(rows))
+    return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _mean_idle(rows: Sequence[Row]) -> Row:
+    names = ("idle/learner", "idle/rollout")
+    return {name: statistics.mean(values) for name in names if (values := series(rows, name)[1])}
+
+
+def plot_curves(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Reward and evaluation accuracy above, staleness below, over the steps, as PNG."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+    _plot(above, rows, "reward/mean", label="reward/mean", alpha=0.6)
+    for name in evaluation_sets(rows):
+        _plot(above, rows, f"eval/{name}/accuracy", label=f"eval/{name}/accuracy", marker="o", markersize=3)
+    above.set_title(title)
+    above.set_ylabel("reward, accuracy")
+    _plot(below, rows, "staleness/mean", label="staleness/mean")
+    _plot(below, rows, "staleness/max", label="staleness/max", linestyle=":")
+    below.set_ylabel("staleness (policy versions)")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(loc="best")
+    figure.savefig(path, dpi=120)
+
+
+def _plot(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
+    steps, values = series(rows, name)
+    if steps:
+        axes.plot(steps, values, **style)
+
+
+OF_ONE_RUN = ("run.name=", "run.dir=", "resume=", "overwrite=", "seed=")
+"""Settings that the next run must not inherit."""
+
+
+def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
+    """Commands worth typing next; `typed` is the command of this run."""
+    again = shlex.join(text for text in typed if not text.startswith(OF_ONE_RUN)) + f" run.name={config.run.name}"
+    tries = []
+    if config.replay.max_staleness > 0:
+        tries.append(f"{again}-sync replay=sync        # exactly on-policy: the two sides take turns")
+    tries += [
+        f"{again}-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16"
+        "        # old data, no correction",
+        f"{again}-seed{config.seed + 1} seed={config.seed + 1}        # was it luck?",
+    ]
+    return tries

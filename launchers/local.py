@@ -1,0 +1,10 @@
+"""All processes on this machine, from a checkout: `python launchers/local.py key=value ...` is `asyncrl local`."""
+
+from __future__ import annotations
+
+import sys
+
+from asyncrl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["local", *sys.argv[1:]]))

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The replay server: one small CPU process that the learner and the rollout workers meet at.
+#
+#   bash launchers/replay.sh replay.address=tcp://HOST:5577 replay.keys=DIR key=value ...
+#
+# Give it the same settings as the other two: it refuses peers whose shared settings differ.
+set -euo pipefail
+exec "${PYTHON:-python3}" -m asyncrl.replay "$@"

@@ -1,0 +1,155 @@
+"""The real system on a tiny model: what the integration tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.modes import write_modes
+
+REWARD = "asyncrl.rewards.exact_match:exact_match"
+
+
+@dataclass
+class LocalRun:
+    """One `asyncrl local` process tree; everything it started dies with it."""
+
+    directory: Path
+    process: subprocess.Popen[str]
+    output: Path
+    seen: set[int] = field(default_factory=set)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def descendants(self, matching: str = "") -> list[psutil.Process]:
+        try:
+            processes = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen.update(process.pid for process in processes)
+        found = []
+        for process in processes:
+            try:
+                if matching in " ".join(process.cmdline()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return found
+
+    def wait_for_step(self, step: int, timeout_s: float) -> None:
+        """Until the metrics show `step`; fails at the deadline or if the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.descendants()
+            if any(row["step"] >= step for row in self.rows()):
+                return
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended with {self.process.returncode} before step {step}:\n{self.tail()}")
+            time.sleep(0.05)
+        pytest.fail(f"step {step} was not reached within {timeout_s} s:\n{self.tail()}")
+
+    def finish(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {timeout_s} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        logs = [self.output, *sorted((self.directory / "logs").glob("*.log"))]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.exists())
+
+    def stop(self) -> None:
+        self.descendants()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in self.seen:
+            try:
+                psutil.Process(pid).kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+@pytest.fixture(scope="session")
+def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A random Qwen2 with the byte tokenizer, and the quickstart's data: overrides for the config."""
+    root = tmp_path_factory.mktemp("task")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        Qwen2Config(
+            vocab_size=264,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            pad_token_id=256,
+            bos_token_id=257,
+            eos_token_id=258,
+        )
+    )
+    model.save_pretrained(root / "model")
+    save_byte_tokenizer(root / "model")
+    train, heldout = write_modes(root, seed=0, train_rows=512, eval_rows=64)
+    return {
+        "model.path": str(root / "model"),
+        "data.path": str(train),
+        "eval.path": str(heldout),
+        "reward.function": REWARD,
+        "data.max_prompt_tokens": "32",
+        "rollout.max_new_tokens": "12",
+        "rollout.group_size": "4",
+        "learner.groups_per_step": "8",
+        "learner.max_tokens_per_microbatch": "512",
+        "learner.lr": "1e-3",
+    }
+
+
+StartLocal = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def start_local(tiny_task: dict[str, str], tmp_path: Path) -> Iterator[StartLocal]:
+    """`start_local(**{"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run` and cleans up after the test."""
+    runs: list[LocalRun] = []
+
+    def start(overrides: dict[str, Any]) -> LocalRun:
+        directory = tmp_path / "run"
+        settings = {**tiny_task, "run.dir": str(directory), **{key: str(value) for key, value in overrides.items()}}
+        output = tmp_path / f"local-{len(runs)}.log"
+        with output.open("w") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{k}={v}" for k, v in settings.items())],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        run = LocalRun(directory, process, output)
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.stop()

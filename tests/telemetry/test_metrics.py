@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.metrics import MetricsLog
+
+
+def open_log(folder: Path, resume_step: int | None = None, **sinks: bool) -> MetricsLog:
+    options = {"wandb": False, "tensorboard": False, **sinks}
+    return MetricsLog(folder, "run", {"seed": 0}, resume_step=resume_step, **options)
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_row_is_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.write(1, 1, {"reward/mean": 0.5})
+    assert rows(tmp_path)[0]["reward/mean"] == 0.5
+    assert rows(tmp_path)[0]["step"] == rows(tmp_path)[0]["policy_version"] == 1
+    log.close()
+
+
+def test_values_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.write(1, 1, {"a": math.nan, "b": math.inf, "c": np.float32(0.25), "d": np.int64(3), "e": 7})
+    log.close()
+    row = rows(tmp_path)[0]
+    assert [row[name] for name in "abcde"] == [None, None, 0.25, 3.0, 7]
+
+
+def test_a_resume_drops_the_rows_of_the_history_that_was_rolled_back(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    for step in range(1, 6):
+        log.write(step, step, {"x": step})
+        log.samples(step, [{"prompt": "p", "reward": step}])
+    log.close()
+    resumed = open_log(tmp_path, resume_step=3)
+    resumed.write(4, 9, {"x": 40})
+    resumed.close()
+    assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [row["step"] for row in rows(tmp_path, "samples.jsonl")] == [1, 2, 3]
+
+
+def test_a_line_cut_off_by_a_kill_is_dropped_on_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    open_log(tmp_path, resume_step=5).close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_fresh_start_after_a_crash_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    open_log(tmp_path, resume_step=None).close()
+    assert rows(tmp_path) == []
+
+
+def test_samples_keep_their_text(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.samples(2, [{"prompt": "ab>", "completion": "ü\n", "reward": 1.0}])
+    log.close()
+    assert rows(tmp_path, "samples.jsonl") == [{"step": 2, "prompt": "ab>", "completion": "ü\n", "reward": 1.0}]
+
+
+@pytest.mark.parametrize("sink", ["wandb", "tensorboard"])
+def test_a_sink_that_is_not_installed_names_its_extra(
+    sink: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ConfigError, match=rf"asyncrl\[{sink}\]"):
+        open_log(tmp_path, **{sink: True})
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = open_log(tmp_path, wandb=True)
+    log.write(1, 1, {"reward/mean": 0.5})
+    log.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

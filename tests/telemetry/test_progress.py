@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.telemetry.progress import MetricsTail, RunView, clock, format_line, who_waits
+
+ROW = {
+    "step": 7,
+    "policy_version": 8,
+    "reward/mean": 0.25,
+    "staleness/mean": 1.5,
+    "staleness/max": 4.0,
+    "perf/trained_tokens_per_s": 1234.0,
+    "eval/heldout/accuracy": 0.75,
+    "idle/learner": 0.4,
+    "idle/rollout": 0.05,
+}
+
+
+def test_one_line_says_reward_staleness_speed_accuracy_and_who_waits() -> None:
+    line = format_line(ROW)
+    for part in ("step 7", "version 8", "reward 0.250", "staleness 1.50", "tokens/s 1234", "eval heldout 0.750"):
+        assert part in line
+    assert line.endswith("learner waits for rollouts 40%")
+
+
+def test_a_row_with_nothing_but_its_number_is_still_a_line() -> None:
+    assert format_line({"step": 1, "policy_version": 1, "reward/mean": None}) == "step 1 | version 1"
+
+
+def test_the_side_that_idles_more_is_the_one_that_waits() -> None:
+    assert who_waits({"idle/learner": 0.1, "idle/rollout": 0.6}) == "rollouts wait for learner 60%"
+    assert who_waits({"idle/learner": 0.01, "idle/rollout": 0.02}) == "nobody waits"
+    assert who_waits({}) == ""
+
+
+def test_the_tail_gives_each_whole_row_once_and_starts_again_when_a_resume_rewrote_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert tail.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert tail.read() == [{"step": 2}]
+    shorter = tmp_path / "new"
+    shorter.write_text('{"step": 1}\n')
+    shorter.replace(path)
+    assert tail.read() == [{"step": 1}]
+
+
+def test_without_a_terminal_every_step_is_a_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "step": 8}) + "\n")
+    with RunView(tmp_path, 10, Console(file=out)) as view:
+        view.refresh("training")
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == ["step 7", "step 8"]
+
+
+def test_on_a_terminal_the_table_shows_what_the_issue_asks_for(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
+    console = Console(file=out, force_terminal=True, width=100)
+    with RunView(tmp_path, 10, console) as view:
+        view.refresh("training")
+    shown = out.getvalue()
+    for part in ("step 7/10", "reward", "heldout", "mean 1.50", "max 4", "1,234", "learner waits for rollouts"):
+        assert part in shown
+
+
+def test_clocks_read_like_clocks() -> None:
+    assert [clock(s) for s in (-1, 59, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import RunFolderError
+from asyncrl.telemetry.run_folder import prepare_run_folder, redacted
+
+
+def config_for(folder: Path, *overrides: str) -> Config:
+    return load_config(["model.path=m", "data.path=d", "reward.function=r.py:f", f"run.dir={folder}", *overrides])
+
+
+def test_a_new_folder_gets_logs_and_the_resolved_config(tmp_path: Path) -> None:
+    folder = prepare_run_folder(config_for(tmp_path / "a", "seed=5"), "one")
+    assert (folder / "logs").is_dir()
+    assert "seed: 5" in (folder / "config.yaml").read_text()
+
+
+def test_every_process_of_the_same_run_finds_the_folder_prepared(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "a", "overwrite=true")
+    (prepare_run_folder(config, "one") / "metrics.jsonl").write_text("kept\n")
+    assert (prepare_run_folder(config, "one") / "metrics.jsonl").read_text() == "kept\n"
+
+
+def test_a_folder_of_an_earlier_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    prepare_run_folder(config_for(tmp_path / "a"), "one")
+    with pytest.raises(RunFolderError) as refused:
+        prepare_run_folder(config_for(tmp_path / "a"), "two")
+    assert all(way in str(refused.value) for way in ("resume=auto", "overwrite=true", "run.name"))
+
+
+def test_resume_keeps_what_is_in_the_folder(tmp_path: Path) -> None:
+    folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
+    (folder / "metrics.jsonl").write_text("kept\n")
+    prepare_run_folder(config_for(tmp_path / "a", "resume=auto"), "two")
+    assert (folder / "metrics.jsonl").read_text() == "kept\n"
+
+
+def test_overwrite_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
+    folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
+    (folder / "metrics.jsonl").write_text("gone\n")
+    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "two")
+    assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
+def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match="left alone"):
+        prepare_run_folder(config_for(tmp_path, setting), "one")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_secrets_are_blotted_out_and_numbers_of_tokens_are_not() -> None:
+    shown = redacted({"hub": {"api_key": "abc", "Password": "x"}, "max_new_tokens": 12, "replay": {"keys": ""}})
+    assert shown == {"hub": {"api_key": "***", "Password": "***"}, "max_new_tokens": 12, "replay": {"keys": ""}}

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import quickstart
+from asyncrl.cli import COMMANDS, main
+from asyncrl.config import config_dir
+from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.dry_run import kv_values, model_size, tensor_shapes
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("d.jsonl", "e.jsonl", "r.py"):
+        Path(name).touch()
+    return ["model.path=org/name", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+
+
+def test_help_and_import_load_no_torch_and_no_ray() -> None:
+    code = (
+        "import sys, asyncrl\nfrom asyncrl.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit as end: assert end.code == 0\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'zmq') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])
+@pytest.mark.parametrize("experiment", ["null", *(file.stem for file in config_dir().glob("experiment/*.yaml"))])
+def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
+    command: str, experiment: str, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [] if experiment == "null" else [f"experiment={experiment}"]
+    assert main([command, *chosen, *files, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    for part in ("processes", "batch", "staleness", "memory", "a lead of", "nothing was started"):
+        assert part in plan
+    assert not Path("runs").exists()
+
+
+def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["learner.groups_per_step=4", "rollout.group_size=3", "data.max_prompt_tokens=10"]
+    settings += ["rollout.max_new_tokens=20", "learner.max_tokens_per_microbatch=100", "learner.ranks=2"]
+    assert main(["local", *files, *settings, "replay.pipeline_depth=1", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "4 groups * 3 = 12 sequences" in plan
+    assert "at most 12 * (10 prompt + 20 new) = 360 tokens" in plan
+    assert "at most 3 micro-batches of 100 tokens per rank" in plan
+    assert "(trained steps + 1 + 1) * 4 groups, so a lead of 8 groups" in plan
+    assert "2 ranks under torchrun" in plan
+
+
+def test_the_plan_of_one_role_shows_only_its_process(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollout", *files, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "-m asyncrl.rollout" in plan
+    assert "-m asyncrl.learner" not in plan
+
+
+def test_a_refused_setting_ends_with_2_and_the_reason(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local", *files, "replay.pipeline_depth=9"]) == 2
+    assert "replay.pipeline_depth must be between 0" in capsys.readouterr().err
+
+
+def test_files_that_are_missing_are_named_before_anything_starts(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["local", *files, "data.path=nowhere.jsonl"]) == 2
+    assert "data.path=nowhere.jsonl: there is no such file" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_used_run_folder_is_refused_before_anything_starts(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/run").mkdir(parents=True)
+    Path("runs/run/run.json").write_text('{"run_id": "earlier"}')
+    assert main(["local", *files]) == 2
+    assert "resume=auto" in capsys.readouterr().err
+
+
+def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    assert (tmp_path / "keys" / "server.key_secret").stat().st_mode & 0o077 == 0
+    assert main(["keys", str(tmp_path / "keys")]) == 2
+
+
+def test_parameters_are_counted_from_the_headers_alone(tmp_path: Path) -> None:
+    header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert tensor_shapes(tmp_path / "model.safetensors") == [[3, 4]]
+    assert model_size(tmp_path) is None, "no config.json: not a model folder"
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}')
+    size = model_size(tmp_path)
+    assert size is not None
+    assert (size.parameters, size.kv_values_per_token) == (12, 2 * 3 * 2 * 32)
+
+
+def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:
+    model = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 4}
+    assert kv_values(model) == 2 * 4 * 2 * 128
+    assert kv_values({}) == 0
+
+
+def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
+    made: list[Path] = []
+
+    def fake_warm_up(target: Path, recipe: WarmupRecipe) -> None:
+        target.mkdir(parents=True)
+        made.append(target)
+
+    monkeypatch.setattr(quickstart, "warm_up", fake_warm_up)
+    first = quickstart.prepare(WarmupRecipe())
+    assert quickstart.prepare(WarmupRecipe()) == first
+    assert len(made) == 1
+    assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"}
+    assert list(tmp_path.iterdir()) == [first], "nothing half-made is left"
+    assert quickstart.cache_folder(WarmupRecipe(seed=1)) != first
+
+
+def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:
+    overrides = quickstart.quickstart_overrides(tmp_path / "a b", ["data.path=mine.jsonl"])
+    assert overrides[0] == "experiment=quickstart"
+    assert overrides[-1] == "data.path=mine.jsonl"
+    assert f"model.path='{tmp_path}/a b/model'" in overrides

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import config_keys, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+FOLDERS = ("asyncrl", "configs", "launchers", "benchmarks", "tests")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    quoted = {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w./-]+", span)}
+    named = quoted | set(re.findall(r"\b(?:asyncrl|configs|launchers|benchmarks|tests)/[\w./-]*\w", text))
+    paths = {
+        word.rstrip(".")
+        for word in named
+        if (word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or word.endswith(".md")) and "NAME" not in word
+    }
+    assert paths or page == "SECURITY.md"
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_a_page_names_exists(page: str) -> None:
+    rooms = {key.split(".")[0] for key in config_keys() if "." in key}
+    named = set(re.findall(r"`((?:[a-z]+)\.(?:[a-z_]+))(?:=[^`]*)?`", (ROOT / page).read_text()))
+    settings = {name for name in named if name.split(".")[0] in rooms and name not in ("reward.py",)}
+    assert settings - set(config_keys()) == set()
+
+
+def test_the_readme_s_defaults_are_the_defaults() -> None:
+    config = load_config(["model.path=m", "data.path=d", "reward.function=r.py:f"])
+    text = (ROOT / "README.md").read_text()
+    for room, key in re.findall(r"^\| `(replay|rollout)\.([a-z_]+)` \(", text, flags=re.MULTILINE):
+        shown = re.search(rf"`{room}\.{key}` \(`?(\w+)`?\)", text)
+        assert shown is not None
+        assert shown.group(1) == str(getattr(getattr(config, room), key)).lower()
+
+
+def test_the_cluster_settings_of_the_readme_are_accepted() -> None:
+    settings = re.search(r'^S="([^"]+)"', (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert settings is not None
+    load_config(shlex.split(settings.group(1)))
+
+
+def test_every_config_file_starts_with_what_it_is_for() -> None:
+    bare = [str(file) for file in (ROOT / "configs").rglob("*.yaml") if not file.read_text().startswith("#")]
+    assert bare == []
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines)
+    pinned = {line.split("==")[0] for line in lines}
+    project = (ROOT / "pyproject.toml").read_text()
+    base = project.split("dependencies = [", 1)[1].split("]", 1)[0]
+    assert {re.split(r"[<>=]", name)[0] for name in re.findall(r'"([^"]+)"', base)} <= pinned
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "learner.sh", "replay.sh"])
+def test_launchers_stop_at_the_first_error(script: str) -> None:
+    assert "set -euo pipefail" in (ROOT / "launchers" / script).read_text()

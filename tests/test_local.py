@@ -1,0 +1,146 @@
+"""The conductor with small fake roles: who stops whom, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl import local
+from asyncrl.commands import Command, learner_command, local_commands, quoted
+from asyncrl.config import load_config
+from asyncrl.local import show_report, supervise
+
+pytestmark = pytest.mark.timeout(90)
+
+FOREVER = "import time; time.sleep(600)"
+FINE = "pass"
+REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
+
+
+def roles(**code: str) -> list[Command]:
+    return [Command(role=name, arguments=(sys.executable, "-c", text), environment={}) for name, text in code.items()]
+
+
+def run(commands: list[Command], folder: Path) -> tuple[int, str]:
+    (folder / "logs").mkdir()
+    out = io.StringIO()
+    code = supervise(commands, folder, 10, Console(file=out, width=200))
+    return code, out.getvalue()
+
+
+def test_the_run_is_over_when_the_learner_is_and_the_server_is_stopped(tmp_path: Path) -> None:
+    code, out = run(roles(replay=FOREVER, rollout=FINE, learner=FINE), tmp_path)
+    assert code == 0
+    assert "failed" not in out
+
+
+def test_a_failing_learner_fails_the_run_and_shows_its_log(tmp_path: Path) -> None:
+    code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner="raise SystemExit('no loss today')"), tmp_path)
+    assert code == 1
+    assert "learner failed with exit code 1" in out
+    assert "no loss today" in out
+
+
+@pytest.mark.parametrize("role", ["replay", "rollout"])
+def test_the_death_of_another_role_stops_the_learner(role: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    code, out = run(roles(**{"replay": FOREVER, "rollout": FOREVER, "learner": FOREVER, role: "exit(3)"}), tmp_path)
+    assert code == 1
+    assert f"{role} failed with exit code 3" in out
+    assert "learner failed" not in out
+    assert time.monotonic() - started < 30
+
+
+def test_a_pool_that_fails_after_the_learner_has_finished_fails_the_run(tmp_path: Path) -> None:
+    code, out = run(roles(replay=FOREVER, rollout="import time; time.sleep(1); exit(4)", learner=FINE), tmp_path)
+    assert code == 1
+    assert "rollout failed with exit code 4" in out
+
+
+def test_a_pool_that_does_not_end_is_stopped_without_failing_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FINISH_S", 0.5)
+    code, _ = run(roles(replay=FOREVER, rollout=FOREVER, learner=FINE), tmp_path)
+    assert code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_all_roles_with_the_code_of_the_signal(number: int, tmp_path: Path) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
+    timer.start()
+    code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner=FOREVER), tmp_path)
+    timer.join()
+    assert code == 128 + number
+    assert "resume=auto" in out
+    assert "failed" not in out
+
+
+def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:
+    row = json.dumps({"step": 1, "policy_version": 1, "reward/mean": 0.125})
+    learner = f"open({str(tmp_path / 'metrics.jsonl')!r}, 'w').write({row!r} + chr(10))"
+    code, out = run(roles(replay=FOREVER, rollout=FINE, learner=learner), tmp_path)
+    assert code == 0
+    assert "step 1 | version 1 | reward 0.125" in out
+
+
+def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    out = io.StringIO()
+    show_report(load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED])
+    assert (tmp_path / "curves.png").exists()
+    assert "trained 1 steps to version 1" in out.getvalue()
+    assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
+
+
+def test_every_role_gets_the_overrides_unchanged_plus_address_and_run_folder(tmp_path: Path) -> None:
+    overrides = [*REQUIRED, "run.name='x'", f"run.dir={tmp_path}/a b"]
+    commands = local_commands(load_config(overrides), overrides, "id")
+    assert [command.role for command in commands] == ["replay", "rollout", "learner"]
+    settings = [command.arguments[-len(overrides) - 1 :] for command in commands]
+    assert settings[0] == settings[1] == settings[2]
+    assert list(settings[0][: len(overrides) - 1]) == overrides[:-1]
+    composed = load_config(settings[0])
+    assert composed.run.dir == f"{tmp_path}/a b"
+    assert composed.replay.address.startswith("tcp://127.0.0.1:")
+
+
+def test_two_local_runs_get_different_ports() -> None:
+    addresses = {local_commands(load_config(REQUIRED), REQUIRED, "id")[0].arguments[-1] for _ in range(5)}
+    assert len(addresses) > 1
+
+
+def test_an_address_the_user_named_is_kept() -> None:
+    overrides = [*REQUIRED, "replay.address=tcp://127.0.0.1:5577"]
+    command = local_commands(load_config(overrides), overrides, "id")[0]
+    assert [text for text in command.arguments if text.startswith("replay.address=")] == overrides[-1:]
+
+
+def test_the_learner_runs_under_torchrun_with_restarts_and_without_a_shared_store() -> None:
+    config = load_config([*REQUIRED, "learner.ranks=2", "learner.max_restarts=5"])
+    shown = str(learner_command(config, REQUIRED, "id7"))
+    for part in (
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        "python -m torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=5",
+        "--rdzv-id=id7",
+        "-m asyncrl.learner model.path=m",
+    ):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    "path", ["/a/b.c-d_e", "/a b", "/a,b", "/it's", "/x(1)[2]{3}", "/a=b", "/back\\slash", "/$HOME"]
+)
+def test_a_quoted_path_survives_the_override_grammar(path: str) -> None:
+    assert load_config([*REQUIRED, f"run.dir={quoted(path)}"]).run.dir == path
