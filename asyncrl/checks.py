@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
 from asyncrl.hints import join_problems, nearest
-from asyncrl.losses.config import resolve
+from asyncrl.losses.config import check_loss, required_inputs
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -257,7 +257,12 @@ def address_is_safe(config: Config) -> Problems:
 
 def loss_is_consistent(config: Config) -> Problems:
     try:
-        resolve(config.loss)
+        check_loss(config.loss, config.learner.updates_per_batch)
+        if "ref_logprobs" in required_inputs(config.loss):
+            yield (
+                f"loss.kl_coef={config.loss.kl_coef} needs a reference policy, which the learner does not have yet. "
+                "Use loss.kl_coef=0; loss.behavior_kl regularises towards the policy that sampled"
+            )
     except ConfigError as error:
         yield str(error)
 

@@ -83,7 +83,7 @@ def _show_failure(role: Role, console: Console) -> None:
 def show_report(config: Config, folder: Path, console: Console, typed: Sequence[str]) -> None:
     """Summary, curves and suggestions. Nothing is drawn when no step was trained."""
     rows = read_metrics(folder)
-    console.print(f"\n{summary(rows)}", markup=False, highlight=False)
+    console.print(f"\n{summary(rows)}", markup=False, highlight=False, soft_wrap=True)
     if not rows:
         return
     plot_curves(rows, folder / CURVES_FILE, config.run.name)

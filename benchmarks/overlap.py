@@ -1,7 +1,8 @@
 """What asynchrony buys: tokens trained per second at `max_staleness` 4 over 0, beside the ideal of perfect overlap.
 
-One core is pinned to the rollout worker and one to the learner. In the synchronous run a step is Tgen (the learner waits
-for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen + Ttrain) / max(Tgen, Ttrain) times faster.
+One core is pinned to the rollout worker and one to the learner. In the synchronous run a step is Tgen (the learner
+waits for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen + Ttrain) / max(Tgen, Ttrain)
+times faster.
 
 python benchmarks/overlap.py MODEL_DIR DATA_JSONL [--steps 120] [key=value ...]      prints one JSON line
 """

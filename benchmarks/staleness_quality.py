@@ -1,7 +1,7 @@
 """Does the correction hold when data is old? Final accuracy of the quickstart task by loss and staleness bound.
 
-Rollouts are let run as far ahead as the bound allows (`pipeline_depth = max_staleness`), so data really is old: the mean
-staleness that was trained is reported beside each accuracy.
+Rollouts are let run as far ahead as the bound allows (`pipeline_depth = max_staleness`), so data really is old: the
+mean staleness that was trained is reported beside each accuracy.
 
 python benchmarks/staleness_quality.py [--cells no_correction:16 dppo_tv:4] [--seeds 0 1 2] [key=value ...]
 prints one JSON line

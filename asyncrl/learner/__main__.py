@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import Config, config_to_dict, load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.ranks import barrier
 from asyncrl.learner.resume import Start, begin
 from asyncrl.learner.train import train
 from asyncrl.machine import check_machine
@@ -74,6 +77,8 @@ def main(overrides: Sequence[str]) -> int:
     check_machine(config, "learner")
     level = logging.INFO if place.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said at every checkpoint of one rank
     if place.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
@@ -81,22 +86,19 @@ def main(overrides: Sequence[str]) -> int:
     mesh = join_ranks(config, place)
     try:
         run(config, place, mesh)
-        if place.world > 1:
-            dist.barrier()  # rank 0 hosts the store of the others: it must not leave first
+        barrier()  # rank 0 hosts the store of the others: it must not leave first
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
 
 
-def join_ranks(config: Config, place: Place) -> DeviceMesh | None:
-    """The process group of the ranks; None where one rank needs neither sharding nor mixed precision.
+def join_ranks(config: Config, place: Place) -> DeviceMesh:
+    """The process group of the ranks, of one rank too: the same FSDP2 path then runs everywhere.
 
     Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
     engines to acknowledge weights, write a checkpoint.
     """
-    if place.world == 1 and config.model.dtype == "float32":
-        return None
     patience = timedelta(seconds=config.replay.wait_timeout_s + 10 * config.weights.timeout_s + 60)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
     if place.world == 1 and "MASTER_ADDR" not in os.environ:
@@ -106,7 +108,7 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh | None:
     return init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
 
 
-def run(config: Config, place: Place, mesh: DeviceMesh | None) -> None:
+def run(config: Config, place: Place, mesh: DeviceMesh) -> None:
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     try:

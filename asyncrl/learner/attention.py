@@ -13,6 +13,7 @@ On a GPU in half precision the rows go to one variable-length flash call. Elsewh
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
 REFUSED_KWARGS = ("softcap", "s_aux", "position_bias")
 """Changes to the attention scores that this kernel does not know; ignoring one would train another model."""
+
+FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Since torch 2.12; before, keys and values are repeated for each query head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +157,13 @@ def _flash(
 ) -> Float[Tensor, "slots heads head_dim"]:
     edges, longest = packing.cu_seqlens, packing.max_length
     band = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(
-        q, k, v, edges, edges, longest, longest, scale=scaling, window_size=band, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": band}
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and FLASH_TAKES_GROUPS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
 

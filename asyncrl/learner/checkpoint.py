@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from asyncrl.errors import CheckpointError
 from asyncrl.learner import durable
 from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.ranks import barrier
 
 STATE_FILE = "state.json"
 REPLAY_FILE = "replay.msgpack"
@@ -66,7 +67,7 @@ class Checkpoints:
             if self._rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-            _barrier()
+            barrier()
             weights, moments = get_state_dict(model, optimizer)
             state_dict_saver.save(
                 {"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not dist.is_initialized()
@@ -75,7 +76,7 @@ class Checkpoints:
                 (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
                 (aside / REPLAY_FILE).write_bytes(msgpack.Packer().pack(snapshot))
                 self._commit(aside, target)
-            _barrier()
+            barrier()
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot write checkpoint {target}: {error}. Earlier checkpoints are intact; free space or choose "
@@ -148,8 +149,3 @@ class Checkpoints:
         finished = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp" and path != target]
         for old in sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))[: -self._keep + 1 or None]:
             durable.remove(old)
-
-
-def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()

@@ -14,7 +14,7 @@ from asyncrl.learner.model import PolicyModel, set_gradient_sync
 from asyncrl.learner.optim import NonFiniteGuard, apply_update, learning_rate
 from asyncrl.learner.plan import plan_minibatches
 from asyncrl.losses import Denominators, LossInputs, policy_loss
-from asyncrl.losses.config import find_preset, resolve
+from asyncrl.losses.config import proximal_source
 from asyncrl.replay.base import Lease
 
 
@@ -85,7 +85,7 @@ def accumulate(
             loss_mask=batch.loss_mask,
             sequence_ids=batch.sequence_ids,
             group_ids=batch.group_ids,
-            proximal_logprobs=logprobs.detach() if anchor is None and needs_proximal(config) else anchor,
+            proximal_logprobs=logprobs.detach() if anchors_at_current(config) else anchor,
             entropy=entropy,
             staleness=batch.staleness,
             group_tokens=batch.group_tokens,
@@ -109,17 +109,16 @@ def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor
     )
 
 
-def needs_proximal(config: Config) -> bool:
-    """Whether the loss is anchored at the policy that the learner held when it took the batch."""
-    loss = resolve(config.loss)
-    return find_preset(loss.preset).anchor == "proximal" or loss.edge in ("U", "B")
+def anchors_at_current(config: Config) -> bool:
+    """Whether the proximal policy is the one in hand, whose log-probs the training forward gives anyway."""
+    return proximal_source(config.loss, config.learner.updates_per_batch) == "current"
 
 
 def proximal_logprobs(
     config: Config, model: PolicyModel, packed: Sequence[Sequence[MicroBatch]]
 ) -> list[list[Tensor | None]]:
-    """Log-probs of every micro-batch before the first update; None where the training forward gives the same ones."""
-    if not needs_proximal(config) or len(packed) < 2:
+    """Log-probs of every micro-batch before the first update, where the loss is anchored there; else None."""
+    if proximal_source(config.loss, config.learner.updates_per_batch) != "recompute":
         return [[None] * len(batches) for batches in packed]
     with torch.no_grad():
         return [[score(config, model, batch)[0] for batch in batches] for batches in packed]

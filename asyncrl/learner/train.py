@@ -17,6 +17,7 @@ from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_r
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.ranks import barrier
 from asyncrl.learner.resume import Start
 from asyncrl.learner.step import train_step
 from asyncrl.replay.base import LearnerReplay, Lease, TrainedReply
@@ -91,6 +92,7 @@ def train(
         version += 1
         sent = publisher.publish(version, model.named_hf_parameters())
         reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
+        barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
         if rank == 0 and due(trained, config.eval.every, last):
@@ -104,14 +106,13 @@ def train(
 
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
+            if last:
+                row |= evaluation_metrics(replay.wait_evaluations(wait_s=config.replay.wait_timeout_s))
             log.write(trained, version, row)
             log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
 
     export_hf(model, config.model, run_dir / "hf", rank)
     if rank == 0:
-        finished = replay.wait_evaluations(wait_s=config.replay.wait_timeout_s)
-        if finished:
-            log.write(steps, version, evaluation_metrics(finished))
         replay.finish()
     return version
 

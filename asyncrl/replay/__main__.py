@@ -6,11 +6,13 @@ import logging
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from asyncrl.config import load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.machine import check_machine
 from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.history import LEDGER_FILE, LedgerFile
 from asyncrl.replay.server import run_server
 
 
@@ -30,6 +32,7 @@ def main(overrides: Sequence[str]) -> int:
         run_id=uuid.uuid4().hex[:12],
         run_digest=run_digest(config),
         seed=config.seed,
+        journal=LedgerFile(Path(config.run.dir) / LEDGER_FILE),
     )
     return 0
 

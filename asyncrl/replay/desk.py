@@ -59,7 +59,7 @@ class Later:
 Reply = Answer | Later
 Handler = Callable[[Session, Any, Sequence[Frame]], Reply]
 
-ONCE = frozenset({"acquire", "trained", "wait_evaluations", "evaluate", "restore"})
+ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
 QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire"})
 """Nobody else can be waiting for what these do."""

@@ -26,6 +26,26 @@ class IdleClock:
         return sum(self.seconds.values())
 
 
+class RolloutRates:
+    """What the workers do per second. Their counters come with heartbeats, about one a second: a rate over the time of
+    one train step would jump between nothing and far too much, so it is taken over SPAN_S and held until the next."""
+
+    SPAN_S = 3.0
+
+    def __init__(self, now: float) -> None:
+        self._since, self._generated, self._waiting = now, 0.0, 0.0
+        self._row = {"idle/rollout": 0.0, "perf/generated_tokens_per_s": 0.0}
+
+    def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
+        span = now - self._since
+        if span >= self.SPAN_S:
+            idle = max(0.0, waiting_s - self._waiting) / span / max(1, workers)
+            rate = (generated_tokens - self._generated) / span
+            self._row = {"idle/rollout": min(1.0, idle), "perf/generated_tokens_per_s": rate}
+            self._since, self._generated, self._waiting = now, generated_tokens, waiting_s
+        return dict(self._row)
+
+
 class Meter:
     """Cumulative counters, turned into one metrics row per trained step."""
 
@@ -41,6 +61,7 @@ class Meter:
         self._trained = [0, 0]
         self._trained_groups = 0
         self._last: dict[str, float] = {"now": now}
+        self._rollouts = RolloutRates(now)
 
     def insert(self, header: GroupHeader) -> None:
         self.inserted_groups += 1
@@ -80,11 +101,9 @@ class Meter:
         return row
 
     def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
-        """Costs so far, and rates since the last call. `idle/*` are fractions of that time."""
+        """Costs so far, and rates since the last call (the rollouts': see `RolloutRates`). `idle/*` are fractions."""
         current = {
             "now": now,
-            "generated": generated_tokens,
-            "waiting": waiting_s,
             "idle": self.idle.total(),
             "groups": float(self._trained_groups),
         }
@@ -97,10 +116,9 @@ class Meter:
             "waste/tokens": float(sum(self.wasted)),
             "waste/trained_length_bias": self._length_bias(),
             "idle/learner": min(1.0, delta["idle"] / elapsed),
-            "idle/rollout": min(1.0, max(0.0, delta["waiting"]) / elapsed / workers) if workers else 0.0,
-            "perf/generated_tokens_per_s": delta["generated"] / elapsed,
             "perf/groups_per_s": delta["groups"] / elapsed,
         }
+        row |= self._rollouts.row(now, generated_tokens=generated_tokens, waiting_s=waiting_s, workers=workers)
         row |= {f"waste/tokens_by_position_{q}": float(n) for q, n in zip(QUARTILES, self.wasted, strict=True)}
         row |= {f"idle/learner_s_{reason}": seconds for reason, seconds in self.idle.seconds.items()}
         return row

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -27,6 +27,7 @@ from asyncrl.replay import messages, wire
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import ONCE, QUIET, Answer, Desk, Later, Session
+from asyncrl.replay.events import Event
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.rollout_side import UnknownPeer
 from asyncrl.replay.security import check_address, secure_server
@@ -329,8 +330,10 @@ def run_server(
     run_digest: str,
     seed: int,
     stop: threading.Event | None = None,
+    journal: Callable[[Event], None] | None = None,
 ) -> None:
     """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
+    `journal` is told every event before it is applied.
 
     Raises:
         ConfigError: see `router`. LedgerError: the conservation law broke.
@@ -342,6 +345,7 @@ def run_server(
         seed=seed,
         max_bytes=config.max_bytes,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
+        journal=journal,
     )
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

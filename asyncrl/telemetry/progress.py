@@ -124,7 +124,7 @@ class RunView:
             self._first = None  # a resume went back: the old pace says nothing about the new one
         if self._first is None:
             self._first = (row["step"], time.monotonic())
-        self._latest = dict(row)
+        self._latest |= row  # the row of a late evaluation has nothing else in it
         for name, value in accuracies(row).items():
             first, best, _ = self._accuracies.get(name, (value, value, 0))
             self._accuracies[name] = (first, max(best, value), row["step"])

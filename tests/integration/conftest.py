@@ -72,7 +72,9 @@ class LocalRun:
 
     def tail(self) -> str:
         logs = [self.output, *sorted((self.directory / "logs").glob("*.log"))]
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.exists())
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.exists()
+        )
 
     def stop(self) -> None:
         self.descendants()
@@ -131,7 +133,7 @@ StartLocal = Callable[..., LocalRun]
 
 @pytest.fixture
 def start_local(tiny_task: dict[str, str], tmp_path: Path) -> Iterator[StartLocal]:
-    """`start_local(**{"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run` and cleans up after the test."""
+    """`start_local({"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run`; cleans up after the test."""
     runs: list[LocalRun] = []
 
     def start(overrides: dict[str, Any]) -> LocalRun:

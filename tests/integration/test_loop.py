@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +43,9 @@ def assert_trained_once(events: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(start_local: StartLocal, max_staleness: int) -> None:
+def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
+    start_local: StartLocal, max_staleness: int
+) -> None:
     steps = 8
     run = start_local(
         {
@@ -75,8 +79,10 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(start_local
 def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal) -> None:
     run = start_local({"learner.steps": 40, "rollout.workers": 2, "replay.heartbeat_timeout_s": 4})
     run.wait_for_step(5, 120)
-    (victim, *_) = run.descendants("ray::RolloutWorker")
-    os.kill(victim.pid, signal.SIGKILL)
+    started = (run.directory / "logs" / "rollout-0.log").read_text()
+    pid = int(re.findall(r"pid (\d+)", started)[-1])
+    assert "ray::RolloutWorker" in " ".join(psutil.Process(pid).cmdline())
+    os.kill(pid, signal.SIGKILL)
     assert run.finish(150) == 0, run.tail()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, 41))
@@ -86,7 +92,13 @@ def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal)
 
 def test_a_killed_learner_rank_resumes_from_the_checkpoint(start_local: StartLocal) -> None:
     run = start_local(
-        {"learner.steps": 40, "learner.ranks": 2, "learner.save_every": 5, "rollout.host": "process", "rollout.workers": 1}
+        {
+            "learner.steps": 40,
+            "learner.ranks": 2,
+            "learner.save_every": 5,
+            "rollout.host": "process",
+            "rollout.workers": 1,
+        }
     )
     run.wait_for_step(12, 120)
     victims = [p for p in run.descendants("asyncrl.learner") if p.environ().get("LOCAL_RANK") == "1"]
@@ -127,7 +139,9 @@ def test_a_reward_that_raises_drops_groups_with_their_reason(start_local: StartL
         "        raise ValueError('this row cannot be scored')\n"
         "    return float(len(completion))\n"
     )
-    run = start_local({"learner.steps": 6, "rollout.host": "process", "reward.function": f"{reward}:score", "rollout.max_attempts": 2})
+    run = start_local(
+        {"learner.steps": 6, "rollout.host": "process", "reward.function": f"{reward}:score", "rollout.max_attempts": 2}
+    )
     assert run.finish(150) == 0, run.tail()
     rows = run.rows()
     assert rows[-1]["replay/dropped_failed_reward"] > 0

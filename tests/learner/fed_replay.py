@@ -28,7 +28,7 @@ class FedReplay:
         self.next_version = 0
         self.evaluations: list[EvalSummary] = []
         self.poisoned: set[int] = set()
-        """Steps whose behavior log-probs are NaN... and so is their reward."""
+        """Steps whose rewards are NaN."""
 
     def named(self, call: str) -> list[Any]:
         return [argument for name, argument in self.calls if name == call]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -11,7 +13,7 @@ from tests.learner.fed_replay import largest_difference
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def make_config(folder: Path, run: str, **learner: int) -> Config:
@@ -26,46 +28,68 @@ def make_config(folder: Path, run: str, **learner: int) -> Config:
     )
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_two_ranks_learn_the_same_weights_as_one(tmp_path: Path, updates: int):
-    one = train_on_ranks(make_config(tmp_path, "one", updates_per_batch=updates), 1)
-    two = train_on_ranks(make_config(tmp_path, "two", updates_per_batch=updates), 2)
-    assert largest_difference(one, two) < 1e-5
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the finished runs `one` and `two`, of one and of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    train_on_ranks(make_config(folder, "one"), 1)
+    train_on_ranks(make_config(folder, "two"), 2)
+    return folder
 
 
-def test_two_ranks_report_the_same_numbers_as_one(tmp_path: Path):
-    train_on_ranks(make_config(tmp_path, "one"), 1)
-    train_on_ranks(make_config(tmp_path, "two"), 2)
-    one, two = (load_file(tmp_path / run / "row.safetensors") for run in ("one", "two"))
-    timed = ("time/", "perf/", "idle/")
+def published(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / "published.safetensors")
+
+
+def test_two_ranks_learn_the_same_weights_as_one(folder: Path):
+    assert largest_difference(published(folder, "one"), published(folder, "two")) < 1e-5
+
+
+def test_two_ranks_report_the_same_numbers_as_one(folder: Path):
+    one, two = (load_file(folder / run / "row.safetensors") for run in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
-        if not name.startswith(timed):
+        if not name.startswith(("time/", "perf/", "idle/")):
             assert one[name].item() == pytest.approx(two[name].item(), abs=1e-4, rel=1e-3), name
 
 
-def test_a_rank_that_has_nothing_to_train_joins_all_the_same(tmp_path: Path):
-    one = train_on_ranks(make_config(tmp_path, "one"), 1, groups=1, size=1)
-    two = train_on_ranks(make_config(tmp_path, "two"), 2, groups=1, size=1)
-    assert largest_difference(one, two) < 1e-5
-
-
-def test_activation_checkpointing_changes_nothing(tmp_path: Path):
-    plain = train_on_ranks(make_config(tmp_path, "plain"), 2)
-    config = make_config(tmp_path, "checkpointed")
-    config.model.activation_checkpointing = True
-    assert largest_difference(plain, train_on_ranks(config, 2)) < 1e-6
+def test_an_export_of_sharded_weights_is_whole(folder: Path):
+    exported = AutoModelForCausalLM.from_pretrained(folder / "two" / "hf").named_parameters()
+    weights = {name: tensor.detach() for name, tensor in exported}
+    assert largest_difference(weights, published(folder, "two")) == 0.0
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, after: int):
-    undisturbed = train_on_ranks(make_config(tmp_path, "whole"), 2)
-    train_on_ranks(make_config(tmp_path, "resumed", steps=2), before)
-    resumed = train_on_ranks(make_config(tmp_path, "resumed"), after, resume=True)
-    assert largest_difference(undisturbed, resumed) < 1e-5
+def test_a_checkpoint_resumes_on_another_number_of_ranks(folder: Path, before: int, after: int):
+    run = f"from_{before}_to_{after}"
+    train_on_ranks(make_config(folder, run, steps=2), before)
+    resumed = train_on_ranks(make_config(folder, run), after, resume=True)
+    assert largest_difference(published(folder, "two"), resumed) < 1e-5
 
 
-def test_an_export_of_sharded_weights_is_whole(tmp_path: Path):
-    published = train_on_ranks(make_config(tmp_path, "two"), 2)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "hf").named_parameters()
-    assert largest_difference({name: tensor.detach() for name, tensor in exported}, published) == 0.0
+def test_activation_checkpointing_changes_nothing(folder: Path):
+    config = make_config(folder, "checkpointed")
+    config.model.activation_checkpointing = True
+    assert largest_difference(published(folder, "two"), train_on_ranks(config, 2)) < 1e-6
+
+
+def test_several_updates_per_batch_learn_the_same_on_any_number_of_ranks(folder: Path):
+    one = train_on_ranks(make_config(folder, "one_twice", updates_per_batch=2), 1)
+    two = train_on_ranks(make_config(folder, "two_twice", updates_per_batch=2), 2)
+    assert largest_difference(one, two) < 1e-5
+
+
+def test_a_rank_that_has_nothing_to_train_joins_all_the_same(folder: Path):
+    one = train_on_ranks(make_config(folder, "one_lonely"), 1, groups=1, size=1)
+    two = train_on_ranks(make_config(folder, "two_lonely"), 2, groups=1, size=1)
+    assert largest_difference(one, two) < 1e-5
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(folder: Path):
+    config = make_config(folder, "half")
+    config.model.dtype = "bfloat16"
+    weights = train_on_ranks(config, 1)
+    row, exact = (load_file(folder / run / "row.safetensors") for run in ("half", "one"))
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert math.isclose(row["policy/entropy"].item(), exact["policy/entropy"].item(), abs_tol=0.1)
+    assert 0 < largest_difference(weights, published(folder, "one")) < 0.02

@@ -422,17 +422,19 @@ def test_a_worker_cannot_serve_what_was_never_published() -> None:
         play.load(12)
 
 
-def test_rates_and_idle_fractions_are_since_the_last_row() -> None:
+def test_rollout_rates_are_taken_over_some_heartbeats_and_held_in_between() -> None:
     play = Play()
-    play.core.heartbeat("w", "a", {"generated_tokens": 100.0, "waiting_s": 1.0})
-    play.clock.now = 2.0
+    play.core.heartbeat("w", "a", {"generated_tokens": 100.0, "waiting_s": 2.0})
+    play.clock.now = 4.0
     row = play.core.metrics()
-    assert row["perf/generated_tokens_per_s"] == 50.0
+    assert row["perf/generated_tokens_per_s"] == 25.0
     assert row["idle/rollout"] == 0.5
     play.core.hello("w", "next")  # What the predecessor generated is not lost.
-    play.core.heartbeat("w", "next", {"generated_tokens": 30.0, "waiting_s": 0.0})
-    play.clock.now = 4.0
-    assert play.core.metrics()["perf/generated_tokens_per_s"] == 15.0
+    play.core.heartbeat("w", "next", {"generated_tokens": 40.0, "waiting_s": 0.0})
+    play.clock.now = 5.0
+    assert play.core.metrics()["perf/generated_tokens_per_s"] == 25.0
+    play.clock.now = 8.0
+    assert play.core.metrics()["perf/generated_tokens_per_s"] == 10.0
 
 
 @pytest.mark.parametrize(

@@ -72,5 +72,15 @@ def test_on_a_terminal_the_table_shows_what_the_issue_asks_for(tmp_path: Path) -
         assert part in shown
 
 
+def test_a_late_evaluation_does_not_empty_the_table(tmp_path: Path) -> None:
+    out = io.StringIO()
+    late = {"step": 7, "policy_version": 8, "eval/heldout/accuracy": 0.9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(late) + "\n")
+    with RunView(tmp_path, 10, Console(file=out, force_terminal=True, width=100)) as view:
+        view.refresh()
+    assert "mean 1.50" in out.getvalue()
+    assert "best 0.900 (began at 0.750" in out.getvalue()
+
+
 def test_clocks_read_like_clocks() -> None:
     assert [clock(s) for s in (-1, 59, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]
