@@ -19,18 +19,19 @@ from pathlib import Path
 
 from asyncrl import dry_run
 from asyncrl.commands import quoted
-from asyncrl.data.modes import write_modes
+from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.errors import AsyncRLError
 from asyncrl.local import run_local
 
 WARMUP_TIMEOUT_S = 900.0
+NAMES_A_RUN = ("run.", "resume=", "overwrite=")
 
 
 def cache_folder(recipe: WarmupRecipe) -> Path:
-    """One folder per recipe: a changed recipe never meets the model of an older one."""
+    """One folder per recipe and task: a changed one never meets the model of an older one."""
     root = Path(os.environ.get("ASYNCRL_CACHE", Path.home() / ".cache" / "asyncrl")).expanduser()
-    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
+    text = json.dumps([dataclasses.asdict(recipe), LETTERS, WORD_LENGTH, REVERSE_SHARE], sort_keys=True)
     return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -74,14 +75,19 @@ def warm_up(target: Path, recipe: WarmupRecipe) -> None:
 
 
 def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
-    """What `asyncrl local` is called with; the user's own settings come last and win."""
+    """What `asyncrl local` is called with; the user's own settings come last and win.
+
+    The quickstart's own folder, runs/quickstart, is made anew each time; one that the user named is not.
+    """
+    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
     paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
-    return ["experiment=quickstart", *(f"{key}={quoted(str(path))}" for key, path in paths.items()), *overrides]
+    settings = (f"{key}={quoted(str(path))}" for key, path in paths.items())
+    return ["experiment=quickstart", *settings, *own, *overrides]
 
 
 def main(overrides: Sequence[str]) -> int:
     folder = prepare(WarmupRecipe())
-    typed = ["python", "-m", "asyncrl.quickstart", *overrides]
+    typed = ["bash", "launchers/quickstart.sh", *overrides]
     return run_local(quickstart_overrides(folder, overrides), typed=typed)
 
 

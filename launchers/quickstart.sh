@@ -3,7 +3,7 @@
 #
 #   bash launchers/quickstart.sh [key=value ...]        for example: seed=1 replay.max_staleness=0 replay.pipeline_depth=0
 #
-# A finished quickstart is run again from the start with overwrite=true.
+# Each call starts anew in runs/quickstart; run.name=NAME keeps a run apart.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launchers/install.sh

@@ -163,7 +163,7 @@ def decode_trajectory_header(value: Any) -> TrajectoryHeader:
     integer(prompt_length, "prompt_length", 0, length)
     if type(flat) is not list or len(flat) % 2 or len(flat) > 2 * MAX_TOKENS:
         raise WireError("version runs must be a flat list of version, count pairs")
-    runs = tuple(zip(flat[::2], flat[1::2], strict=True))
+    runs = ((flat[0], flat[1]),) if len(flat) == 2 else tuple(zip(flat[::2], flat[1::2], strict=True))
     total = 0
     for version, count in runs:
         integer(version, "policy_version", 0, MAX_VERSION)

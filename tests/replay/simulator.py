@@ -195,6 +195,7 @@ class Simulation:
             self.prefetch: rng.choice((0, 3, 8)),
             self.fail: rng.choice((0, 1)),
             self.die: rng.choice((0, 0, 1)),
+            self.doze: rng.choice((0, 0, 1)),
             self.zombie: 1,
             self.commit: rng.choice((0, 1, 2)),
             self.wait: rng.choice((0, 1)),
@@ -286,6 +287,15 @@ class Simulation:
                     self._alive(other)
             self.core.expire()
         self.workers[place] = self._new_worker(worker.name)
+
+    def doze(self) -> None:
+        """Silent for too long, then back as if nothing had happened, with groups that others may be making by now."""
+        sleeper = self._worker()
+        self.now += 11.0
+        for other in self.workers:
+            if other is not sleeper:
+                self._alive(other)
+        self.core.expire()
 
     def zombie(self) -> None:
         if not self.zombies:
