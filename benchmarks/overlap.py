@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -23,9 +24,12 @@ WARM_UP_STEPS = 20
 PINS = {"ray::RolloutWorker": [0], "asyncrl.learner": [1]}
 
 
-def pin(root: psutil.Process) -> None:
-    for process in root.children(recursive=True):
+def pin(launched: float) -> None:
+    """Every process started since: Ray's workers are nobody's children."""
+    for process in psutil.process_iter():
         try:
+            if process.create_time() < launched:
+                continue
             command = " ".join(process.cmdline())
             for mark, cores in PINS.items():
                 if mark in command and process.cpu_affinity() != cores:
@@ -36,6 +40,7 @@ def pin(root: psutil.Process) -> None:
 
 def run(arguments: argparse.Namespace, max_staleness: int, directory: Path) -> list[dict[str, float]]:
     run_dir = directory / f"staleness{max_staleness}"
+    launched = time.time()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "asyncrl.cli", "local", "experiment=quickstart", "eval.every=0"),
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace, max_staleness: int, directory: Path) -> l
         stdout=subprocess.DEVNULL,
     )
     while True:
-        pin(psutil.Process(process.pid))
+        pin(launched)
         try:
             process.wait(0.5)
             break
@@ -58,7 +63,7 @@ def run(arguments: argparse.Namespace, max_staleness: int, directory: Path) -> l
 
 
 def tokens_per_second(rows: list[dict[str, float]]) -> float:
-    return sum(row["perf/trained_tokens"] for row in rows[1:]) / (rows[-1]["time"] - rows[0]["time"])
+    return sum(row["perf/trained_tokens_per_s"] * row["time/step"] for row in rows[1:]) / (rows[-1]["time"] - rows[0]["time"])
 
 
 def main() -> None:

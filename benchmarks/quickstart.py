@@ -19,10 +19,12 @@ import psutil
 ACCURACY = "eval/heldout/accuracy"
 
 
-def peak_memory(root: psutil.Process, peaks: dict[str, float]) -> None:
-    """Keep the largest resident size seen of each kind of process below `root`, in MB."""
-    for process in root.children(recursive=True):
+def peak_memory(launched: float, peaks: dict[str, float]) -> None:
+    """Keep the largest resident size, in MB, of each kind of process started since (Ray's are nobody's children)."""
+    for process in psutil.process_iter():
         try:
+            if process.create_time() < launched:
+                continue
             command = " ".join(process.cmdline())
             resident = process.memory_info().rss / 2**20
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -47,7 +49,7 @@ def run_seed(seed: int, overrides: list[str], directory: Path) -> dict[str, obje
     )
     peaks: dict[str, float] = {}
     while process.poll() is None:
-        peak_memory(psutil.Process(process.pid), peaks)
+        peak_memory(launched, peaks)
         time.sleep(0.5)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row for row in rows if ACCURACY in row]
