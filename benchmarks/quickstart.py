@@ -1,6 +1,6 @@
 """How long from launch until the quickstart's held-out accuracy is 0.95? Wall seconds per seed, warm-up cached.
 
-python benchmarks/quickstart.py [--seeds 0 1 2] [key=value ...]      prints one JSON line
+python benchmarks/quickstart.py [--seeds 0,1,2] [key=value ...]      prints one JSON line
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def run_seed(seed: int, overrides: list[str], directory: Path) -> dict[str, obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("overrides", nargs="*", help="key=value settings passed on")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        results = [run_seed(seed, arguments.overrides, Path(directory)) for seed in arguments.seeds]
+        results = [run_seed(seed, arguments.overrides, Path(directory)) for seed in map(int, arguments.seeds.split(","))]
     times = [result["seconds_to_95"] for result in results]
     median = statistics.median(times) if all(value is not None for value in times) else None
     print(json.dumps({"benchmark": "quickstart", "median_seconds_to_95": median, "runs": results}))

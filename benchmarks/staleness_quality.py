@@ -3,7 +3,10 @@
 Rollouts are let run as far ahead as the bound allows (`pipeline_depth = max_staleness`), so data really is old: the
 mean staleness that was trained is reported beside each accuracy.
 
-python benchmarks/staleness_quality.py [--cells no_correction:16 dppo_tv:4] [--seeds 0 1 2] [key=value ...]
+The learning rate is three times the quickstart's, for all cells alike: old data hurts in proportion to it, and at the
+quickstart's own rate an uncorrected run is merely bad. Another rate: learner.lr=3e-4.
+
+python benchmarks/staleness_quality.py [--cells no_correction:16,dppo_tv:4] [--seeds 0,1,2] [key=value ...]
 prints one JSON line
 """
 
@@ -17,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+RATE = "learner.lr=1e-3"
 ACCURACY = "eval/heldout/accuracy"
 
 
@@ -25,7 +29,7 @@ def run_cell(loss: str, bound: int, seed: int, overrides: list[str], directory: 
     done = subprocess.run(
         [
             *(sys.executable, "-m", "asyncrl.quickstart", f"seed={seed}", f"run.dir={run_dir}", f"loss={loss}"),
-            *(f"replay.max_staleness={bound}", f"replay.pipeline_depth={bound}", *overrides),
+            *(f"replay.max_staleness={bound}", f"replay.pipeline_depth={bound}", RATE, *overrides),
         ],
         stdout=subprocess.DEVNULL,
     )
@@ -43,16 +47,16 @@ def run_cell(loss: str, bound: int, seed: int, overrides: list[str], directory: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="+", default=["no_correction:16", "dppo_tv:4"], metavar="LOSS:BOUND")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cells", default="no_correction:16,dppo_tv:4", metavar="LOSS:BOUND,...")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    table = []
-    for cell in arguments.cells:
+    table, seeds = [], [int(seed) for seed in arguments.seeds.split(",")]
+    for cell in arguments.cells.split(","):
         loss, bound = cell.split(":")
         with tempfile.TemporaryDirectory() as directory:
-            runs = [run_cell(loss, int(bound), seed, arguments.overrides, Path(directory)) for seed in arguments.seeds]
-        row = {"loss": loss, "max_staleness": int(bound), "seeds": arguments.seeds}
+            runs = [run_cell(loss, int(bound), seed, arguments.overrides, Path(directory)) for seed in seeds]
+        row = {"loss": loss, "max_staleness": int(bound), "seeds": seeds}
         for key in ("final", "best", "staleness", "seconds"):
             row[key] = [round(run[key], 3) for run in runs]
         table.append(row)

@@ -112,8 +112,8 @@ def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
     if config.replay.max_staleness > 0:
         tries.append(f"{again}-sync replay=sync        # exactly on-policy: the two sides take turns")
     tries += [
-        f"{again}-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16"
-        "        # old data, no correction",
+        f"{again}-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16 learner.lr=1e-3"
+        "        # old data, no correction: it breaks; without `loss=no_correction` it does not",
         f"{again}-seed{config.seed + 1} seed={config.seed + 1}        # was it luck?",
     ]
     return tries
