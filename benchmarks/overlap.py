@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace, max_staleness: int, directory: Path) -> l
 
 
 def tokens_per_second(rows: list[dict[str, float]]) -> float:
-    return sum(row["perf/trained_tokens_per_s"] * row["time/step"] for row in rows[1:]) / (rows[-1]["time"] - rows[0]["time"])
+    tokens = sum(row["perf/trained_tokens_per_s"] * row["time/step"] for row in rows[1:])
+    return tokens / (rows[-1]["time"] - rows[0]["time"])
 
 
 def main() -> None:

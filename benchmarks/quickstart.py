@@ -72,8 +72,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("overrides", nargs="*", help="key=value settings passed on")
     arguments = parser.parse_args()
+    seeds = [int(seed) for seed in arguments.seeds.split(",")]
     with tempfile.TemporaryDirectory() as directory:
-        results = [run_seed(seed, arguments.overrides, Path(directory)) for seed in map(int, arguments.seeds.split(","))]
+        results = [run_seed(seed, arguments.overrides, Path(directory)) for seed in seeds]
     times = [result["seconds_to_95"] for result in results]
     median = statistics.median(times) if all(value is not None for value in times) else None
     print(json.dumps({"benchmark": "quickstart", "median_seconds_to_95": median, "runs": results}))
