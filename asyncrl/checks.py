@@ -6,6 +6,7 @@ process can check anywhere; what a role needs on the machine it starts on is ask
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,13 +100,14 @@ def known_words(config: Config) -> Problems:
 
 def numbers_in_range(config: Config) -> Problems:
     for key, (value, smallest) in counts(config).items():
-        if value < smallest:
+        if not smallest <= value < math.inf:  # as written it refuses NaN too
             yield f"{key} must be at least {smallest}; got {value}"
     for key, value in above_zero(config).items():
-        if value > 0:
+        # An infinite clip_norm is a norm that is reported and never clipped.
+        if 0 < value < math.inf or (key == "learner.clip_norm" and value > 0):
             continue
         why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
-        yield f"{key} must be above 0{why}; got {value}"
+        yield f"{key} must be above 0 and finite{why}; got {value}"
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 
@@ -203,7 +205,7 @@ def store_holds_a_batch(config: Config) -> Problems:
 
 def silence_outlasts_heartbeats(config: Config) -> Problems:
     beat, timeout = config.replay.heartbeat_s, config.replay.heartbeat_timeout_s
-    if timeout < 3 * beat:
+    if not 3 * beat <= timeout < math.inf:
         yield (
             f"replay.heartbeat_timeout_s must be at least 3 * replay.heartbeat_s={beat}, or one late heartbeat kills a "
             f"healthy worker; got {timeout}. Set replay.heartbeat_timeout_s={3 * beat:g} or more"
@@ -235,6 +237,8 @@ def address_is_safe(config: Config) -> Problems:
     if address.startswith("ipc://") and len(address) > len("ipc://"):
         return
     host = host_of(address)
+    if host and not 0 < int(address.rpartition(":")[2]) < 65536:
+        yield f"replay.address={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
     if not host:
         yield f"replay.address must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
     elif host in ("*", "0.0.0.0", "::"):

@@ -40,14 +40,27 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings; see configs/")
         command.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
-    keys = commands.add_parser("keys", help="make the keys that a replay server on a network needs (replay.keys=DIR)")
-    keys.add_argument("directory", metavar="DIR", type=Path)
+    text = "make the keys that a replay server on a network needs (replay.keys=DIR)"
+    keys = commands.add_parser("keys", help=text, description=text)
+    keys.add_argument("directory", metavar="DIR", type=Path, help="a new folder")
     return top
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Settings and `--dry-run` in any order, which argparse alone does not take."""
+    top = parser()
+    given, rest = top.parse_known_args(arguments)
+    options = [text for text in rest if text.startswith("-")]
+    if options or (rest and given.command == "keys"):
+        top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
+    if rest:
+        given.overrides += rest
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the role; 2 with the reason when a setting was refused."""
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
     try:
         if given.command == "keys":

@@ -265,7 +265,8 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         OmegaConf.resolve(node)
         config = cast(Config, OmegaConf.to_object(node))
     except (HydraException, OmegaConfBaseException) as error:
-        reason = str(error.__cause__ or error)  # Hydra wraps OmegaConf's reason and says only "Error merging"
+        # Hydra wraps OmegaConf's reason and says only "Error merging"; OmegaConf's own cause lacks the key.
+        reason = str((isinstance(error, HydraException) and error.__cause__) or error)
         raise ConfigError(explain_refused_value(reason, overrides)) from error
     check_config(config)
     return config

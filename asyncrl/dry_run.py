@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks import store_bytes_needed
-from asyncrl.commands import Command, local_commands
+from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command
 from asyncrl.config import Config, load_config, run_digest
 from asyncrl.machine import check_machine
+from asyncrl.telemetry.run_folder import refuse_used_folder
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -28,13 +29,17 @@ class ModelSize:
 
 
 def model_size(folder: Path) -> ModelSize | None:
-    """None where the checkpoint is not here (a hub name) or not in safetensors."""
+    """None where the checkpoint is not here (a hub name) or not in safetensors that can be read."""
     files = sorted(folder.glob("*.safetensors"))
     config_file = folder / "config.json"
     if not files or not config_file.is_file():
         return None
-    parameters = sum(math.prod(shape) for file in files for shape in tensor_shapes(file))
-    return ModelSize(parameters=parameters, kv_values_per_token=kv_values(json.loads(config_file.read_text())))
+    try:
+        parameters = sum(math.prod(shape) for file in files for shape in tensor_shapes(file))
+        values = kv_values(json.loads(config_file.read_text()))
+    except (ValueError, struct.error):  # the plan of a replay server, whose machine need not hold a whole model
+        return None
+    return ModelSize(parameters=parameters, kv_values_per_token=values)
 
 
 def tensor_shapes(file: Path) -> list[list[int]]:
@@ -66,13 +71,17 @@ def size(count: float) -> str:
 def process_lines(config: Config, command: str, overrides: Sequence[str]) -> list[str]:
     counts = {
         "replay": "1 process, CPU",
-        "rollout": f"{config.rollout.workers} workers as {config.rollout.host}, engine {config.engine.name} on "
-        f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process each",
-        "learner": f"{config.learner.ranks} ranks under torchrun on {config.learner.device} ({config.model.dtype})",
+        "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
+        f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process(es) each",
+        "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})",
     }
-    shown: list[Command] = [
-        each for each in local_commands(config, overrides, run_id="RUN-ID") if command in ("local", each.role)
-    ]
+    alone = {"replay": replay_command, "rollout": rollout_command}
+    if command == "local":
+        shown = local_commands(config, overrides, run_id="RUN-ID")
+    elif command == "learner":
+        shown = [learner_command(config, overrides, run_id="RUN-ID")]
+    else:
+        shown = [alone[command](overrides)]
     return [line for each in shown for line in (f"{each.role}: {counts[each.role]}", f"    {each}")]
 
 
@@ -123,7 +132,7 @@ def memory_lines(config: Config) -> list[str]:
     if model is None:
         return [
             *lines,
-            f"model: {config.model.path} is not a local safetensors checkpoint; its memory is not estimated",
+            f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
         ]
     ranks, count = config.learner.ranks, model.parameters
     lines.append(
@@ -161,8 +170,10 @@ def plan_text(config: Config, command: str, overrides: Sequence[str]) -> str:
 
 
 def main(command: str, overrides: Sequence[str]) -> int:
-    """Raises ConfigError as the real start would."""
+    """Raises ConfigError and RunFolderError as the real start would."""
     config = load_config(overrides)
     check_machine(config, command)
+    if command in ("local", "learner"):
+        refuse_used_folder(config)
     print(plan_text(config, command, overrides))
     return 0

@@ -84,13 +84,15 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
     problems = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals:
+        if text.startswith("~"):
+            problems.append(f"`{text}`: settings are changed, never added or removed. Write `{key.lstrip('~')}=...`")
+        elif not equals:
             problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
         elif key in groups:
             if not re.fullmatch(r"[A-Za-z_]\w*", value):
                 problems.append(f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}")
         elif key not in known:
-            problems.append(_unknown_key(key.lstrip("+~"), text, known))
+            problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
     if problems:
         raise ConfigError(join_problems(problems))
 
@@ -116,14 +118,22 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
         given = next((text for text in overrides if text.split("=", 1)[0] == key), key)
         return f"`{given}` is refused: {reason}. Give `{key}` a value of the type asyncrl/config.py says"
     if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):
-        return (
-            f"an argument could not be read as `key=value`: {reason}. A value with spaces, commas or any of {{}}[]=$ "
-            "needs quotes that reach the program: 'key=\"a value\"'"
-        )
+        return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}"
     return f"the settings could not be composed: {reason}. Compare with `configs/` and README.md"
 
 
-def _unknown_key(key: str, given: str, known: Sequence[str]) -> str:
+def _how_to_quote(overrides: Sequence[str]) -> str:
+    """The arguments that the grammar of Hydra most likely stumbled over, as they should be typed."""
+    rule = "A value with spaces, commas, letters beyond ASCII or any of ~{}[]=$ needs quotes that reach the program"
+    pairs = [text.partition("=") for text in overrides]
+    suspects = [(key, value) for key, _, value in pairs if not re.fullmatch(r"[A-Za-z0-9_./:%@+-]*", value)]
+    if any(value.startswith("~") for _, value in suspects):
+        return f'{rule}, and `~` is not expanded inside an argument: write key="$HOME/..."'
+    typed = " ".join(f"'{key}=\"{value}\"'" for key, value in suspects if not set(value) & set("'\""))
+    return f"{rule}: {typed or 'key=' + repr(chr(34) + 'a value' + chr(34))}"
+
+
+def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[str]) -> str:
     last = key.rsplit(".", 1)[-1]
     if last in REFUSED_ON_PURPOSE:
         return f"`{given}` is refused: {REFUSED_ON_PURPOSE[last]}"
@@ -132,6 +142,9 @@ def _unknown_key(key: str, given: str, known: Sequence[str]) -> str:
     suggestion = nearest_key(key, known)
     if suggestion:
         return f"there is no setting `{key}` (given: `{given}`). Did you mean `{suggestion}`?"
+    group = [] if "." in key else difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
+    if group:
+        return f"there is no setting `{key}` (given: `{given}`). Did you mean `{group[0]}=NAME`, a file of configs/?"
     rooms = sorted({other.split(".", 1)[0] for other in known})
     room = key.split(".", 1)[0]
     here = [other for other in known if other.split(".", 1)[0] == room] or [*rooms, "experiment"]

@@ -43,6 +43,9 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     folder = prepare_run_folder(config, run_id)
     commands = local_commands(config, overrides, run_id)
     console = Console()
+    if not Path(config.model.path).is_dir():
+        said = f"model.path={config.model.path} is no folder here: taken for a name on the Hugging Face hub"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     for each in commands:
         console.print(f"[bold]{each.role}[/bold]", highlight=False)
         console.print(f"  {each}", markup=False, highlight=False, soft_wrap=True)
@@ -76,7 +79,8 @@ def supervise(commands: Sequence[Command], folder: Path, steps: int, console: Co
 
 
 def _show_failure(role: Role, console: Console) -> None:
-    console.print(f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:", markup=False)
+    said = f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
     console.print(role.tail(), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -85,6 +89,8 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
     rows = read_metrics(folder)
     console.print(f"\n{summary(rows)}", markup=False, highlight=False, soft_wrap=True)
     if not rows:
+        again = f"run folder: {folder}  (nothing in it to keep: overwrite=true starts again in it)"
+        console.print(again, markup=False, highlight=False, soft_wrap=True)
         return
     plot_curves(rows, folder / CURVES_FILE, config.run.name)
     console.print(f"run folder: {folder}  (curves: {CURVES_FILE})", markup=False, highlight=False, soft_wrap=True)

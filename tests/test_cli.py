@@ -54,7 +54,7 @@ def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureF
     assert "at most 12 * (10 prompt + 20 new) = 360 tokens" in plan
     assert "at most 3 micro-batches of 100 tokens per rank" in plan
     assert "(trained steps + 1 + 1) * 4 groups, so a lead of 8 groups" in plan
-    assert "2 ranks under torchrun" in plan
+    assert "2 rank(s) under torchrun" in plan
 
 
 def test_the_plan_of_one_role_shows_only_its_process(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +62,21 @@ def test_the_plan_of_one_role_shows_only_its_process(files: list[str], capsys: p
     plan = capsys.readouterr().out
     assert "-m asyncrl.rollout" in plan
     assert "-m asyncrl.learner" not in plan
+
+
+def test_settings_may_follow_options(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local", *files, "--dry-run", "seed=7"]) == 0
+    assert "seed 7" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["local", *files, "--seed=7"])
+    assert "settings are key=value, without dashes" in capsys.readouterr().err
+
+
+def test_the_plan_of_one_role_has_the_address_that_the_role_would_take(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *files, "--dry-run"]) == 0
+    assert "replay.address=" not in capsys.readouterr().out, "only `local` finds a free port"
 
 
 def test_a_refused_setting_ends_with_2_and_the_reason(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +98,7 @@ def test_a_used_run_folder_is_refused_before_anything_starts(
     Path("runs/run").mkdir(parents=True)
     Path("runs/run/run.json").write_text('{"run_id": "earlier"}')
     assert main(["local", *files]) == 2
+    assert main(["local", *files, "--dry-run"]) == 2
     assert "resume=auto" in capsys.readouterr().err
 
 

@@ -56,6 +56,12 @@ REFUSED = [
         ["must hold the longest sequence", "512 + rollout.max_new_tokens=256 = 768", "got 700", "at least 768"],
     ),
     (["rollout.temperature=0"], ["rollout.temperature must be above 0", "argmax", "got 0"]),
+    (["rollout.temperature=inf"], ["rollout.temperature must be above 0 and finite", "got inf"]),
+    (["learner.lr=nan"], ["learner.lr must be above 0 and finite", "got nan"]),
+    (["learner.weight_decay=nan"], ["learner.weight_decay must be at least 0", "got nan"]),
+    (["replay.heartbeat_timeout_s=nan"], ["replay.heartbeat_timeout_s must be at least 3", "got nan"]),
+    (["replay.address=tcp://127.0.0.1:99999"], ["no port between 1 and 65535", "tcp://127.0.0.1:5577"]),
+    (["replay.address=tcp://127.0.0.1:0"], ["no port between 1 and 65535"]),
     (["learner.lr=-1"], ["learner.lr must be above 0", "got -1"]),
     (["learner.clip_norm=0"], ["learner.clip_norm must be above 0"]),
     (["reward.timeout_s=0"], ["reward.timeout_s must be above 0"]),
@@ -97,6 +103,11 @@ REFUSED = [
     (["zzz.yyy=1"], ["no setting `zzz.yyy`", "Known here: advantage, data"]),
     (["replay.zzzzzz=1"], ["no setting `replay.zzzzzz`", "Known here: replay.address"]),
     (["+learner.lr=1"], ["never added or removed", "Write `learner.lr=...`"]),
+    (["los=ppo"], ["no setting `los`", "Did you mean `loss=NAME`"]),
+    (["~loss"], ["`~loss`: settings are changed, never added or removed"]),
+    (["run.dir=~/runs"], ["could not be read", "`~` is not expanded", "$HOME"]),
+    (["data.path=a=b.jsonl"], ["could not be read", "'data.path=\"a=b.jsonl\"'"]),
+    (["run.name=ü"], ["could not be read", "beyond ASCII", "'run.name=\"ü\"'"]),
     (["learner.lr"], ["`learner.lr` is not of the form key=value"]),
     (["loss=dppo_tw"], ["`loss=dppo_tw`: there is no such choice", "Did you mean `dppo_tv`?", "Choices:"]),
     (["experiment=quikstart"], ["there is no such choice", "Did you mean `quickstart`?"]),
@@ -216,9 +227,47 @@ def test_a_model_folder_without_config_is_refused(tmp_path: Path) -> None:
         check_machine(load_config([*REQUIRED, f"model.path={tmp_path}"]), "learner")
 
 
+def model_folder(folder: Path) -> Path:
+    """A whole one, as far as the machine is asked about it: one tensor of three floats."""
+    header = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_whole_model_folder_is_accepted(tmp_path: Path) -> None:
+    check_machine(load_config([*REQUIRED, f"model.path={model_folder(tmp_path)}"]), "learner")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", None, "has no weights"),
+        ("model.safetensors", b"\x02", "half-written model.safetensors"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{}" + bytes(5), "half-written model.safetensors"),
+        ("config.json", b"{", "has a config.json that is no JSON"),
+        ("tokenizer.json", None, "has no tokenizer"),
+    ],
+)
+def test_a_model_folder_that_no_process_could_load_is_refused(
+    file: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path)
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        check_machine(load_config([*REQUIRED, f"model.path={folder}"]), "rollout")
+
+
 def test_a_reward_without_a_function_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name; got 'score'"):
         check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_a_start(tmp_path: Path) -> None:
+    config = load_config([*REQUIRED, f"resume={tmp_path}/ckpt/step_4"])
+    with pytest.raises(ConfigError, match=r"resume=.*/step_4: there is no such checkpoint .* resume=auto"):
+        check_machine(config, "learner")
 
 
 def test_keys_that_are_not_on_this_machine_are_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.ranks import barrier, choice_of_rank_zero
 from asyncrl.learner.resume import Start, begin
 from asyncrl.learner.train import train
 from asyncrl.machine import check_machine
@@ -116,7 +116,8 @@ def run(config: Config, place: Place, mesh: DeviceMesh) -> None:
         if place.rank == 0:
             run_dir = prepare_run_folder(config, place.run_id)
         checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
-        resume_from = checkpoints.choose(config.resume, place.restarted)
+        found = checkpoints.choose(config.resume, place.restarted) if place.rank == 0 else None
+        resume_from = choice_of_rank_zero(found, place.device)
         model = build_model(config, place.device, mesh)
         optimizer = make_optimizer(model.parameters(), config.learner)
         start = begin(replay, checkpoints, model, optimizer, resume_from, rank=place.rank, device=place.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 import torch.distributed as dist
 
 
@@ -9,3 +12,20 @@ def barrier() -> None:
     """Return when every rank is here; at once where there is only one. Bounded by the process group's timeout."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
+    """What rank 0 was called with, on every rank. Collective.
+
+    Ranks that each look for the newest checkpoint may find different ones (a shared disk that lags, a node that
+    torchrun does not count as restarted) and would load shards of different steps.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return path
+    text = str(path or "").encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, src=0)
+    letters = torch.frombuffer(bytearray(text.ljust(int(size) + 1)), dtype=torch.uint8).to(device)
+    dist.broadcast(letters, src=0)
+    chosen = letters.cpu().numpy().tobytes()[: int(size)].decode()
+    return Path(chosen) if chosen else None

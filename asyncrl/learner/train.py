@@ -71,11 +71,11 @@ def train(
     clock = StepClock()
 
     version = start.policy_version
-    publisher.publish(version, model.named_hf_parameters())
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
-        if start.step == 0:
-            evaluate(config, replay, trained=0, version=version)
+    publisher.publish(version, model.named_hf_parameters())
+    if rank == 0 and start.step == 0:
+        evaluate(config, replay, trained=0, version=version)
 
     for step in range(start.step, steps):
         trained, last = step + 1, step + 1 == steps
@@ -90,8 +90,10 @@ def train(
         clock.lap("train")
 
         version += 1
-        sent = publisher.publish(version, model.named_hf_parameters())
+        # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
+        # be sent, lost with this learner and given to other weights by the next one.
         reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
+        sent = publisher.publish(version, model.named_hf_parameters())
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
@@ -139,7 +141,8 @@ def evaluation_metrics(summaries: Iterable[EvalSummary]) -> dict[str, float]:
     row: dict[str, float] = {}
     for summary in summaries:
         name = f"eval/{summary.eval_set}"
-        row[f"{name}/accuracy"] = summary.accuracy
+        if summary.count:  # with every row failed nothing is known of the policy: that is no accuracy of 0
+            row[f"{name}/accuracy"] = summary.accuracy
         row[f"{name}/count"] = float(summary.count)
         row[f"{name}/failed"] = float(summary.failed)
         row[f"{name}/step"] = float(summary.step)

@@ -135,7 +135,8 @@ class LearnerReplay(Protocol):
         """The batch of `step`. Idempotent; the first call seals it. May be asked one step ahead (prefetch).
 
         Raises:
-            NoProgress: after `wait_s` without any group arriving; names whom it waited for.
+            NoProgress: after `wait_s` without any group arriving, counted from when the step before was trained; names
+                whom it waited for.
         """
         ...
 

@@ -117,6 +117,13 @@ class ReplayCore(RolloutSide):
             self.meter.idle.note(self.clock(), None)
         return plan
 
+    def patience_mark(self, step: int) -> tuple[int, int] | None:
+        """What a waiting `lease(step)` may see move: groups inserted, steps trained. Its patience starts anew with each
+        change. None: steps before it are still to be trained, so it waits for the learner itself and not for rollouts.
+        """
+        mark = self.meter.inserted_groups, self.state.trained_steps
+        return None if step > self.state.trained_steps else mark
+
     def trained(self, *, step: int, policy_version: int) -> TrainedReply:
         """Count a step and publish its version. Repeating the last one returns the same reply.
 

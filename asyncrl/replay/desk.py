@@ -19,6 +19,8 @@ from asyncrl.replay.shards import shard_step
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
 
 MAX_WAIT_S = 3600.0
+MIN_PATIENCE_S = 0.05
+"""Of a lease whose patience starts anew: with 0 it would be asked again without end."""
 MAX_WORLD = 65536
 MAX_SLOTS = 65536
 SEPARATE_BLOB = 64 << 10
@@ -177,15 +179,16 @@ class Desk:
             plan = self.core.lease(step)
             return None if plan is None else self._leased(plan, rank, world, samples)
 
-        def patience(inserted: int) -> Callable[[], Answer | Later]:
+        def patience(before: tuple[int, int] | None) -> Callable[[], Answer | Later]:
             def give_up() -> Answer | Later:
-                if self.core.meter.inserted_groups > inserted:  # Groups arrive: slow, but it moves.
-                    return Later(retry, patience(self.core.meter.inserted_groups), wait_s)
+                mark = self.core.patience_mark(step)
+                if mark is None or mark != before:  # The step before is being trained, or groups arrive: it moves.
+                    return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S))
                 raise NoProgress(f"no group arrived for {wait_s:.1f} s: {self.core.explain(step)}")
 
             return give_up
 
-        return self._now_or_later(retry, patience(self.core.meter.inserted_groups), wait_s)
+        return self._now_or_later(retry, patience(self.core.patience_mark(step)), wait_s)
 
     def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
         known = self._plans.get((plan.step, world))

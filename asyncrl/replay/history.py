@@ -58,7 +58,7 @@ class LedgerFile:
             case ev.Sealed(step=step, members=members):
                 return {"event": "leased", "step": step, "groups": members}
             case ev.Trained(step=step, policy_version=version):
-                groups = self._members.get(step, ())
+                groups = self._members.pop(step, ())  # a restore seals the step again before it is trained again
                 return {"event": "trained", "step": step, "policy_version": version, "groups": groups}
             case ev.Committed(step=step):
                 return {"event": "committed", "step": step}

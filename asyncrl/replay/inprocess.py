@@ -173,11 +173,12 @@ class InProcessLearner:
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         while True:
-            inserted = self._replay.core.meter.inserted_groups
-            lease = self._replay.wait_for(lambda core: self._lease(core, step, rank, world), wait_s)
+            before = self._replay.core.patience_mark(step)
+            lease = self._replay.wait_for(lambda core: self._lease(core, step, rank, world), max(wait_s, 0.01))
             if lease is not None:
                 return lease
-            if self._replay.core.meter.inserted_groups == inserted:
+            mark = self._replay.core.patience_mark(step)
+            if mark is not None and mark == before:
                 why = self._replay.core.explain(step)
                 raise NoProgress(f"no group arrived for {wait_s:.1f} s: {why}")
 

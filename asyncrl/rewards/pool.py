@@ -7,6 +7,7 @@ shared its process are run again in a fresh one. No failure ever becomes a score
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from asyncrl.errors import ConfigError, RewardError, WireError
 from asyncrl.rewards.process import RewardProcess
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rewards.wire import IDLE, pack_frame
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """For a child to import the reward function and report."""
@@ -203,6 +206,10 @@ class RewardPool:
 
     def _failure(self, why: str) -> RewardError:
         self._counts["reward_failures"] += 1
+        count = f"{self._counts['reward_failures']:.0f}"
+        # The 1st, 10th, 100th ...: a reward that always fails stalls the run and must be seen, without filling a disk.
+        if not self._closing and count.strip("0") == "1":
+            log.warning("reward failure %s, its group gets no score: %s: %.500s", count, self._function, why)
         return RewardError(f"{self._function}: {why}")
 
     def _fail(self, call: _Call, why: str) -> None:

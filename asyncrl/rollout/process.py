@@ -1,6 +1,6 @@
 """What a worker process does around the worker, the same under every host: log file, threads, signals, exit code.
 
-0  the server said stop, or the pool did      1  failed: worth a restart      2  refused: a restart cannot help
+0  the server said stop      1  failed, or ended by a signal: worth a restart      2  refused: a restart cannot help
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def run_worker_process(spec: WorkerSpec) -> int:
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         asyncio.run(_run_until_signal(config, spec))
     except asyncio.CancelledError:
-        return EXIT_STOPPED
+        # Not EXIT_STOPPED: when the pool sent it, the pool is closing and asks for no code; from anybody else (a node
+        # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
+        print("ended by a signal", flush=True)
+        return EXIT_FAILED
     except (ConfigError, DataError, FencedError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_REFUSED

@@ -21,7 +21,7 @@ PLACE_TIMEOUT_S = 300.0
 """For Ray to find a node and start the actor's process."""
 
 
-class RolloutActor:
+class RolloutWorkerActor:
     """One worker; a fresh actor, hence a fresh process, for every start."""
 
     def placed(self) -> int:
@@ -61,7 +61,7 @@ class RayHost:
         # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
         self._actor_class = ray.remote(
             num_cpus=0, num_gpus=gpus_per_worker, max_restarts=0, scheduling_strategy="SPREAD"
-        )(RolloutActor)
+        )(RolloutWorkerActor)
         self._running: dict[Any, _Started] = {}
 
     def start(self, spec: WorkerSpec) -> None:

@@ -70,7 +70,8 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
             group_size=config.rollout.group_size,
             sampling=texts.sampling,
             slots=slots_per_worker(config),
-            wait_timeout_s=config.replay.wait_timeout_s,
+            # Half of the learner's patience: a stuck engine is replaced before the learner gives up on it.
+            wait_timeout_s=config.replay.wait_timeout_s / 2,
             hold=hold,
             report=report,
         )

@@ -181,7 +181,7 @@ class RolloutWorker:
         elif now - self._progress[1] > self._wait_timeout_s:
             raise NoProgress(
                 f"{len(self._groups)} groups are being made, and the engine gave no token for "
-                f"{self._wait_timeout_s:.0f} s (replay.wait_timeout_s). Waited for the engine of {self._name}"
+                f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). Waited for the engine of {self._name}"
             )
 
     async def _cancel_all(self) -> None:

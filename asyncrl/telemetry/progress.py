@@ -24,6 +24,10 @@ Row = Mapping[str, Any]
 BUSY_BELOW = 0.1
 """Idle fractions under this are noise, not waiting."""
 
+WORKER_LOGS = "rollout-*.log"
+REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
+MAX_WARNINGS = 10
+
 
 def accuracies(row: Row) -> dict[str, float]:
     """Evaluation set -> accuracy, of the sets that finished by this row."""
@@ -88,11 +92,36 @@ class MetricsTail:
         return [json.loads(line) for line in whole.splitlines()]
 
 
+class RewardWarnings:
+    """Lines about failing rewards that the rollout workers log from now on: a run may stall on them in silence."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        # A resumed run appends: what an earlier one had to say is no news.
+        self._offsets = {path: path.stat().st_size for path in log_dir.glob(WORKER_LOGS)}
+        self._left = MAX_WARNINGS
+
+    def read(self) -> list[str]:
+        """New ones, `MAX_WARNINGS` over the run: the logs have them all."""
+        found: list[str] = []
+        for path in sorted(self._log_dir.glob(WORKER_LOGS)):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            lines = whole.decode(errors="replace").splitlines()
+            found += [f"{path.stem}: {line.split(REWARD_WARNING, 1)[1]}" for line in lines if REWARD_WARNING in line]
+        shown, self._left = found[: self._left], max(0, self._left - len(found))
+        return shown
+
+
 class RunView:
     """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console) -> None:
         self._tail = MetricsTail(run_dir / METRICS_FILE)
+        self._warnings = RewardWarnings(run_dir / "logs")
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
@@ -116,6 +145,8 @@ class RunView:
         self._state = state or self._state
         for row in self._tail.read():
             self._take(row)
+        for warning in self._warnings.read():
+            self._console.print(warning, markup=False, highlight=False, soft_wrap=True)
         if self._live:
             self._live.update(self._render(), refresh=True)
 

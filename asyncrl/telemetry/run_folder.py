@@ -1,6 +1,6 @@
 """The run folder: whose it is, and what an earlier run left there.
 
-    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  logs/  ckpt/  hf/  curves.png
+    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  logs/  ckpt/  hf/  curves.png
 
 `run.json` holds the id of the run. All processes of one run carry the same id, so the first one prepares the folder
 and the others find it prepared.
@@ -18,6 +18,7 @@ from asyncrl.config import Config, config_to_dict, to_yaml
 from asyncrl.errors import RunFolderError
 
 RUN_FILE = "run.json"
+LOG_DIR = "logs"
 SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
 
 
@@ -29,26 +30,35 @@ def prepare_run_folder(config: Config, run_id: str) -> Path:
             something that no run left there.
     """
     folder = Path(config.run.dir).resolve()
-    owner = owner_of(folder)
-    if owner == run_id:
+    if owner_of(folder) == run_id:
         return folder
-    used = folder.is_dir() and any(folder.iterdir())
-    if used and owner is None:
+    refuse_used_folder(config)
+    if config.overwrite and owner_of(folder) is not None:
+        shutil.rmtree(folder)
+    (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
+    (folder / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n")
+    write_config(config, folder)
+    return folder
+
+
+def refuse_used_folder(config: Config) -> None:
+    """Raises RunFolderError as `prepare_run_folder` does for a new run; changes nothing."""
+    folder = Path(config.run.dir).resolve()
+    # A rollout pool that was started before the learner has opened its logs already.
+    if not folder.exists() or (folder.is_dir() and all(entry.name == LOG_DIR for entry in folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise RunFolderError(f"run.dir={config.run.dir} is a file. Give another run.dir or run.name")
+    if owner_of(folder) is None:
         raise RunFolderError(
             f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is no run folder of asyncrl and is left "
             "alone. Give another run.dir or run.name"
         )
-    if used and config.overwrite:
-        shutil.rmtree(folder)
-    elif used and config.resume == "never":
+    if config.resume == "never" and not config.overwrite:
         raise RunFolderError(
             f"run.dir={config.run.dir} was used by an earlier run. Continue it with resume=auto, delete it with "
             "overwrite=true, or give another run.name"
         )
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n")
-    write_config(config, folder)
-    return folder
 
 
 def owner_of(folder: Path) -> str | None:

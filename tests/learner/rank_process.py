@@ -15,6 +15,7 @@ from asyncrl.config import Config
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.ranks import choice_of_rank_zero
 from asyncrl.learner.resume import begin
 from asyncrl.learner.train import train
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
@@ -41,7 +42,8 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
     checkpoints = Checkpoints(folder / "ckpt", rank=rank, keep=2)
     publisher, replay, rows = KeptWeights(), FedReplay(groups=groups, size=size), KeptRows()
     optimizer = make_optimizer(model.parameters(), config.learner)
-    resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
+    found = checkpoints.choose("auto" if resume else "never", restarted=False) if rank == 0 else None
+    resume_from = choice_of_rank_zero(found, device)
     train(
         config,
         replay=replay,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.resume import begin
-from asyncrl.learner.train import train
-from asyncrl.types import NO_VERSION
+from asyncrl.learner.train import evaluation_metrics, train
+from asyncrl.types import NO_VERSION, EvalSummary
+from asyncrl.weights.base import PublishStats
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
 from tests.learner.feed import tiny_checkpoint
 
@@ -34,13 +36,15 @@ def make_config(folder: Path, **learner: Any) -> Config:
     )
 
 
-def run(config: Config, replay: FedReplay, resume: bool = False) -> tuple[KeptWeights, KeptRows]:
+def run(
+    config: Config, replay: FedReplay, resume: bool = False, publisher: KeptWeights | None = None
+) -> tuple[KeptWeights, KeptRows]:
     folder = Path(config.run.dir)
     checkpoints = Checkpoints(folder / "ckpt", rank=0, keep=config.learner.keep_checkpoints)
     model = build_model(config, CPU, None)
     optimizer = make_optimizer(model.parameters(), config.learner)
     resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
-    publisher, rows = KeptWeights(), KeptRows()
+    publisher, rows = publisher or KeptWeights(), KeptRows()
     train(
         config,
         replay=replay,
@@ -173,3 +177,32 @@ def test_a_full_disk_ends_the_run_with_the_path(tmp_path: Path):
     (Path(config.run.dir) / "ckpt").write_text("no folder can be made here")
     with pytest.raises(CheckpointError, match="ckpt/step_2"):
         run(config, FedReplay())
+
+
+class KnownVersions(KeptWeights):
+    """Keeps, for each version sent, whether the replay knew of it then."""
+
+    def __init__(self, replay: FedReplay) -> None:
+        super().__init__()
+        self.known: list[bool] = []
+        self._replay = replay
+
+    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+        self.known.append(policy_version < self._replay.next_version)
+        return super().publish(policy_version, tensors)
+
+
+def test_no_version_is_sent_before_the_replay_knows_it_so_that_none_is_used_twice_after_a_death(tmp_path: Path):
+    replay = FedReplay()
+    publisher = KnownVersions(replay)
+    run(make_config(tmp_path), replay, publisher=publisher)
+    assert publisher.known == [True] * 7
+
+
+def test_an_evaluation_of_which_every_row_failed_has_no_accuracy():
+    summary = EvalSummary(
+        job_id=0, step=4, eval_set="heldout", accuracy=0.0, count=0, failed=8, version_min=4, version_max=4
+    )
+    row = evaluation_metrics([summary])
+    assert "eval/heldout/accuracy" not in row
+    assert row["eval/heldout/failed"] == 8.0

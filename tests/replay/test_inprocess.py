@@ -70,6 +70,36 @@ def test_waits_end_with_whom_they_waited_for() -> None:
     assert replay.learner().watch(revision=0, wait_s=0.01).revision == 0
 
 
+def test_a_lease_ahead_waits_for_the_learner_without_giving_up() -> None:
+    replay = started()
+    learner, worker = replay.learner(), replay.rollout("w")
+
+    async def make() -> None:
+        await worker.served(0, "f")
+        for order in (await worker.acquire(slots=4, wait_s=5)).assignments:
+            await worker.insert(group(order, [0] * 3))
+
+    asyncio.run(make())
+    learner.lease(step=0, rank=0, world=1, wait_s=5)
+    learner.trained(step=0, policy_version=1)
+    learner.lease(step=1, rank=0, world=1, wait_s=5)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            learner.lease(step=2, rank=0, world=1, wait_s=0.2)
+        except NoProgress as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(0.6)
+    assert thread.is_alive() and not failed
+    learner.trained(step=1, policy_version=2)
+    thread.join(5)
+    assert len(failed) == 1
+
+
 def test_groups_are_checked_as_on_the_wire() -> None:
     replay = started()
     worker = replay.rollout("w")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -291,6 +292,37 @@ def test_a_lease_that_gets_no_group_says_whom_it_waited_for(run) -> None:
     run.start()
     with pytest.raises(NoProgress, match="no rollout worker is connected"):
         run.learner.lease(step=0, rank=0, world=1, wait_s=0.3)
+
+
+def test_a_step_leased_ahead_is_waited_for_as_long_as_the_learner_trains_the_step_before() -> None:
+    config = replay_config()
+    with running_server(config, settings(max_staleness=1, pipeline_depth=0)):
+        run = Run(config)
+        run.start()
+
+        async def make(version: int) -> None:
+            worker = run.clients[-1]
+            await worker.served(version, "f")
+            for order in (await worker.acquire(slots=4, wait_s=5)).assignments:
+                await worker.insert(group(order, [version] * 3))
+
+        try:
+            run.worker()
+            asyncio.run(make(0))
+            run.learner.lease(step=0, rank=0, world=1, wait_s=5)
+            with ThreadPoolExecutor(1) as pool:
+                ahead = pool.submit(run.learner.lease, step=1, rank=0, world=1, wait_s=0.0)
+                time.sleep(1.0)  # A train step longer than the patience; no group can arrive in it.
+                run.learner.trained(step=0, policy_version=1)
+                asyncio.run(make(1))
+                assert ahead.result(timeout=5).plan.step == 1
+                dry = pool.submit(run.learner.lease, step=2, rank=0, world=1, wait_s=0.3)
+                time.sleep(0.5)
+                run.learner.trained(step=1, policy_version=2)
+                with pytest.raises(NoProgress, match="no group arrived"):
+                    dry.result(timeout=5)
+        finally:
+            run.close()
 
 
 def test_a_cancelled_acquire_gives_its_orders_back(run) -> None:

@@ -127,6 +127,18 @@ def test_a_file_that_kills_its_process_on_import_is_refused_at_start(tmp_path):
         asyncio.run(scenario())
 
 
+def test_failures_are_logged_with_their_reason_at_every_power_of_ten(caplog: pytest.LogCaptureFixture):
+    async def scenario():
+        async with RewardPool(COMMANDS, workers=1, timeout_s=5) as pool:
+            calls = [pool.score(["a"], row("raise")) for _ in range(12)]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    asyncio.run(scenario())
+    said = [record.getMessage() for record in caplog.records if record.name == "asyncrl.rewards.pool"]
+    assert [text.split(",")[0] for text in said] == ["reward failure 1", "reward failure 10"]
+    assert "KeyError" in said[0]
+
+
 def test_closing_fails_open_calls_and_leaves_no_process():
     async def scenario():
         pool = RewardPool(COMMANDS, workers=2, timeout_s=100)

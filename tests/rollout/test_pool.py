@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from asyncrl.config import (
 )
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rollout import pool as pool_module
+from asyncrl.rollout import process
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import RolloutPool, last_line, restart_delay_s, run_pool, worker_specs
 
@@ -172,3 +174,15 @@ def test_the_pool_loads_neither_torch_nor_ray():
         "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_a_worker_ended_by_a_signal_was_not_stopped_by_the_run_and_is_worth_a_restart(tmp_path, monkeypatch, capfd):
+    async def until_signal(config: Config, name: str, digest: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(process, "run_worker", until_signal)
+    monkeypatch.setattr(process, "redirect_output", lambda path: None)
+    (worker,) = worker_specs(make_config(tmp_path, workers=1))
+    assert process.run_worker_process(worker) == EXIT_FAILED
+    assert "signal" in capfd.readouterr().out

@@ -82,5 +82,19 @@ def test_a_late_evaluation_does_not_empty_the_table(tmp_path: Path) -> None:
     assert "best 0.900 (began at 0.750" in out.getvalue()
 
 
+def test_a_reward_that_keeps_failing_is_seen_before_the_first_step(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rollout-0.log"
+    log.parent.mkdir()
+    log.write_text("t WARNING asyncrl.rewards.pool: of an earlier run\n")
+    out = io.StringIO()
+    with RunView(tmp_path, 10, Console(file=out, width=200)) as view:
+        with log.open("a") as file:
+            file.write("t INFO other: fine\n" + "t WARNING asyncrl.rewards.pool: [boom]\n" * 15)
+            file.write("t WARNING asyncrl.rewards.pool: cut o")
+        view.refresh()
+        view.refresh()
+    assert out.getvalue().splitlines() == ["rollout-0: [boom]"] * 10
+
+
 def test_clocks_read_like_clocks() -> None:
     assert [clock(s) for s in (-1, 59, 61, 3723)] == ["0:00", "0:59", "1:01", "1:02:03"]

@@ -47,6 +47,20 @@ def test_overwrite_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
+def test_the_logs_of_a_pool_that_was_started_first_do_not_make_a_folder_used(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout-0.log").write_text("kept\n")
+    prepare_run_folder(config_for(tmp_path, setting), "one")
+    assert (tmp_path / "logs" / "rollout-0.log").read_text() == "kept\n"
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(RunFolderError, match="is a file"):
+        prepare_run_folder(config_for(tmp_path / "a"), "one")
+
+
+@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
 def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunFolderError, match="left alone"):
