@@ -155,8 +155,7 @@ def test_missing_required_settings_are_named_together() -> None:
     ("group", "name"), [(file.parent.name, file.stem) for file in sorted(config_dir().glob("*/*.yaml"))]
 )
 def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: str) -> None:
-    more = ["learner.updates_per_batch=2"] if name == "decoupled_ppo" else []  # refused with one: it would do nothing
-    config = load_config([f"{group}={name}", *REQUIRED, *more])
+    config = load_config([f"{group}={name}", *REQUIRED])
     assert config.model.path == "m"
 
 

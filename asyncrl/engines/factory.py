@@ -15,7 +15,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def engine_device(name: str) -> torch.device:
-    """`auto` is the first GPU if there is one."""
+    """`auto` is the first GPU if there is one.
+
+    Raises:
+        ConfigError: a GPU is asked for where there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device=cuda, but torch sees no GPU here. Use engine.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 

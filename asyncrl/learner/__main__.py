@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import Config, config_to_dict, load_config, run_digest
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
@@ -52,7 +52,13 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], device: str) -> Place:
-        """From what torchrun sets. `device` is `learner.device`: `auto`, `cpu` or `cuda`."""
+        """From what torchrun sets. `device` is `learner.device`: `auto`, `cpu` or `cuda`.
+
+        Raises:
+            ConfigError: a GPU is asked for where there is none.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("learner.device=cuda, but torch sees no GPU here. Use learner.device=auto or cpu")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         local = int(environment.get("LOCAL_RANK", "0"))
         # torchrun without --rdzv-id names every run "none"; its own process is what lasts over restarts then.

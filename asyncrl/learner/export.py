@@ -42,6 +42,8 @@ def export_hf(model: PolicyModel, config: ModelConfig, target: Path, rank: int) 
     shutil.rmtree(aside, ignore_errors=True)
     plain.save_pretrained(aside)
     save_tokenizer(config.path, aside)
+    for file in aside.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
 

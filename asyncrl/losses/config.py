@@ -127,6 +127,17 @@ def resolve(config: LossConfig) -> LossConfig:
     return resolved
 
 
+NOT_IN_THE_LOOP = {
+    "vtrace": "a critic",
+    "remax": "a greedy completion per prompt as baseline",
+    "opo": "the length-weighted baseline",
+    "reinforce_pp": "advantages whitened over all tokens of the batch",
+    "reinforce_pp_baseline": "advantages whitened over all tokens of the batch",
+    "vcpo": "a learning rate that follows the effective sample size",
+}
+"""Presets that `policy_loss` computes, and what else of the algorithm the training loop does not have yet."""
+
+
 def check_loss(config: LossConfig, updates_per_batch: int) -> None:
     """Refuse a loss whose parts would do nothing, or count something twice, in the training loop.
 
@@ -138,6 +149,11 @@ def check_loss(config: LossConfig, updates_per_batch: int) -> None:
         ConfigError: rule, value and way out; also everything `resolve` refuses.
     """
     row, config = find_preset(config.preset), resolve(config)
+    if row.name in NOT_IN_THE_LOOP:
+        raise ConfigError(
+            f"loss.preset={row.name} needs {NOT_IN_THE_LOOP[row.name]}, which the training loop does not have yet; "
+            "without it the name would be wrong. Use one of configs/loss/, for example loss=dppo_tv"
+        )
     if config.edge == "U" and config.weight == "none" and row.surrogate != "m2po_areal":
         raise ConfigError(
             f"loss.edge=U with loss.weight=none (preset {row.name!r}) drops the correction from the behavior to the "

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.rollout.host import EXIT_FAILED, WorkerExit, WorkerSpec, late_import
 
 NAMESPACE = "asyncrl"
@@ -48,7 +49,13 @@ class RayHost:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
         if address:
-            ray.init(address=address, **options)
+            try:
+                ray.init(address=address, **options)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"ray.address={address}: no Ray cluster answers there ({error}). Start one: `ray start --head`, "
+                    "or leave ray.address empty for a local one"
+                ) from error
         else:
             # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
             ray.init(
