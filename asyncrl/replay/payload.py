@@ -10,7 +10,6 @@ its runs are in the header, where the gates need them, and it is rebuilt from th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,11 +69,7 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
         if array.dtype != dtype or array.shape != (length,):
             raise WireError(f"{name} must be {np.dtype(dtype)}[{length}], not {array.dtype}{list(array.shape)}")
     mask = trajectory.loss_mask
-    sampled = trajectory.behavior_logprobs[mask]
-    if not (sampled <= MAX_LOGPROB).all() or not np.isfinite(sampled).all():
-        raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
-    if trajectory.token_ids.min() < 0:
-        raise WireError("token_ids must not be negative")
+    _check_values(trajectory.token_ids, trajectory.behavior_logprobs[mask])
     versions = trajectory.policy_versions[mask]
     if versions.size and versions.min() < 0:
         raise WireError("every loss token needs the policy_version that sampled it")
@@ -87,6 +82,15 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
         reward=float(trajectory.reward),
         version_tokens=runs_of(versions),
     )
+
+
+def _check_values(token_ids: NDArray[np.int32], sampled: NDArray[np.float32]) -> None:
+    """`token_ids` [T] of a trajectory, `sampled` [N] the log-probs of its loss tokens."""
+    # A NaN is the minimum of whatever holds it, and compares false.
+    if sampled.size and not (-np.inf < sampled.min() and sampled.max() <= MAX_LOGPROB):
+        raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
+    if token_ids.min() < 0:
+        raise WireError("token_ids must not be negative")
 
 
 def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
@@ -216,18 +220,23 @@ def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame
     start = (4 + size + _ALIGN - 1) // _ALIGN * _ALIGN
     described, finish_reason, reward, rewards = wire.sequence(wire.unpack(view[4 : 4 + size]), "manifest", 4)
     arrays = {}
+    inline = memoryview(bytearray(view[start:]))  # One copy for all: writable, and free of the frame's memory.
     for row in wire.sequence(described, "arrays", len(ARRAYS)):
-        name, array = _decode_array(row, view[start:], own, header.length)
+        name, array = _decode_array(row, inline, own, header.length)
         arrays[name] = array
     if arrays.keys() != ARRAYS.keys():
         raise WireError(f"a trajectory has the arrays {sorted(ARRAYS)}, not {sorted(arrays)}")
     if arrays["loss_mask"].max() > 1:
         raise WireError("loss_mask must be 0 or 1")
     mask = arrays["loss_mask"].view(np.bool_)
+    loss_tokens = int(np.count_nonzero(mask))
+    if loss_tokens != header.loss_tokens:
+        raise WireError(f"{loss_tokens} loss tokens came, the header announced {header.loss_tokens}")
+    _check_values(arrays["token_ids"], arrays["behavior_logprobs"][mask])
     versions = np.full(header.length, NO_VERSION, np.int32)
-    if int(mask.sum()) != header.loss_tokens:
-        raise WireError(f"{int(mask.sum())} loss tokens came, the header announced {header.loss_tokens}")
-    if header.version_tokens:
+    if len(header.version_tokens) == 1:
+        versions[mask] = header.version_tokens[0][0]
+    elif header.version_tokens:
         runs = np.array(header.version_tokens, np.int32)
         versions[mask] = np.repeat(runs[:, 0], runs[:, 1])
     named = wire.mapping(rewards, "rewards")
@@ -240,8 +249,7 @@ def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame
         rewards={name: wire.number(value, f"rewards[{name!r}]") for name, value in named.items()},
         finish_reason=wire.text(finish_reason, "finish_reason", wire.MAX_NAME),
     )
-    found = check_trajectory(trajectory)
-    if found.prompt_length != header.prompt_length or not math.isclose(found.reward, header.reward, abs_tol=0.0):
+    if trajectory.prompt_length != header.prompt_length or trajectory.reward != header.reward:
         raise WireError("the arrays do not agree with the header the group was judged by")
     return trajectory
 
@@ -256,8 +264,8 @@ def _decode_array(row: Any, inline: memoryview, own: Sequence[Frame], length: in
     source = memoryview(own[-1 - place]) if place < 0 else inline[place : place + nbytes]
     if len(source) != nbytes:
         raise WireError(f"{name} needs {nbytes} bytes, {len(source)} came")
-    # A copy: writable, aligned, and free of the frame's memory.
-    return name, np.frombuffer(source, DTYPES[dtype]).copy()
+    array = np.frombuffer(source, DTYPES[dtype])
+    return name, array.copy() if place < 0 else array
 
 
 def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:
