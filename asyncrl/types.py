@@ -222,3 +222,13 @@ class StepPlan:
     def fresh_tokens(self, trajectory: TrajectoryHeader) -> int:
         """Loss tokens of `trajectory` that are within the bound."""
         return sum(n for v, n in trajectory.version_tokens if self.staleness[v] <= self.max_staleness)
+
+    def tokens_by_staleness(self) -> dict[int, int]:
+        """Staleness -> loss tokens that are trained at it, in order of staleness; over-age ones are in none."""
+        counts: dict[int, int] = {}
+        for group in self.groups:
+            for trajectory in group.trajectories:
+                for version, tokens in trajectory.version_tokens:
+                    age = self.staleness[version]
+                    counts[age] = counts.get(age, 0) + tokens
+        return {age: counts[age] for age in sorted(counts) if age <= self.max_staleness}

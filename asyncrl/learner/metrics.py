@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,12 +81,7 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
     """
     rewards = [np.array([t.reward for t in group.trajectories]) for group in plan.groups]
     lengths = [t.length - t.prompt_length for group in plan.groups for t in group.trajectories]
-    ages: Counter[int] = Counter()
-    for group in plan.groups:
-        for trajectory in group.trajectories:
-            for version, tokens in trajectory.version_tokens:
-                ages[plan.staleness[version]] += tokens
-    fresh = {age: tokens for age, tokens in sorted(ages.items()) if age <= plan.max_staleness}
+    fresh = plan.tokens_by_staleness()
     count = sum(fresh.values())
     row = {"staleness/mean": 0.0, "staleness/max": float(max(fresh, default=0)), "step/groups": float(len(plan.groups))}
     if count:

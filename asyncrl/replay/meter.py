@@ -22,9 +22,6 @@ class IdleClock:
             self.seconds[self._reason] = self.seconds.get(self._reason, 0.0) + now - self._since
         self._reason, self._since = reason, now
 
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
 
 class RolloutRates:
     """What the workers do per second. Their counters come with heartbeats, about one a second: a rate over the time of
@@ -59,8 +56,6 @@ class Meter:
         self._inserted = [0, 0]
         """Trajectories and their completion tokens."""
         self._trained = [0, 0]
-        self._trained_groups = 0
-        self._last: dict[str, float] = {"now": now}
         self._rollouts = RolloutRates(now)
 
     def insert(self, header: GroupHeader) -> None:
@@ -78,45 +73,29 @@ class Meter:
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Count a trained step; returns its own `staleness/*`."""
-        histogram: dict[int, int] = {}
         for group in plan.groups:
             for trajectory in group.trajectories:
-                fresh = 0
-                for version, count in trajectory.version_tokens:
-                    age = plan.staleness[version]
-                    if age <= plan.max_staleness:
-                        fresh += count
-                        histogram[age] = histogram.get(age, 0) + count
+                fresh = plan.fresh_tokens(trajectory)
                 if fresh < trajectory.loss_tokens:
-                    self._mask(trajectory.loss_tokens - fresh)
+                    self.masked_tokens += trajectory.loss_tokens - fresh
                     self._waste(stale_by_quartile(trajectory, plan.staleness, plan.max_staleness))
                 if fresh:
                     self._trained[0] += 1
                     self._trained[1] += trajectory.length - trajectory.prompt_length
-        self._trained_groups += len(plan.groups)
-        tokens = sum(histogram.values())
-        row = {f"staleness/hist_{age}": float(count) for age, count in sorted(histogram.items())}
-        row["staleness/mean"] = sum(age * count for age, count in histogram.items()) / tokens if tokens else 0.0
-        row["staleness/max"] = float(max(histogram, default=0))
-        return row
+        by_age = plan.tokens_by_staleness()
+        tokens = sum(by_age.values())
+        return {
+            "staleness/mean": sum(age * count for age, count in by_age.items()) / tokens if tokens else 0.0,
+            "staleness/max": float(max(by_age, default=0)),
+        }
 
     def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
-        """Costs so far, and rates since the last call (the rollouts': see `RolloutRates`). `idle/*` are fractions."""
-        current = {
-            "now": now,
-            "idle": self.idle.total(),
-            "groups": float(self._trained_groups),
-        }
-        elapsed = max(now - self._last["now"], 1e-9)
-        delta = {name: value - self._last.get(name, 0.0) for name, value in current.items()}
-        self._last = current
+        """Costs so far, and what the rollouts do per second. The learner knows its own rates."""
         row = {
             "staleness/dropped": float(self.stale_groups),
             "staleness/masked_tokens": float(self.masked_tokens),
             "waste/tokens": float(sum(self.wasted)),
             "waste/trained_length_bias": self._length_bias(),
-            "idle/learner": min(1.0, delta["idle"] / elapsed),
-            "perf/groups_per_s": delta["groups"] / elapsed,
         }
         row |= self._rollouts.row(now, generated_tokens=generated_tokens, waiting_s=waiting_s, workers=workers)
         row |= {f"waste/tokens_by_position_{q}": float(n) for q, n in zip(QUARTILES, self.wasted, strict=True)}
@@ -128,9 +107,6 @@ class Meter:
         if not self._trained[0] or not self._inserted[1]:
             return 1.0
         return (self._trained[1] / self._trained[0]) / (self._inserted[1] / self._inserted[0])
-
-    def _mask(self, tokens: int) -> None:
-        self.masked_tokens += tokens
 
     def _waste(self, by_quartile: list[int]) -> None:
         self.wasted = [a + b for a, b in zip(self.wasted, by_quartile, strict=True)]
