@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from asyncrl.checks import check_config
+from asyncrl.checks.whole import check_config
 from asyncrl.errors import ConfigError
 from asyncrl.hints import explain_refused_value, refuse_unknown_keys
 from asyncrl.losses.config import LossConfig

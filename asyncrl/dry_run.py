@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks import store_bytes_needed
+from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command
 from asyncrl.config import Config, load_config, run_digest
 from asyncrl.machine import check_machine

@@ -1,0 +1,105 @@
+"""Staleness, store and addresses: combinations that would deadlock, lose data or open a port."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+from asyncrl.checks.problem import Problems
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+BYTES_PER_TOKEN = 13
+"""Of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
+
+
+LOOPBACK = ("localhost", "::1")
+
+
+def depth_within_bound(config: Config) -> Problems:
+    depth, bound = config.replay.pipeline_depth, config.replay.max_staleness
+    if not 0 <= depth <= max(bound, 0):
+        yield (
+            f"replay.pipeline_depth must be between 0 and replay.max_staleness={bound}: work admitted further ahead is "
+            f"over-age before it is trained; got {depth}. Set replay.pipeline_depth={max(0, min(depth, bound))}, or "
+            "raise replay.max_staleness"
+        )
+    if config.replay.readmit_dropped and config.replay.stale_policy == "wait":
+        yield (
+            "replay.readmit_dropped=true does nothing with replay.stale_policy=wait, which drops no group as stale. "
+            "Remove it, or choose mask or drop"
+        )
+
+
+def store_bytes_needed(config: Config) -> int:
+    """Most bytes of tokens the replay store can be asked to hold: the batch in training, one sealed ahead, the lead."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sequences = config.learner.groups_per_step * config.rollout.group_size
+    return (config.replay.pipeline_depth + 2) * sequences * longest * BYTES_PER_TOKEN
+
+
+def store_holds_a_batch(config: Config) -> Problems:
+    need = store_bytes_needed(config)
+    if config.replay.max_bytes < need:
+        yield (
+            f"replay.max_bytes={config.replay.max_bytes} would deadlock: workers wait for bytes to be freed while the "
+            f"learner waits for a batch that does not fit. (replay.pipeline_depth + 2) * learner.groups_per_step * "
+            f"rollout.group_size * longest sequence * {BYTES_PER_TOKEN} bytes = {need}. Set replay.max_bytes={need} or "
+            "more"
+        )
+
+
+def silence_outlasts_heartbeats(config: Config) -> Problems:
+    beat, timeout = config.replay.heartbeat_s, config.replay.heartbeat_timeout_s
+    if not 3 * beat <= timeout < math.inf:
+        yield (
+            f"replay.heartbeat_timeout_s must be at least 3 * replay.heartbeat_s={beat}, or one late heartbeat kills a "
+            f"healthy worker; got {timeout}. Set replay.heartbeat_timeout_s={3 * beat:g} or more"
+        )
+
+
+def host_of(address: str) -> str:
+    """`tcp://HOST:PORT` -> HOST; empty for `ipc://`."""
+    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^:/]+)):(\d+)", address)
+    return (found.group(1) or found.group(2)) if found else ""
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def address_is_safe(config: Config) -> Problems:
+    address = config.replay.address
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return
+    host = host_of(address)
+    if host and not 0 < int(address.rpartition(":")[2]) < 65536:
+        yield f"replay.address={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
+    if not host:
+        yield f"replay.address must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
+    elif host in ("*", "0.0.0.0", "::"):
+        yield (
+            f"replay.address={address} would listen on every network this machine is on. Name one address of it: "
+            "tcp://10.0.0.5:5577"
+        )
+    elif not is_loopback(host):
+        if not config.replay.keys:
+            yield (
+                f"replay.address={address} can be reached from other machines, so replay.keys is required: "
+                "make keys with `asyncrl keys DIR` and set replay.keys=DIR. On one machine use tcp://127.0.0.1:5577"
+            )
+        if config.weights.transport == "broadcast" and is_loopback(config.weights.host):
+            yield (
+                f"weights.host={config.weights.host} is this machine to every machine, while replay.address={address} "
+                "invites workers from others. Set weights.host to the learner's address as the workers reach it"
+            )
+
+
+RULES = (
+    depth_within_bound,
+    store_holds_a_batch,
+    silence_outlasts_heartbeats,
+    address_is_safe,
+)

@@ -1,0 +1,137 @@
+"""Words and numbers: what each setting may be by itself, and the run folder."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.checks.problem import Problems
+from asyncrl.hints import nearest
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Settings that are words: key -> (value, choices)."""
+    return {
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "environment.name": (config.environment.name, ("single_turn",)),
+        "engine.name": (config.engine.name, ("transformers", "fake")),
+        "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
+        "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "none")),
+        "advantage.std": (config.advantage.std, ("none", "group", "batch")),
+        "rollout.host": (config.rollout.host, ("ray", "process")),
+        "replay.stale_policy": (config.replay.stale_policy, ("mask", "drop", "wait")),
+        "weights.transport": (config.weights.transport, ("broadcast", "files")),
+        "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
+        "learner.schedule": (config.learner.schedule, ("constant", "linear", "cosine")),
+    }
+
+
+def counts(config: Config) -> dict[str, tuple[float, float]]:
+    """Settings that are numbers with a smallest value: key -> (value, smallest)."""
+    return {
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
+        "reward.workers": (config.reward.workers, 1),
+        "engine.max_sequences": (config.engine.max_sequences, 1),
+        "engine.threads": (config.engine.threads, 1),
+        "rollout.workers": (config.rollout.workers, 1),
+        "rollout.group_size": (config.rollout.group_size, 1),
+        "rollout.max_new_tokens": (config.rollout.max_new_tokens, 1),
+        "rollout.max_in_flight": (config.rollout.max_in_flight, 1),
+        "rollout.max_attempts": (config.rollout.max_attempts, 1),
+        "rollout.max_worker_restarts": (config.rollout.max_worker_restarts, 0),
+        "replay.max_staleness": (config.replay.max_staleness, 0),
+        "weights.bucket_mb": (config.weights.bucket_mb, 1),
+        "learner.ranks": (config.learner.ranks, 1),
+        "learner.groups_per_step": (config.learner.groups_per_step, 1),
+        "learner.updates_per_batch": (config.learner.updates_per_batch, 1),
+        "learner.steps": (config.learner.steps, 1),
+        "learner.warmup_steps": (config.learner.warmup_steps, 0),
+        "learner.weight_decay": (config.learner.weight_decay, 0),
+        "learner.max_nonfinite_steps": (config.learner.max_nonfinite_steps, 1),
+        "learner.save_every": (config.learner.save_every, 1),
+        "learner.keep_checkpoints": (config.learner.keep_checkpoints, 1),
+        "learner.max_restarts": (config.learner.max_restarts, 0),
+        "eval.every": (config.eval.every, 0),
+        "eval.rows": (config.eval.rows, 1),
+        "eval.chunk": (config.eval.chunk, 1),
+        "telemetry.samples_per_step": (config.telemetry.samples_per_step, 0),
+        "ray.gpus_per_worker": (config.ray.gpus_per_worker, 0),
+    }
+
+
+def above_zero(config: Config) -> dict[str, float]:
+    return {
+        "rollout.temperature": config.rollout.temperature,
+        "reward.timeout_s": config.reward.timeout_s,
+        "replay.heartbeat_s": config.replay.heartbeat_s,
+        "replay.wait_timeout_s": config.replay.wait_timeout_s,
+        "weights.timeout_s": config.weights.timeout_s,
+        "learner.lr": config.learner.lr,
+        "learner.clip_norm": config.learner.clip_norm,
+    }
+
+
+def known_words(config: Config) -> Problems:
+    for key, (value, choices) in words(config).items():
+        if value not in choices:
+            yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{nearest(value, choices)}"
+    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            yield f"{key} must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('auto', 'cpu', 'cuda'))}"
+
+
+def numbers_in_range(config: Config) -> Problems:
+    for key, (value, smallest) in counts(config).items():
+        if not smallest <= value < math.inf:  # as written it refuses NaN too
+            yield f"{key} must be at least {smallest}; got {value}"
+    for key, value in above_zero(config).items():
+        # An infinite clip_norm is a norm that is reported and never clipped.
+        if 0 < value < math.inf or (key == "learner.clip_norm" and value > 0):
+            continue
+        why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
+        yield f"{key} must be above 0 and finite{why}; got {value}"
+    if not 0 < config.learner.beta2 < 1:
+        yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
+
+
+def run_name_is_a_folder_name(config: Config) -> Problems:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.run.name) or set(config.run.name) == {"."}:
+        yield f"run.name must be 1 to 64 letters, digits, `.`, `_` or `-`; got {config.run.name!r}. Rename the run"
+    if not config.run.dir:
+        yield "run.dir must not be empty. Leave it out for runs/<run.name>"
+
+
+def resume_or_overwrite(config: Config) -> Problems:
+    if config.resume != "never" and config.overwrite:
+        yield (
+            f"resume={config.resume} and overwrite=true contradict each other: one keeps the run folder, the other "
+            "deletes what is in it. Give one of them"
+        )
+    # A path has a slash or names a checkpoint folder; a bare misspelt word would else be taken for a path.
+    if config.resume not in ("never", "auto") and "/" not in config.resume and not Path(config.resume).exists():
+        hint = nearest(config.resume, ("never", "auto"))
+        yield f"resume must be never, auto or the path of a checkpoint; got {config.resume!r}.{hint}"
+
+
+def evaluation_has_rows(config: Config) -> Problems:
+    if config.eval.every > 0 and not config.eval.path:
+        yield (
+            f"eval.every={config.eval.every} needs eval.path, a JSONL file of held-out rows. Give eval.path=..., or "
+            "eval.every=0"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.eval.name):
+        yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {config.eval.name!r}"
+
+
+RULES = (
+    known_words,
+    numbers_in_range,
+    run_name_is_a_folder_name,
+    resume_or_overwrite,
+    evaluation_has_rows,
+)

@@ -1,0 +1,32 @@
+"""Every rule a configuration must keep, one small function each. All that is wrong is reported at once.
+
+A rule yields what it found: the rule, the value, the way out. Only numbers and words are looked at, so that any
+process can check anywhere; what a role needs on the machine it starts on is asked by `asyncrl.machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from asyncrl.checks import engine, learner, replay, settings
+from asyncrl.checks.problem import Problems
+from asyncrl.errors import ConfigError
+from asyncrl.hints import join_problems
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+RULES: tuple[Callable[[Config], Problems], ...] = (
+    *settings.RULES,
+    *replay.RULES,
+    *learner.RULES,
+    *engine.RULES,
+)
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError with everything that `RULES` found wrong."""
+    problems = [problem for rule in RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError(join_problems(problems))
