@@ -1,23 +1,33 @@
-"""What does composing a loss from parts cost against PPO-clip written by hand?
+"""What does composing a loss from parts cost, and what do chunked log-probs save?
 
-    python benchmarks/losses.py [tokens]
+    python benchmarks/losses.py [--tokens 1000000] [--vocabulary 150000] [--rows 2048] [--width 256]
 
-Forward and backward on packed tokens, one thread, median of several runs, interleaved so that a busy machine slows both
-alike. The hand-written loss is given no diagnostics; the composed one is timed without and with them. `small` is the
-size of a micro-batch in the quickstart. Prints one JSON line.
+Losses: forward and backward of the composed PPO-clip against one written by hand, on packed tokens, one thread. The
+hand-written loss is given no diagnostics; the composed one is timed without and with them. `small` is the size of a
+micro-batch in the quickstart.
+
+Log-probs: hidden states to the log-probs of the sampled tokens and back to all gradients, chunked as in the learner
+(which also gives the entropy) and by log_softmax over the whole table, each in a process of its own. `peak_mb` is what
+the process grew by beyond its inputs.
+
+Times are the best of several runs, interleaved: a busy machine only adds. Prints one JSON line.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.losses import LossInputs, policy_loss, preset
 
 SMALL = 3500
@@ -58,7 +68,7 @@ def timed(inputs: LossInputs, loss: Callable[[], Tensor]) -> float:
 
 
 def measure(tokens: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each loss."""
+    """Least milliseconds of each loss."""
     inputs = make_inputs(tokens)
     config = preset("ppo")
     losses: dict[str, Callable[[], Tensor]] = {
@@ -67,25 +77,60 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
         "composed_with_diagnostics_ms": lambda: policy_loss(inputs, config).loss,
     }
     torch.testing.assert_close(losses["by_hand_ms"](), losses["composed_ms"]())
-    runs = {name: [timed(inputs, loss) for _ in range(1)] for name, loss in losses.items()}
+    best = dict.fromkeys(losses, float("inf"))
     for _ in range(rounds):
         for name, loss in losses.items():
-            runs[name].append(timed(inputs, loss))
-    return {name: round(1e3 * statistics.median(times[1:]), 3) for name, times in runs.items()}
+            best[name] = min(best[name], timed(inputs, loss))
+    return {name: round(1e3 * seconds, 3) for name, seconds in best.items()}
+
+
+def logprob_path(path: str, rows: int, vocabulary: int, width: int) -> dict[str, float]:
+    """Seconds and memory of one way to the log-probs, in this process."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator).requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).requires_grad_()
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    best = float("inf")
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        start = time.perf_counter()
+        if path == "chunked":
+            logprobs, _ = token_logprobs(hidden, weight, None, targets, 1.0)
+        else:
+            logprobs = functional.linear(hidden, weight).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        logprobs.sum().backward()
+        best = min(best, time.perf_counter() - start)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {f"{path}_s": round(best, 2), f"{path}_peak_mb": round(grown)}
 
 
 def main() -> None:
-    tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 1_000_000), ("vocabulary", 150_000), ("rows", 2048), ("width", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--path", choices=("chunked", "whole"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    large, small = measure(tokens, 15), measure(SMALL, 200)
+    if given.path:
+        print(json.dumps(logprob_path(given.path, given.rows, given.vocabulary, given.width)))
+        return
+    large, small = measure(given.tokens, 25), measure(SMALL, 200)
     result = {
         "benchmark": "losses",
-        "tokens": tokens,
+        "tokens": given.tokens,
         **large,
         "ratio": round(large["composed_ms"] / large["by_hand_ms"], 2),
         "ratio_with_diagnostics": round(large["composed_with_diagnostics_ms"] / large["by_hand_ms"], 2),
         **{f"small_{name}": value for name, value in small.items()},
+        "vocabulary": given.vocabulary,
+        "rows": given.rows,
+        "width": given.width,
     }
+    for path in ("whole", "chunked"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--path", path]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        result |= json.loads(done.stdout)
     print(json.dumps(result))
 
 

@@ -75,7 +75,9 @@ def policy_loss(
         counted = dataclasses.replace(tokens, mask=keep, _parts={}) if denominators is None else tokens
     factors = token_factors(counted, config, denominators)
     parts = {"loss/policy": add_up(loss if keep is tokens.mask else torch.where(keep, loss, 0.0), factors)}
-    parts |= kl_parts(tokens, row, config, edge, token_factors(tokens, config, denominators) if reasons else factors)
+    # Rejected tokens stay in the KL terms, so they stay in what those are divided by.
+    of_all = factors if counted is tokens else token_factors(tokens, config, denominators)
+    parts |= kl_parts(tokens, row, config, edge, of_all)
     total = torch.stack(list(parts.values())).sum() if len(parts) > 1 else parts["loss/policy"]
     parts = {name: part.detach() for name, part in parts.items()}
     if not diagnostics:

@@ -128,22 +128,31 @@ def resolve(config: LossConfig) -> LossConfig:
 
 
 NOT_IN_THE_LOOP = {
-    "vtrace": "a critic",
     "remax": "a greedy completion per prompt as baseline",
-    "opo": "the length-weighted baseline",
-    "reinforce_pp": "advantages whitened over all tokens of the batch",
-    "reinforce_pp_baseline": "advantages whitened over all tokens of the batch",
-    "vcpo": "a learning rate that follows the effective sample size",
 }
 """Presets that `policy_loss` computes, and what else of the algorithm the training loop does not have yet."""
 
+ESTIMATORS = {
+    "vtrace": ("vtrace", "none"),
+    "opo": ("group", "opo"),
+    "reinforce_pp": ("reinforce_pp", "none"),
+    "reinforce_pp_baseline": ("reinforce_pp", "mean"),
+}
+"""Presets that are an advantage more than a loss: `(advantage.estimator, advantage.baseline)` that makes them so."""
 
-def check_loss(config: LossConfig, updates_per_batch: int) -> None:
+
+def scales_learning_rate(config: LossConfig) -> bool:
+    """Whether the learning rate follows the effective sample size of the sequence ratios (VCPO)."""
+    return config.preset == "vcpo"
+
+
+def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool = False) -> None:
     """Refuse a loss whose parts would do nothing, or count something twice, in the training loop.
 
     Args:
         config: the loss settings.
         updates_per_batch: optimizer steps per batch; with one, the proximal policy is the current one and U is 1.
+        averaged_anchor: the proximal policy is a moving average of the weights (`learner.proximal_ema`).
 
     Raises:
         ConfigError: rule, value and way out; also everything `resolve` refuses.
@@ -159,7 +168,12 @@ def check_loss(config: LossConfig, updates_per_batch: int) -> None:
             f"loss.edge=U with loss.weight=none (preset {row.name!r}) drops the correction from the behavior to the "
             "proximal policy; use edge=E, or loss.weight=truncate"
         )
-    if updates_per_batch > 1 or config.edge != "U" or row.anchor == "loglinear":
+    if averaged_anchor and proximal_source(config, updates_per_batch) == "none":
+        raise ConfigError(
+            f"learner.proximal_ema makes a proximal policy, which loss.preset={row.name} does not use. Set "
+            "learner.proximal_ema=0, or take a loss on the edge U such as loss=decoupled_ppo or loss=tis"
+        )
+    if updates_per_batch > 1 or averaged_anchor or config.edge != "U" or row.anchor == "loglinear":
         return
     changed = [key for key in TRUST_REGION if getattr(config, key) not in (None, row.defaults.get(key))]
     unbounded = config.weight not in ("none", "mask", "self_normalize") and config.weight_high == float("inf")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,18 +39,32 @@ def kl_estimate(learner: Float[Tensor, " T"], ref: Float[Tensor, " T"], kind: st
     return back.exp() - back - 1
 
 
+@dataclass(slots=True)
 class AdaptiveKL:
-    """Coefficient that follows a target KL: multiplied by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon."""
+    """Coefficient of the KL that follows a target (Ziegler et al. 1909.08593), as in verl, SkyRL and OpenRLHF.
 
-    def __init__(self, coefficient: float, target: float, horizon: float) -> None:
-        if target <= 0 or horizon <= 0:
-            raise ConfigError(f"an adaptive KL needs target and horizon above 0; got {target} and {horizon}")
-        self.coefficient = coefficient
-        self.target = target
-        self.horizon = horizon
+    Its three numbers are its whole state: a checkpoint that keeps `coefficient` resumes it.
+    """
 
-    def update(self, kl: float, samples: int) -> float:
-        """Take the measured `kl` of a step of `samples` sequences; returns the next coefficient."""
+    coefficient: float
+    target: float
+    """Wanted KL to the reference, in the unit of what `update` is given: per sequence in the paper, or per token."""
+    horizon: float
+    """Samples over which an error of 20 % moves the coefficient by 20 %."""
+
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon <= 0:
+            raise ConfigError(f"an adaptive KL needs target and horizon above 0; got {self.target} and {self.horizon}")
+
+    def update(self, kl: float, samples: int | float) -> None:
+        """Multiply the coefficient by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon.
+
+        Args:
+            kl: measured in this step; a non-finite one changes nothing.
+            samples: sequences of the step (or tokens, if `horizon` counts those).
+        """
+        if not math.isfinite(kl):
+            return
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.coefficient *= 1.0 + error * samples / self.horizon
-        return self.coefficient
+        # More samples than five horizons below the target would turn the coefficient negative: a reward for leaving.
+        self.coefficient *= max(1.0 + error * samples / self.horizon, 0.0)

@@ -122,6 +122,14 @@ def test_a_trust_region_on_the_update_edge_is_refused_with_one_update_per_batch(
     check_loss(LossConfig(**settings), 2)
 
 
+def test_an_averaged_anchor_gives_a_trust_region_on_the_update_edge_something_to_do() -> None:
+    for settings in ({"preset": "decoupled_ppo"}, {"preset": "tis", "clip_high": 0.28}):
+        check_loss(LossConfig(**settings), 1, averaged_anchor=True)
+    for name in ("dppo_tv", "a3po"):
+        with pytest.raises(ConfigError, match=rf"proximal_ema .* loss\.preset={name} does not use"):
+            check_loss(LossConfig(preset=name), 2, averaged_anchor=True)
+
+
 def test_a_dropped_behavior_weight_is_refused() -> None:
     for settings in ({"preset": "ppo", "edge": "U"}, {"preset": "decoupled_ppo", "weight": "none"}):
         with pytest.raises(ConfigError, match=r"drops the correction.*edge=E"):

@@ -233,7 +233,14 @@ def test_unknown_kl_estimator_is_refused() -> None:
 
 def test_adaptive_kl_coefficient_follows_the_published_rule() -> None:
     controller = AdaptiveKL(0.2, target=6.0, horizon=10000.0)
-    assert controller.update(9.0, 256) == pytest.approx(0.2 * (1 + 0.2 * 256 / 10000))
+    controller.update(9.0, 256)
+    assert controller.coefficient == pytest.approx(0.201024)
+    controller.update(5.4, 256)
+    assert controller.coefficient == pytest.approx(0.201024 * (1 - 0.1 * 256 / 10000))
+    controller.update(float("nan"), 256)
+    assert controller.coefficient == pytest.approx(0.201024 * (1 - 0.1 * 256 / 10000))
+    controller.update(0.0, 1e9)
+    assert controller.coefficient == 0.0
     with pytest.raises(ConfigError, match="above 0"):
         AdaptiveKL(0.2, target=0.0, horizon=1.0)
 

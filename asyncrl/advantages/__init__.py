@@ -1,0 +1,34 @@
+"""Advantage estimators, as pure functions without gradient; see docs/losses.md.
+
+Shapes: [N] one entry per sequence; [B, T] padded tokens, with `mask` true (or 1) on the tokens the policy sampled.
+Values at masked tokens are never read. float32 in, float32 out; float64 likewise.
+
+A sample that failed or was rejected must not be in the arrays: it would move its siblings' baseline.
+"""
+
+from __future__ import annotations
+
+from asyncrl.advantages.group import BASELINES, STDS, gdpo, group_advantages, reward_components
+from asyncrl.advantages.returns import kl_in_reward, reinforce_plus_plus, returns_to_go, token_rewards
+from asyncrl.advantages.traces import gae, length_adaptive_lambda, retrace, segment_log_ratio, vtrace
+from asyncrl.advantages.whitening import WHITENINGS, masked_whiten, whitening_moments
+
+__all__ = [
+    "BASELINES",
+    "STDS",
+    "WHITENINGS",
+    "gae",
+    "gdpo",
+    "group_advantages",
+    "kl_in_reward",
+    "length_adaptive_lambda",
+    "masked_whiten",
+    "reinforce_plus_plus",
+    "retrace",
+    "returns_to_go",
+    "reward_components",
+    "segment_log_ratio",
+    "token_rewards",
+    "vtrace",
+    "whitening_moments",
+]

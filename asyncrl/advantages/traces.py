@@ -1,0 +1,188 @@
+"""Advantages with a critic: GAE, V-trace and Retrace over the sampled tokens of [B, T] padded sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+
+LOG_RATIO_LIMIT = 20.0
+"""|log-ratio| allowed into `exp`."""
+
+
+def length_adaptive_lambda(mask: Tensor, alpha: float = 1.5) -> Float[Tensor, " B"]:
+    """lambda = 1 - 1/(alpha |y|) of each sequence (VAPO; SAO uses alpha 1.5), for the policy's `gae`; at least 0."""
+    if alpha <= 0:
+        raise ConfigError(f"alpha of the length-adaptive lambda must be above 0; got {alpha}")
+    lengths = mask.bool().sum(1).float()
+    return 1.0 - 1.0 / (alpha * lengths).clamp(min=1.0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Float[Tensor, " B"] = 0.95,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Generalised advantage estimation that jumps over observation tokens; no whitening.
+
+    The last token of an action looks at the value of the first token of the next action. The value after the last
+    sampled token is 0.
+
+    Args:
+        rewards, values, mask: [B, T].
+        gamma: discount per sampled token.
+        lam: one number, or one per sequence (`length_adaptive_lambda`).
+
+    Returns:
+        (advantages, returns = advantages + values), [B, T]; both 0 outside the mask.
+    """
+    inside = mask.bool()
+    zero = torch.zeros_like(values)
+    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
+    advantages = torch.zeros_like(values)
+    next_value, running = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in range(values.shape[1] - 1, -1, -1):
+        here = inside[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(here, delta + gamma * lam * running, running)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = running
+    advantages = torch.where(inside, advantages, zero)
+    return advantages, torch.where(inside, advantages + values, zero)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratios:
+    """The three clipped ratios of V-trace, [B, T]."""
+
+    rho: Tensor
+    c: Tensor
+    pg_rho: Tensor
+
+
+@torch.no_grad()
+def vtrace(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    pg_rho_bar: float = 1.0,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """V-trace (1802.01561) over sampled tokens, jumping over observation tokens; bootstraps 0 after the last one.
+
+    min(1, ratio) is one-sided, so noise of rms s in the log-ratio shortens the trace to about 2.5/s tokens. `c_bar`
+    above 1 lengthens it again.
+
+    Args:
+        rewards, values: [B, T].
+        log_ratio: [B, T] log(learner/behavior).
+        mask: [B, T].
+        gamma, lam: discount and trace decay per sampled token.
+        rho_bar, c_bar, pg_rho_bar: caps of the ratio in the temporal difference (which fixed point), in the trace (how
+            far credit travels) and in front of the policy gradient.
+
+    Returns:
+        (advantages, value_targets), [B, T], 0 outside the mask. With every ratio 1 the targets are GAE(lam)'s returns;
+        the advantages are min(pg_rho_bar, ratio) (r + gamma (lam v' + (1 - lam) V') - V), rlax's form.
+    """
+    inside = mask.bool()
+    zero = torch.zeros_like(values)
+    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
+    ratio = torch.where(inside, log_ratio, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratios = _Ratios(ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar), ratio.clamp(max=pg_rho_bar))
+    advantages, targets = torch.zeros_like(values), torch.zeros_like(values)
+    next_value, next_target, error = (torch.zeros_like(values[:, 0]) for _ in range(3))
+    for t in range(values.shape[1] - 1, -1, -1):
+        here, value = inside[:, t], values[:, t]
+        delta = ratios.rho[:, t] * (rewards[:, t] + gamma * next_value - value)
+        error = torch.where(here, delta + gamma * ratios.c[:, t] * error, error)
+        bootstrap = lam * next_target + (1 - lam) * next_value
+        advantages[:, t] = ratios.pg_rho[:, t] * (rewards[:, t] + gamma * bootstrap - value)
+        targets[:, t] = value + error
+        next_value = torch.where(here, value, next_value)
+        next_target = torch.where(here, targets[:, t], next_target)
+    return torch.where(inside, advantages, zero), torch.where(inside, targets, zero)
+
+
+@torch.no_grad()
+def retrace(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Float[Tensor, " B"] = 0.95,
+    c_bar: float = 1.0,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Retrace(lambda) (1606.02647) with V in place of Q: GAE whose lambda at the next token is lam min(c_bar, ratio).
+
+    A_t = delta_t + gamma c_{t+1} A_{t+1}, c = lam min(c_bar, learner/behavior). The ratio at t itself is not in A_t, so
+    the policy loss brings its own (`ppo`, `dppo_tv`, `cispo`...), unlike after `vtrace`.
+
+    Args:
+        rewards, values, mask: [B, T].
+        log_ratio: [B, T] log(learner/behavior); `segment_log_ratio` of it for traces cut once per turn.
+        gamma, lam: discount and trace decay per sampled token; `lam` also one per sequence.
+        c_bar: cap of the ratio in the trace; above 1 credit travels further (see `vtrace`).
+
+    Returns:
+        (advantages, value_targets), [B, T], 0 outside the mask; the targets are V_t + min(c_bar, ratio_t) A_t, which
+        are those of V-trace with rho_bar = c_bar.
+    """
+    inside = mask.bool()
+    zero = torch.zeros_like(values)
+    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
+    capped = torch.where(inside, log_ratio, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=c_bar)
+    advantages = torch.zeros_like(values)
+    next_value, carried = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in range(values.shape[1] - 1, -1, -1):
+        here, value = inside[:, t], values[:, t]
+        advantages[:, t] = rewards[:, t] + gamma * next_value - value + gamma * carried
+        carried = torch.where(here, lam * capped[:, t] * advantages[:, t], carried)
+        next_value = torch.where(here, value, next_value)
+    targets = values + capped * advantages
+    return torch.where(inside, advantages, zero), torch.where(inside, targets, zero)
+
+
+@torch.no_grad()
+def segment_log_ratio(
+    log_ratio: Float[Tensor, "B T"], mask: Tensor, segment_ids: Int[Tensor, "B T"] | None = None
+) -> Float[Tensor, "B T"]:
+    """Each sampled token's log-ratio replaced by the mean over its segment, for `vtrace` and `retrace` by turn.
+
+    The product of min(1, mean ratio) over a segment is min(1, the segment's ratio): the trace is cut once per turn, by
+    what the turn as a whole became less likely, and not at every token whose noise is below 0.
+
+    Args:
+        log_ratio, mask: [B, T].
+        segment_ids: [B, T] any integers; None takes the turns, unbroken runs of sampled tokens.
+
+    Returns:
+        [B, T], 0 outside the mask.
+    """
+    inside = mask.bool()
+    safe = torch.where(inside, log_ratio, torch.zeros_like(log_ratio))
+    width = inside.shape[1]
+    if segment_ids is None:
+        begins = inside.clone()
+        begins[:, 1:] &= ~inside[:, :-1]
+        segment_ids = begins.long().cumsum(1)
+    row = torch.arange(len(inside), device=inside.device)[:, None].expand(-1, width)
+    pairs = torch.stack([row, segment_ids.long()], -1).reshape(-1, 2)
+    unique, index = torch.unique(pairs, dim=0, return_inverse=True)
+    index = index.reshape(-1)
+    sums = safe.new_zeros(len(unique)).index_add(0, index, safe.reshape(-1))
+    counts = safe.new_zeros(len(unique)).index_add(0, index, inside.reshape(-1).to(safe.dtype))
+    means = (sums / counts.clamp(min=1))[index].reshape(safe.shape)
+    return torch.where(inside, means, torch.zeros_like(means))
