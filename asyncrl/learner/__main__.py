@@ -20,16 +20,17 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.config import Config, config_to_dict, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, config_to_dict, load_config, run_digest
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.ranks import barrier, choice_of_rank_zero
 from asyncrl.learner.resume import Start, begin
+from asyncrl.learner.roles import build_roles
 from asyncrl.learner.train import train
 from asyncrl.machine import check_machine
 from asyncrl.replay.client import LearnerClient
+from asyncrl.schema import Config
 from asyncrl.telemetry.metrics import MetricsLog
 from asyncrl.telemetry.progress import format_line
 from asyncrl.telemetry.run_folder import prepare_run_folder
@@ -120,23 +121,22 @@ def run(config: Config, place: Place, mesh: DeviceMesh) -> None:
     try:
         run_dir = Path(config.run.dir).resolve()
         if place.rank == 0:
-            run_dir = prepare_run_folder(config, place.run_id)
+            run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR,))
         checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
         found = checkpoints.choose(config.resume, place.restarted) if place.rank == 0 else None
         resume_from = choice_of_rank_zero(found, place.device)
-        model = build_model(config, place.device, mesh)
-        optimizer = make_optimizer(model.parameters(), config.learner)
-        start = begin(replay, checkpoints, model, optimizer, resume_from, rank=place.rank, device=place.device)
+        roles = build_roles(config, place.device, mesh)
+        start = begin(replay, checkpoints, roles, resume_from, rank=place.rank, device=place.device)
         log.info("%d ranks on %s, from step %d (%s)", place.world, place.device, start.step, resume_from or "new")
-        publisher = make_publisher(config, replay, run_dir, place.rank, place.device)
+        sender = make_publisher(config, replay, run_dir, place.rank, place.device)
+        publisher = ProvingPublisher(sender, config, roles.policy, place.device)
         rows = open_log(config, run_dir, start) if place.rank == 0 else NoLog()
         try:
             train(
                 config,
                 replay=replay,
                 publisher=publisher,
-                model=model,
-                optimizer=optimizer,
+                roles=roles,
                 checkpoints=checkpoints,
                 start=start,
                 log=rows,

@@ -11,8 +11,6 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.advantages import group_advantages
-from asyncrl.config import AdvantageConfig
 from asyncrl.errors import LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
@@ -41,7 +39,8 @@ class MicroBatch:
     predictors: Int[Tensor, " chosen"]
     """Place of the token that precedes each of them in its sequence: its hidden state predicts the token."""
     behavior_logprobs: Float[Tensor, " tokens"]
-    advantages: Float[Tensor, " tokens"]
+    members: tuple[Member, ...]
+    """The trajectories, by `sequence_ids`; none in a batch that only joins collectives."""
     sequence_ids: Int[Tensor, " tokens"]
     """Trajectory, counted in this micro-batch. A shared prompt has that of its first sibling, outside every loss."""
     group_ids: Int[Tensor, " tokens"]
@@ -53,6 +52,14 @@ class MicroBatch:
     packing: Packing
     truncated: int
     """Trajectories that ended at the length limit."""
+    advantages: Float[Tensor, " tokens"] | None = None
+    """This and the next: from `targets.with_targets`, which needs what follows them."""
+    value_targets: Float[Tensor, " tokens"] | None = None
+    current_logprobs: Float[Tensor, " tokens"] | None = None
+    """From here on before the first update on the batch, where the settings need it (`scoring.py`)."""
+    proximal_logprobs: Float[Tensor, " tokens"] | None = None
+    ref_logprobs: Float[Tensor, " tokens"] | None = None
+    values: Float[Tensor, " tokens"] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor field by its name."""
@@ -70,30 +77,14 @@ PLACEHOLDER = Trajectory(
 """What a rank without trajectories runs, so that it joins the collectives of the others."""
 
 
-def step_advantages(plan: StepPlan, config: AdvantageConfig) -> list[NDArray[np.float32]]:
-    """Advantage of every trajectory, per group; from the headers of all ranks, so that every rank computes the same."""
-    sizes = [len(group.trajectories) for group in plan.groups]
-    rewards = [trajectory.reward for group in plan.groups for trajectory in group.trajectories]
-    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    flat = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64), group_ids, baseline=config.baseline, std=config.std
-    )
-    return [part.numpy() for part in flat.float().split(sizes)]
-
-
-def pack(
-    lease: Lease,
-    members: Sequence[Member],
-    advantages: Sequence[NDArray[np.float32]],
-    device: torch.device,
-) -> MicroBatch:
+def pack(lease: Lease, members: Sequence[Member], device: torch.device) -> MicroBatch:
     """Pack `members` of the lease; with none, one masked token, so that this rank still joins the collectives.
 
     Raises:
         LedgerError: the arrays of a trajectory do not have the fresh tokens that its header promised.
     """
     chosen = [lease.trajectories[member] for member in members] or [PLACEHOLDER]
-    plan, members = lease.plan, members or [(0, 0)]
+    plan, packed_members, members = lease.plan, tuple(members), members or [(0, 0)]
     layout = _lay_out(members, chosen)
 
     def packed(arrays: Sequence[NDArray]) -> NDArray:
@@ -107,7 +98,6 @@ def pack(
         _check_promise(plan, members, fresh, layout)
     loss_positions = np.flatnonzero(fresh)
     per_sequence = {
-        "advantages": np.array([advantages[g][t] for g, t in members], dtype=np.float32),
         "sequence_ids": np.arange(len(members)),
         "group_ids": np.array([g for g, _ in members]),
         "group_tokens": np.array([fresh_of[g] for g, _ in members], dtype=np.float32),
@@ -123,6 +113,7 @@ def pack(
     }
     return MicroBatch(
         **{name: torch.from_numpy(array).to(device) for name, array in per_token.items()},
+        members=packed_members,
         packing=plan_packing(layout.rows, layout.lengths, len(layout.source), device),
         truncated=sum(t.finish_reason == "length" for t in chosen),
     )

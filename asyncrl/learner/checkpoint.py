@@ -1,7 +1,8 @@
-"""Checkpoints: model, optimizer, counters and the replay's snapshot, committed as one.
+"""Checkpoints: models, optimizers, counters and the replay's snapshot, committed as one.
 
-ckpt/step_50/   __0_0.distcp ... .metadata    model and optimizer (torch DCP; any number of ranks can load it)
+ckpt/step_50/   __0_0.distcp ... .metadata    models and optimizers (torch DCP; any number of ranks can load it)
                 state.json                    step, policy_version, counters
+                base.json                     with LoRA: the weights that the adapters belong to
                 replay.msgpack                what an empty replay server needs to go on
                 manifest.json                 sizes and hashes; written last
 ckpt/latest     -> step_50                    moved after step_50 is whole
@@ -16,20 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from asyncrl.errors import CheckpointError
 from asyncrl.learner import durable
-from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier
+from asyncrl.learner.roles import Roles
 
 STATE_FILE = "state.json"
 REPLAY_FILE = "replay.msgpack"
 LATEST = "latest"
+KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
+"""Names of the weights and moments of each trained role."""
+PARTS = StateDictOptions(strict=False)
+"""The frozen base of adapters is not saved, hence missing at a load; what is trained is compared by DCP itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +53,8 @@ class LearnerState:
     """Version of the saved weights."""
     skipped_steps: int
     """Optimizer steps skipped for non-finite numbers so far."""
+    kl_coef: float = 0.0
+    """Price of the KL in the reward, for the next step."""
 
 
 class Checkpoints:
@@ -50,9 +63,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
         self._folder, self._rank, self._keep = folder, rank, keep
 
-    def save(
-        self, state: LearnerState, model: PolicyModel, optimizer: torch.optim.Optimizer, snapshot: dict[str, Any]
-    ) -> Path:
+    def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
         """Write the checkpoint of `state`; on return it is durable on every rank's view.
 
         Args:
@@ -68,11 +79,9 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
             barrier()
-            weights, moments = get_state_dict(model, optimizer)
-            state_dict_saver.save(
-                {"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not dist.is_initialized()
-            )
+            state_dict_saver.save(_tensors(roles), checkpoint_id=aside, no_dist=not dist.is_initialized())
             if self._rank == 0:
+                write_base(aside, roles.policy.adapters)
                 (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
                 (aside / REPLAY_FILE).write_bytes(msgpack.Packer().pack(snapshot))
                 self._commit(aside, target)
@@ -116,10 +125,8 @@ class Checkpoints:
         durable.verify(path)
         return path
 
-    def load(
-        self, path: Path, model: PolicyModel, optimizer: torch.optim.Optimizer
-    ) -> tuple[LearnerState, dict[str, Any]]:
-        """Fill model and optimizer in place from a checkpoint saved with any number of ranks.
+    def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:
+        """Fill `roles` in place from a checkpoint saved with any number of ranks.
 
         Returns:
             The learner's state and the replay's snapshot.
@@ -128,16 +135,19 @@ class Checkpoints:
             CheckpointError: a file is damaged or missing, or the checkpoint is of another model.
         """
         durable.verify(path)
-        weights, moments = get_state_dict(model, optimizer)
-        loaded = {"model": weights, "optimizer": moments}
+        check_base(path, roles.policy.adapters)
+        loaded = _tensors(roles)
         try:
             state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
         except (CheckpointException, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(
-                f"{path} does not fit the model: {error}. Resume with the model.path it was trained from"
+                f"{path} does not fit the model: {error}. Resume with the model.path, the critic and the "
+                "learner.proximal_ema it was trained with"
             ) from error
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        _fill(roles, loaded)
         state = LearnerState(**json.loads((path / STATE_FILE).read_text()))
+        if roles.kl_control is not None:
+            roles.kl_coef = state.kl_coef
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
 
     def _commit(self, aside: Path, target: Path) -> None:
@@ -149,3 +159,22 @@ class Checkpoints:
         finished = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp" and path != target]
         for old in sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))[: -self._keep + 1 or None]:
             durable.remove(old)
+
+
+def _tensors(roles: Roles) -> dict[str, Any]:
+    """Everything of `roles` that training changed, as (sharded) tensors; the reference is read from its path."""
+    tensors: dict[str, Any] = {}
+    for name, model, optimizer in roles.trained():
+        weights, moments = get_state_dict(model, optimizer)
+        tensors |= {KEYS[name][0]: without_frozen(model, weights), KEYS[name][1]: moments}
+    if roles.average is not None:
+        tensors["average"] = get_model_state_dict(roles.average)
+    return tensors
+
+
+def _fill(roles: Roles, loaded: dict[str, Any]) -> None:
+    for name, model, optimizer in roles.trained():
+        weights, moments = (loaded[key] for key in KEYS[name])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=PARTS)
+    if roles.average is not None:
+        set_model_state_dict(roles.average, loaded["average"])

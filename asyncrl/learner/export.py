@@ -10,8 +10,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import ModelConfig
+from asyncrl.learner.lora import merged, save_adapter
 from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PolicyModel
+from asyncrl.schema import ModelConfig
 
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the source folder that belong to the tokenizer; copied as they are."""
@@ -20,17 +21,22 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 def export_hf(model: PolicyModel, config: ModelConfig, target: Path, rank: int) -> None:
     """Write `target` so that `AutoModelForCausalLM.from_pretrained(target)` and vLLM load it. Collective.
 
-    Weights are saved in `model.dtype`; a tied head is stored once. `target` appears only when it is complete.
+    Weights are saved in `model.dtype`; a tied head is stored once. `target` appears only when it is complete. With
+    LoRA the adapters are merged into it, and lie beside it as `adapter/`, in peft's format.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank != 0:
         return
     dtype = DTYPES[config.dtype]
     whole = {
-        name.removeprefix(WRAPPER_PREFIX): tensor.to(dtype)
+        name.removeprefix(WRAPPER_PREFIX): tensor
         for name, tensor in weights.items()
         if isinstance(tensor, torch.Tensor)
     }
+    if model.adapters is not None:
+        save_adapter(whole, model.adapters, target.with_name("adapter"))
+        whole = merged(whole, model.adapters)
+    whole = {name: tensor.to(dtype) for name, tensor in whole.items()}
     settings = copy.deepcopy(model.hf.config)
     settings._attn_implementation = "sdpa"  # ours exists in the learner only
     with torch.device("meta"):

@@ -24,6 +24,7 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
 
+    float64 hidden states stay float64 (for checking); any other dtype is multiplied as it is, then raised to fp32.
     Differentiable in hidden, weight and bias through the log-probs; the entropy is a diagnostic without gradient.
     """
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature)  # pyright: ignore[reportReturnType]
@@ -34,8 +35,12 @@ def _chunks(tokens: int, vocabulary: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = functional.linear(hidden, weight, bias).float()
+    logits = functional.linear(hidden, weight, bias).to(_wide(hidden))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -46,7 +51,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in _chunks(len(targets), len(weight)):
             logits = _logits(hidden[rows], weight, bias, temperature)
@@ -64,8 +69,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=_wide(hidden), device=bias.device)
         for rows in _chunks(len(targets), len(weight)):
             logits = _logits(hidden[rows], weight, bias, ctx.temperature)
             scale = gradients[0][rows, None] / ctx.temperature
@@ -75,7 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
             d_hidden[rows] = d_logits @ weight
-            if hidden.dtype == torch.float32:
+            if hidden.dtype == d_weight.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += d_logits.t() @ hidden[rows]

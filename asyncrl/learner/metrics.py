@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,9 +50,30 @@ class Measured:
 
     def row(self) -> dict[str, float]:
         """Metrics by name."""
-        sums = {name: (torch.tensor(n), torch.tensor(d)) for name, (n, d) in self.ratios.items()}
-        means = summarize(sums, {name: torch.tensor(value) for name, value in self.maxima.items()})
-        return {name: value.item() for name, value in means.items()} | self.totals
+        sums = {name: (_double(n), _double(d)) for name, (n, d) in self.ratios.items()}
+        means = summarize(sums, {name: _double(value) for name, value in self.maxima.items()})
+        return with_spreads({name: value.item() for name, value in means.items()}) | self.totals
+
+
+def _double(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+SPREADS = ("advantage/", "critic/target_", "critic/residual_")
+
+
+def with_spreads(row: dict[str, float]) -> dict[str, float]:
+    """For each of `SPREADS`, the standard deviation in place of the mean square.
+
+    With a critic also `critic/explained_variance`, 1 - Var(target - value) / Var(target) before the update.
+    """
+    row = dict(row)
+    for stem in (stem for stem in SPREADS if f"{stem}square" in row):
+        row[f"{stem}std"] = math.sqrt(max(row.pop(f"{stem}square") - row[f"{stem}mean"] ** 2, 0.0))
+    # Targets that are all alike have no variance to explain.
+    if row.get("critic/target_std", 0.0) > 1e-6:
+        row["critic/explained_variance"] = 1.0 - (row["critic/residual_std"] / row["critic/target_std"]) ** 2
+    return row
 
 
 def over_ranks(mine: Measured, device: torch.device) -> Measured:

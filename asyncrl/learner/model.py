@@ -1,9 +1,13 @@
-"""The policy: a Hugging Face causal LM that turns a packed micro-batch into log-probs, sharded with FSDP2."""
+"""The policy: a Hugging Face causal LM that turns a packed micro-batch into log-probs, sharded with FSDP2.
+
+The reference and the averaged policy are the same class; the critic (critic.py) shares the packed backbone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,23 +16,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import Config, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
 from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.lora import Adapters, add_adapters
+from asyncrl.schema import Config, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 """Config fields of models whose logits are more than `lm_head(hidden)`; our head would compute other log-probs."""
 WRAPPER_PREFIX = "hf."
+Packed = TypeVar("Packed", bound="PackedModel")
 
 
-class PolicyModel(nn.Module):
-    """Packed tokens in, log-probs of chosen tokens out. The FSDP root, so the head's weight is whole in `forward`."""
+class PackedModel(nn.Module):
+    """A Hugging Face model over packed tokens. The FSDP root, so the head's weight is whole in `forward`."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+
+    def hidden_states(
+        self, input_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, "tokens width"]:
+        """Of the last layer, in the compute dtype."""
+        body = self.hf.base_model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
+        )
+        return body.last_hidden_state[0]
+
+
+class PolicyModel(PackedModel):
+    """Packed tokens in, log-probs of chosen tokens out."""
+
+    adapters: Adapters | None = None
+    """With LoRA: what is trained; all else is frozen."""
 
     def forward(
         self,
@@ -49,10 +71,7 @@ class PolicyModel(nn.Module):
         Returns:
             learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has no gradient.
         """
-        body = self.hf.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
-        )
-        hidden = body.last_hidden_state[0].index_select(0, predictors)
+        hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
         head = self.hf.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         chosen, entropy = token_logprobs(
@@ -62,26 +81,54 @@ class PolicyModel(nn.Module):
         return zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """`(Hugging Face name, parameter or its DTensor)`; a tied parameter once, under its first name."""
+        """What is published: `(Hugging Face name, parameter or its DTensor)`; a tied parameter once, under its first
+        name. With LoRA the adapters alone (`weights.adapter`)."""
+        if self.adapters is not None:
+            yield from self.adapters.published()
+            return
         for name, parameter in self.named_parameters():
             yield name.removeprefix(WRAPPER_PREFIX), parameter.detach()
 
 
-def build_model(config: Config, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
-    """Load `model.path` with fp32 master weights on `device`, sharded over `mesh` (None: a single rank).
+def build_model(
+    config: Config, device: torch.device, mesh: DeviceMesh | None, *, path: str = "", frozen: bool = False
+) -> PolicyModel:
+    """Load a policy with fp32 master weights on `device`, sharded over `mesh` (None: a single rank).
+
+    With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
+
+    Args:
+        path: of the checkpoint; empty is `model.path`.
+        frozen: without gradients: the reference, the averaged policy.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, or computes its logits in a way the learner does not.
     """
-    hf = load_hf(config.model)
+    settings = replace(config.model, path=path or config.model.path)
+    adapted = settings.lora_rank > 0 and not frozen
+    hf = prepare(load_hf(settings, DTYPES[settings.dtype] if adapted else torch.float32), settings)
+    model = PolicyModel(hf)
+    if frozen:
+        model.requires_grad_(False)
+    if adapted:
+        model.adapters = add_adapters(hf, settings, config.seed)
+    return place(model, settings, device, mesh)
+
+
+def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Ready to train: no dropout, activation checkpointing where asked for."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the behaviour policy has none: dropout would make every log-ratio noise
     hf.train()
-    if config.model.activation_checkpointing:
+    if config.activation_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(hf)
-    compute = DTYPES[config.model.dtype]
+    return hf
+
+
+def place(model: Packed, config: ModelConfig, device: torch.device, mesh: DeviceMesh | None) -> Packed:
+    """On `device`, sharded over `mesh`; None, one rank in float32, is for tests and leaves it whole."""
+    compute = DTYPES[config.dtype]
     if mesh is None and compute == torch.float32:
         return model.to(device)
     assert mesh is not None
@@ -106,7 +153,9 @@ def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrain
         return AutoModelForCausalLM.from_pretrained(
             config.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
         )
-    except (OSError, KeyError) as error:
+    except ConfigError:
+        raise  # a ValueError too, and complete as it is
+    except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
             f"model.path={config.path} cannot be loaded as a causal LM: {error}. "
             "Give a directory with config.json and *.safetensors, or a hub name"
@@ -117,7 +166,7 @@ def _field(hf_config: Any, name: str) -> Any:
     return hf_config.to_dict().get(name)
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
+def shard(model: PackedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
     """FSDP2 in place: one group per decoder layer, one for the rest (embedding, final norm, head)."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     layer_classes = set(model.hf._no_split_modules or ())
@@ -127,7 +176,14 @@ def shard(model: PolicyModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def set_gradient_sync(model: PolicyModel, enabled: bool) -> None:
+def set_gradient_sync(model: PackedModel, enabled: bool) -> None:
     """Whether the next backward reduces gradients over the ranks; off for all but the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+def reshard(model: PackedModel) -> None:
+    """After a forward without backward: else the root's weights stay whole on every rank, and are seen so by whoever
+    reads the parameters next."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

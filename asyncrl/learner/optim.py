@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from asyncrl.config import LearnerConfig
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.schema import LearnerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
     """AdamW in one fused call per step; weight decay on matrices only, not on norms and biases."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
-        groups[parameter.ndim >= 2].append(parameter)
+        if parameter.requires_grad:
+            groups[parameter.ndim >= 2].append(parameter)
+    decayed: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
+        [group for group in decayed if group["params"]],
         lr=config.lr,
         betas=(0.9, config.beta2),
         weight_decay=config.weight_decay,
@@ -33,16 +36,18 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) ->
     )
 
 
-def learning_rate(step: int, config: LearnerConfig) -> float:
-    """Rate of train step `step` (from 0): linear warm-up to `lr`, then `schedule`, which would reach 0 at `steps`."""
+def learning_rate(step: int, config: LearnerConfig, peak: float | None = None) -> float:
+    """Rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which would reach 0
+    at `steps`."""
+    peak = config.lr if peak is None else peak
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
-        return config.lr
+        return peak
     left = (config.steps - step) / max(1, config.steps - config.warmup_steps)
     if config.schedule == "linear":
-        return config.lr * left
-    return config.lr * 0.5 * (1.0 - math.cos(math.pi * left))
+        return peak * left
+    return peak * 0.5 * (1.0 - math.cos(math.pi * left))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,7 @@ class UpdateReport:
     """L2 norm of the whole gradient before clipping."""
     applied: bool
     """False: loss or gradient was not finite, weights and optimizer state are untouched."""
+    lr: float
 
 
 def apply_update(
@@ -83,7 +89,7 @@ def apply_update(
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad()
-    return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied)
+    return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied, lr=lr)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -29,3 +29,12 @@ def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
     dist.broadcast(letters, src=0)
     chosen = letters.cpu().numpy().tobytes()[: int(size)].decode()
     return Path(chosen) if chosen else None
+
+
+def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sum of everyone's float64 `values`, of equal shape, on the CPU. Collective; `device` is where ranks meet."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    shared = values.to(device, copy=True)
+    dist.all_reduce(shared)
+    return shared.cpu()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.roles import Roles
 from asyncrl.replay.base import LearnerReplay
 from asyncrl.types import NO_VERSION
 
@@ -30,8 +30,7 @@ class Start:
 def begin(
     replay: LearnerReplay,
     checkpoints: Checkpoints,
-    model: PolicyModel,
-    optimizer: torch.optim.Optimizer,
+    roles: Roles,
     resume_from: Path | None,
     *,
     rank: int,
@@ -43,11 +42,13 @@ def begin(
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
-        state, snapshot = checkpoints.load(resume_from, model, optimizer)
+        state, snapshot = checkpoints.load(resume_from, roles)
         step, version, skipped = state.step, state.policy_version, state.skipped_steps
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     if rank == 0:
         restored = replay.restore(step=step, policy_version=version, snapshot=snapshot)
+        # The replay refuses groups with other tokens: here they would crash the embedding of every rank.
+        replay.announce({"vocabulary": roles.policy.hf.get_input_embeddings().num_embeddings})
         numbers = torch.tensor([restored.next_step, restored.next_version], device=device)
     if dist.is_initialized():
         dist.broadcast(numbers, src=0)

@@ -1,4 +1,4 @@
-"""One train step on one lease: pack, forward, loss, backward, update."""
+"""One train step on one lease: pack, score, advantages; then per minibatch forward, loss, backward, update."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.learner.batch import MicroBatch, pack, step_advantages
+from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.critic import CriticModel, value_loss
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import PolicyModel, set_gradient_sync
-from asyncrl.learner.optim import NonFiniteGuard, apply_update, learning_rate
-from asyncrl.learner.plan import plan_minibatches
+from asyncrl.learner.model import PolicyModel, reshard, set_gradient_sync
+from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.plan import MinibatchPlan, plan_minibatches
+from asyncrl.learner.ranks import sum_over_ranks
+from asyncrl.learner.roles import Critic, Roles
+from asyncrl.learner.scoring import anchor_of, evaluate_states, score, with_scores
+from asyncrl.learner.targets import with_targets
 from asyncrl.losses import Denominators, LossInputs, policy_loss
-from asyncrl.losses.config import proximal_source
+from asyncrl.losses.anchor import ema_update
+from asyncrl.losses.config import scales_learning_rate
+from asyncrl.losses.diagnostics import ess_lr_scale
 from asyncrl.replay.base import Lease
+from asyncrl.schema import Config
 
 
 def train_step(
     config: Config,
-    model: PolicyModel,
-    optimizer: torch.optim.Optimizer,
+    roles: Roles,
     guard: NonFiniteGuard,
     lease: Lease,
     *,
@@ -32,52 +38,91 @@ def train_step(
     """Train `updates_per_batch` optimizer steps on a lease; collective over the ranks.
 
     Returns:
-        This rank's numbers; the `optim/*` of them are the same on every rank and counted on rank 0 only.
+        This rank's numbers; what is the same on every rank is counted on rank 0 only.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.
     """
     plan, settings = lease.plan, config.learner
-    advantages = step_advantages(plan, config.advantage)
     minibatches = plan_minibatches(
         plan, rank=rank, updates=settings.updates_per_batch, budget=settings.max_tokens_per_microbatch
     )
-    packed = [[pack(lease, members, advantages, device) for members in m.micro_batches] for m in minibatches]
-    anchors = proximal_logprobs(config, model, packed)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate = learning_rate(plan.step, settings)
-    measured = Measured(totals={"perf/trained_tokens": 0.0})
-    norms: list[float] = []
-    losses: list[float] = []
-    for minibatch, batches, proximal in zip(minibatches, packed, anchors, strict=True):
-        loss, numbers = accumulate(config, model, batches, proximal, minibatch.denominators, world)
-        report = apply_update(parameters, optimizer, loss=loss, lr=rate, clip_norm=settings.clip_norm)
-        guard.observe(plan.step, report, batches)
+    batches = [pack(lease, members, device) for minibatch in minibatches for members in minibatch.micro_batches]
+    batches = with_scores(config, roles, batches)
+    batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
+    reports: list[UpdateReport] = []
+    for minibatch, share in zip(minibatches, shares_of(batches, minibatches), strict=True):
+        report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, world, device)
         measured.add(numbers)
-        norms.append(report.grad_norm)
-        losses.append(report.loss)
-        measured.totals["perf/trained_tokens"] += minibatch.denominators.tokens if rank == 0 else 0.0
+        reports.append(report)
+        if roles.critic is not None:
+            fit, numbers = update_critic(config, roles.critic, share, minibatch.denominators, plan.step, world)
+            measured.add(numbers)
+            # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
+            report = report if not report.applied else fit
+        guard.observe(plan.step, report, share)
     if rank == 0:
-        count = max(1, len(losses))
-        measured.totals |= {"optim/lr": rate, "optim/nonfinite_steps": float(guard.skipped)}
-        measured.totals |= {"loss/total": sum(losses) / count, "optim/grad_norm": sum(norms) / count}
+        count = max(1, len(reports))
+        measured.totals |= {
+            "perf/trained_tokens": sum(minibatch.denominators.tokens for minibatch in minibatches),
+            "optim/trained_parameters": float(sum(p.numel() for p in roles.policy.parameters() if p.requires_grad)),
+            "optim/nonfinite_steps": float(guard.skipped),
+            "optim/lr": sum(report.lr for report in reports) / count,
+            "optim/grad_norm": sum(report.grad_norm for report in reports) / count,
+            "loss/total": sum(report.loss for report in reports) / count,
+        }
+        if config.advantage.kl_coef > 0:
+            measured.totals["kl/coef"] = roles.kl_coef
     return measured
 
 
-def accumulate(
+def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:
+    """The micro-batches of each minibatch."""
+    shares, start = [], 0
+    for minibatch in minibatches:
+        stop = start + len(minibatch.micro_batches)
+        shares.append(batches[start:stop])
+        start = stop
+    return shares
+
+
+def update_policy(
     config: Config,
-    model: PolicyModel,
+    roles: Roles,
     batches: Sequence[MicroBatch],
-    proximal: Sequence[Tensor | None],
     denominators: Denominators,
+    step: int,
     world: int,
+    device: torch.device,
+) -> tuple[UpdateReport, Measured]:
+    """One optimizer step of the policy; while the critic warms up, only its loss and diagnostics."""
+    if step < config.critic.warmup_steps:
+        with torch.no_grad():
+            loss, measured = accumulate(config, roles.policy, batches, denominators, world)
+        reshard(roles.policy)
+        total = float(sum_over_ranks(loss.double().cpu(), device))
+        return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
+    loss, measured = accumulate(config, roles.policy, batches, denominators, world)
+    rate = learning_rate(step, config.learner)
+    if scales_learning_rate(config.loss):
+        rate *= ess_lr_scale(ess_of_sequences(measured, device))
+    parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
+    report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
+    if roles.average is not None and report.applied:
+        ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
+    return report, measured
+
+
+def accumulate(
+    config: Config, model: PolicyModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
 ) -> tuple[Tensor, Measured]:
     """Add up the gradients of all micro-batches of a minibatch; ranks are summed with the last one."""
     total = torch.zeros((), device=batches[0].input_ids.device)
     measured = Measured()
-    for i, (batch, anchor) in enumerate(zip(batches, proximal, strict=True)):
+    for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
         logprobs, entropy = score(config, model, batch)
+        assert batch.advantages is not None
         inputs = LossInputs(
             learner_logprobs=logprobs,
             behavior_logprobs=batch.behavior_logprobs,
@@ -85,14 +130,14 @@ def accumulate(
             loss_mask=batch.loss_mask,
             sequence_ids=batch.sequence_ids,
             group_ids=batch.group_ids,
-            proximal_logprobs=logprobs.detach() if anchors_at_current(config) else anchor,
+            proximal_logprobs=logprobs.detach() if anchor_of(config) == "current" else batch.proximal_logprobs,
+            ref_logprobs=batch.ref_logprobs,
             entropy=entropy,
             staleness=batch.staleness,
             group_tokens=batch.group_tokens,
         )
         out = policy_loss(inputs, config.loss, denominators)
-        # The denominators already count all ranks, so ranks must be summed; FSDP averages them.
-        (out.loss * world).backward()
+        backward(out.loss, world)
         total = total + out.loss.detach()
         numbers = Measured.of(out.sums, out.maxima, out.parts)
         sequences = float(len(batch.packing.cu_seqlens) - 1) if len(batch.loss_positions) else 0.0
@@ -101,24 +146,49 @@ def accumulate(
     return total, measured
 
 
-def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """learner_logprobs, entropy: [T] each, at the sampling temperature (greedy sampling reports those of 1)."""
-    temperature = config.rollout.temperature or 1.0
-    return model(
-        batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, temperature
-    )
+def update_critic(
+    config: Config, critic: Critic, batches: Sequence[MicroBatch], denominators: Denominators, step: int, world: int
+) -> tuple[UpdateReport, Measured]:
+    """One optimizer step of the critic towards the targets made before the first update on the batch."""
+    loss = fit_values(config, critic.model, batches, denominators, world)
+    rate = learning_rate(step, config.learner, config.critic.lr)
+    parameters = list(critic.model.parameters())
+    report = apply_update(parameters, critic.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
+    numbers = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
+    return report, Measured(ratios={f"critic/{name}": (value, 1.0) for name, value in numbers.items()})
 
 
-def anchors_at_current(config: Config) -> bool:
-    """Whether the proximal policy is the one in hand, whose log-probs the training forward gives anyway."""
-    return proximal_source(config.loss, config.learner.updates_per_batch) == "current"
+def fit_values(
+    config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
+) -> Tensor:
+    """Gradients of the value loss of a minibatch; returns this rank's share of the loss."""
+    total = torch.zeros((), device=batches[0].input_ids.device)
+    for i, batch in enumerate(batches):
+        set_gradient_sync(model, i == len(batches) - 1)
+        assert batch.value_targets is not None and batch.values is not None
+        loss = value_loss(
+            evaluate_states(model, batch),
+            batch.value_targets,
+            batch.values,
+            batch.loss_mask,
+            config.critic.value_clip,
+            denominators.tokens,
+        )
+        backward(loss, world)
+        total = total + loss.detach()
+    return total
 
 
-def proximal_logprobs(
-    config: Config, model: PolicyModel, packed: Sequence[Sequence[MicroBatch]]
-) -> list[list[Tensor | None]]:
-    """Log-probs of every micro-batch before the first update, where the loss is anchored there; else None."""
-    if proximal_source(config.loss, config.learner.updates_per_batch) != "recompute":
-        return [[None] * len(batches) for batches in packed]
-    with torch.no_grad():
-        return [[score(config, model, batch)[0] for batch in batches] for batches in packed]
+def backward(loss: Tensor, world: int) -> None:
+    """The denominators already count all ranks, so ranks must be summed; FSDP averages them."""
+    if loss.requires_grad:
+        (loss * world).backward()
+
+
+def ess_of_sequences(measured: Measured, device: torch.device) -> float:
+    """Effective sample size over N of the raw sequence ratios of a minibatch, over all ranks; 1 if there are none."""
+    (weights, count), (squares, _) = (measured.ratios[f"ratio/E/seq_{name}"] for name in ("mean", "square"))
+    weights, squares, count = sum_over_ranks(
+        torch.tensor([weights, squares, count], dtype=torch.float64), device
+    ).tolist()
+    return weights**2 / (count * squares) if squares > 0 else 1.0

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.config import Config
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
-from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.learner.ranks import barrier
 from asyncrl.learner.resume import Start
+from asyncrl.learner.roles import Roles
 from asyncrl.learner.step import train_step
 from asyncrl.replay.base import LearnerReplay, Lease, TrainedReply
-from asyncrl.types import EvalSummary
+from asyncrl.schema import Config
+from asyncrl.types import EvalSummary, StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
 
@@ -38,8 +38,7 @@ def train(
     *,
     replay: LearnerReplay,
     publisher: Publisher,
-    model: PolicyModel,
-    optimizer: torch.optim.Optimizer,
+    roles: Roles,
     checkpoints: Checkpoints,
     start: Start,
     log: StepLog,
@@ -48,7 +47,7 @@ def train(
     world: int,
     device: torch.device,
 ) -> int:
-    """Train from `start` to `learner.steps`; model and optimizer are already those of `start` (see `begin`).
+    """Train from `start` to `learner.steps`; `roles` are already those of `start` (see `begin`).
 
     Consumes: step batches, leased from the replay one step ahead of training.
     Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
@@ -73,7 +72,7 @@ def train(
     version = start.policy_version
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
-    publisher.publish(version, model.named_hf_parameters())
+    publisher.publish(version, roles.policy.named_hf_parameters())
     if rank == 0 and start.step == 0:
         evaluate(config, replay, trained=0, version=version)
 
@@ -85,23 +84,24 @@ def train(
             leases.ask(step + 1)
         clock.lap("wait_batch")
 
-        measured = train_step(config, model, optimizer, guard, lease, rank=rank, world=world, device=device)
+        measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
         measured = over_ranks(measured, device)
+        control_kl(roles, measured, lease.plan)
         clock.lap("train")
 
         version += 1
         # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
         # be sent, lost with this learner and given to other weights by the next one.
         reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
-        sent = publisher.publish(version, model.named_hf_parameters())
+        sent = publisher.publish(version, roles.policy.named_hf_parameters())
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
         if rank == 0 and due(trained, config.eval.every, last):
             evaluate(config, replay, trained=trained, version=version)
         if due(trained, settings.save_every, last):
-            state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped)
-            checkpoints.save(state, model, optimizer, replay.snapshot() if rank == 0 else {})
+            state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped, kl_coef=roles.kl_coef)
+            checkpoints.save(state, roles, replay.snapshot() if rank == 0 else {})
             if rank == 0:
                 replay.commit(step=step)
             clock.lap("checkpoint")
@@ -113,10 +113,18 @@ def train(
             log.write(trained, version, row)
             log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
 
-    export_hf(model, config.model, run_dir / "hf", rank)
+    export_hf(roles.policy, config.model, run_dir / "hf", rank)
     if rank == 0:
         replay.finish()
     return version
+
+
+def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
+    """Adapt the price of the KL in the reward to what all ranks measured in a step."""
+    if "kl/in_reward" in measured.ratios:
+        total, tokens = measured.ratios["kl/in_reward"]
+        if tokens:
+            roles.control_kl(total / tokens, sum(len(group.trajectories) for group in plan.groups))
 
 
 def due(trained: int, every: int, last: bool) -> bool:

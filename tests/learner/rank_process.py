@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
-from asyncrl.config import Config
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.ranks import choice_of_rank_zero
 from asyncrl.learner.resume import begin
+from asyncrl.learner.roles import build_roles
 from asyncrl.learner.train import train
+from asyncrl.schema import Config
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 
 
@@ -38,29 +38,37 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    model = build_model(config, device, init_device_mesh("cpu", (world,)))
+    roles = build_roles(config, device, init_device_mesh("cpu", (world,)))
     checkpoints = Checkpoints(folder / "ckpt", rank=rank, keep=2)
     publisher, replay, rows = KeptWeights(), FedReplay(groups=groups, size=size), KeptRows()
-    optimizer = make_optimizer(model.parameters(), config.learner)
     found = checkpoints.choose("auto" if resume else "never", restarted=False) if rank == 0 else None
     resume_from = choice_of_rank_zero(found, device)
     train(
         config,
         replay=replay,
         publisher=publisher,
-        model=model,
-        optimizer=optimizer,
+        roles=roles,
         checkpoints=checkpoints,
-        start=begin(replay, checkpoints, model, optimizer, resume_from, rank=rank, device=device),
+        start=begin(replay, checkpoints, roles, resume_from, rank=rank, device=device),
         log=rows,
         run_dir=folder,
         rank=rank,
         world=world,
         device=device,
     )
+    learned = {}
+    for name, trained_model, _ in roles.trained():
+        learned |= {f"{name}.{key}": whole(tensor) for key, tensor in trained_model.named_parameters()}
     if rank == 0:
+        save_file(learned, folder / "learned.safetensors")
         save_file(publisher.newest, folder / "published.safetensors")
         row = {name: torch.tensor(value) for name, value in rows.rows[-1].items()}
         save_file(row, folder / "row.safetensors")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathered from all ranks."""
+    plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return plain.detach().clone()

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config import AdvantageConfig
 from asyncrl.errors import LedgerError
 from asyncrl.learner.attention import PACKED_ATTENTION
-from asyncrl.learner.batch import MicroBatch, pack, step_advantages
+from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.plan import Member, plan_minibatches
 from asyncrl.replay.base import Lease
@@ -21,17 +20,15 @@ CPU = torch.device("cpu")
 def packed_step(seed: int, budget: int = 80) -> tuple[Lease, list[tuple[tuple[Member, ...], MicroBatch]]]:
     plan, groups = make_step(seed, groups=5)
     lease = make_lease(plan, groups)
-    advantages = step_advantages(plan, AdvantageConfig())
     minibatches = plan_minibatches(plan, rank=0, updates=2, budget=budget)
     micro_batches = [members for minibatch in minibatches for members in minibatch.micro_batches]
-    return lease, [(members, pack(lease, members, advantages, CPU)) for members in micro_batches]
+    return lease, [(members, pack(lease, members, CPU)) for members in micro_batches]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_fresh_token_is_packed_exactly_once_with_its_own_values(seed: int):
     lease, micro_batches = packed_step(seed)
     plan = lease.plan
-    advantages = step_advantages(plan, AdvantageConfig())
     seen: dict[Member, int] = {}
     for members, batch in micro_batches:
         for i, (g, t) in enumerate(members):
@@ -43,7 +40,6 @@ def test_every_fresh_token_is_packed_exactly_once_with_its_own_values(seed: int)
             assert batch.behavior_logprobs[mine].tolist() == trajectory.behavior_logprobs[fresh].tolist()
             assert batch.staleness[mine].tolist() == ages[fresh].tolist()
             assert batch.position_ids[mine].tolist() == np.flatnonzero(fresh).tolist()
-            assert set(batch.advantages[mine].tolist()) == {float(advantages[g][t])}
             assert set(batch.group_ids[mine].tolist()) == {g}
             seen[g, t] = seen.get((g, t), 0) + int(mine.sum())
     assert seen == {
@@ -69,7 +65,7 @@ def test_siblings_with_different_prompts_share_nothing():
     tokens = odd.token_ids.copy()
     tokens[0] += 1
     lease.trajectories[members[1]] = replace(odd, token_ids=tokens)
-    batch = pack(lease, members, step_advantages(lease.plan, AdvantageConfig()), CPU)
+    batch = pack(lease, members, CPU)
     assert len(batch.input_ids) == sum(len(lease.trajectories[member].token_ids) for member in members)
 
 
@@ -95,7 +91,7 @@ def test_logprobs_of_a_pack_equal_those_of_each_sequence_alone(family: str):
 
 def test_a_rank_without_trajectories_contributes_exactly_nothing():
     lease, _ = packed_step(0)
-    batch = pack(lease, (), step_advantages(lease.plan, AdvantageConfig()), CPU)
+    batch = pack(lease, (), CPU)
     hf = tiny_model()
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
@@ -110,11 +106,4 @@ def test_arrays_that_contradict_their_header_are_refused():
     first = lease.trajectories[members[0]]
     lease.trajectories[members[0]] = replace(first, loss_mask=np.zeros_like(first.loss_mask))
     with pytest.raises(LedgerError, match="headers promised"):
-        pack(lease, members, step_advantages(lease.plan, AdvantageConfig()), CPU)
-
-
-def test_advantages_are_those_of_each_group():
-    plan, _ = make_step(0)
-    for group, values in zip(plan.groups, step_advantages(plan, AdvantageConfig()), strict=True):
-        rewards = np.array([trajectory.reward for trajectory in group.trajectories])
-        np.testing.assert_allclose(values, rewards - rewards.mean(), atol=1e-6)
+        pack(lease, members, CPU)

@@ -5,25 +5,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.config import LearnerConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.roles import Roles
+from asyncrl.schema import LearnerConfig
 from tests.learner.feed import tiny_model
 
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
 
 
-def learner(seed: int, updates: int = 0, **changes: int) -> tuple[PolicyModel, torch.optim.Optimizer]:
+def learner(seed: int, updates: int = 0, **changes: int) -> Roles:
     hf = tiny_model(seed=seed, **changes)
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
     optimizer = make_optimizer(model.parameters(), LearnerConfig(lr=0.01))
     for _ in range(updates):
         update(model, optimizer)
-    return model, optimizer
+    return Roles(policy=model, optimizer=optimizer)
 
 
 def update(model: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
@@ -38,43 +39,43 @@ def state(step: int) -> LearnerState:
 
 
 def test_a_resumed_learner_goes_on_exactly_like_the_saved_one(tmp_path: Path):
-    model, optimizer = learner(0, updates=3)
+    roles = learner(0, updates=3)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    checkpoints.save(state(4), model, optimizer, SNAPSHOT)
-    other, other_optimizer = learner(1)
+    checkpoints.save(state(4), roles, SNAPSHOT)
+    other = learner(1)
     newest = checkpoints.newest()
     assert newest is not None
-    assert checkpoints.load(newest, other, other_optimizer) == (state(4), SNAPSHOT)
-    update(model, optimizer)
-    update(other, other_optimizer)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+    assert checkpoints.load(newest, other) == (state(4), SNAPSHOT)
+    update(roles.policy, roles.optimizer)
+    update(other.policy, other.optimizer)
+    for mine, theirs in zip(roles.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_latest_points_to_the_newest_and_older_ones_are_removed(tmp_path: Path):
-    model, optimizer = learner(0, updates=1)
+    roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
     for step in (8, 98, 109):
-        checkpoints.save(state(step), model, optimizer, {})
+        checkpoints.save(state(step), roles, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_110", "step_99"]
     assert checkpoints.newest() == tmp_path / "step_110"
 
 
 def test_what_a_killed_save_left_behind_is_never_chosen(tmp_path: Path):
-    model, optimizer = learner(0, updates=1)
+    roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    checkpoints.save(state(0), model, optimizer, {})
+    checkpoints.save(state(0), roles, {})
     (tmp_path / "step_2.tmp").mkdir()
     (tmp_path / "step_2.tmp" / "__0_0.distcp").write_bytes(b"half")
     assert checkpoints.choose("auto", restarted=False) == tmp_path / "step_1"
-    checkpoints.save(state(1), model, optimizer, {})
+    checkpoints.save(state(1), roles, {})
     assert checkpoints.choose("auto", restarted=False) == tmp_path / "step_2"
 
 
 def test_a_damaged_checkpoint_is_refused_by_file_name(tmp_path: Path):
-    model, optimizer = learner(0, updates=1)
+    roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    path = checkpoints.save(state(0), model, optimizer, {})
+    path = checkpoints.save(state(0), roles, {})
     weights = next(path.glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=weights.name):
@@ -82,20 +83,20 @@ def test_a_damaged_checkpoint_is_refused_by_file_name(tmp_path: Path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
-    model, optimizer = learner(0, updates=1)
+    roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    path = checkpoints.save(state(0), model, optimizer, {})
+    path = checkpoints.save(state(0), roles, {})
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        checkpoints.load(path, *learner(0, hidden_size=64))
+        checkpoints.load(path, learner(0, hidden_size=64))
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoint(tmp_path: Path):
-    model, optimizer = learner(0, updates=1)
+    roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    first = checkpoints.save(state(0), model, optimizer, {})
+    first = checkpoints.save(state(0), roles, {})
     (tmp_path / "step_2.tmp").write_text("a file where the folder has to go")
     with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step_2"):
-        checkpoints.save(state(1), model, optimizer, {})
+        checkpoints.save(state(1), roles, {})
     assert checkpoints.newest() == first
 
 
@@ -112,15 +113,15 @@ def test_a_failed_write_leaves_the_earlier_checkpoint(tmp_path: Path):
 def test_which_checkpoint_is_chosen(tmp_path: Path, resume: str, restarted: bool, saved: bool, chosen: str | None):
     checkpoints = Checkpoints(tmp_path, rank=0, keep=1)
     if saved:
-        checkpoints.save(state(0), *learner(0, updates=1), {})
+        checkpoints.save(state(0), learner(0, updates=1), {})
     assert checkpoints.choose(resume, restarted) == (chosen and tmp_path / chosen)
 
 
 def test_a_path_is_taken_until_this_run_has_saved_its_own(tmp_path: Path):
     theirs = Checkpoints(tmp_path / "theirs", rank=0, keep=1)
-    path = theirs.save(state(6), *learner(0, updates=1), {})
+    path = theirs.save(state(6), learner(0, updates=1), {})
     mine = Checkpoints(tmp_path / "mine", rank=0, keep=1)
     assert mine.choose(str(path), restarted=False) == path
     assert mine.choose(str(path), restarted=True) == path
-    own = mine.save(state(9), *learner(0, updates=1), {})
+    own = mine.save(state(9), learner(0, updates=1), {})
     assert mine.choose(str(path), restarted=True) == own

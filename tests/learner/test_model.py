@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config, ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.model import build_model, load_hf
+from asyncrl.schema import Config, ModelConfig, RunConfig
 from tests.learner.feed import FAMILIES, tiny_checkpoint
 
 CPU = torch.device("cpu")

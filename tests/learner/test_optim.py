@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config import LearnerConfig
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate, make_optimizer
+from asyncrl.schema import LearnerConfig
 from tests.learner.test_batch import packed_step
 
 
@@ -36,7 +36,7 @@ def one_weight(gradient: list[float]) -> tuple[torch.nn.Parameter, torch.optim.O
 def test_a_gradient_longer_than_the_bound_is_scaled_to_it():
     weight, optimizer = one_weight([3.0, 4.0])
     report = apply_update([weight], optimizer, loss=torch.tensor(0.5), lr=1.0, clip_norm=1.0)
-    assert report == UpdateReport(loss=0.5, grad_norm=5.0, applied=True)
+    assert report == UpdateReport(loss=0.5, grad_norm=5.0, applied=True, lr=1.0)
     torch.testing.assert_close(weight.detach(), torch.tensor([[-0.6, -0.8]]))
 
 
@@ -67,8 +67,8 @@ def test_norms_and_biases_are_not_decayed():
     assert bias.detach().tolist() == [1.0, 1.0]
 
 
-SKIPPED = UpdateReport(loss=float("nan"), grad_norm=1.0, applied=False)
-APPLIED = UpdateReport(loss=1.0, grad_norm=1.0, applied=True)
+SKIPPED = UpdateReport(loss=float("nan"), grad_norm=1.0, applied=False, lr=0.1)
+APPLIED = UpdateReport(loss=1.0, grad_norm=1.0, applied=True, lr=0.1)
 
 
 def test_the_guard_keeps_the_batch_that_was_skipped(tmp_path: Path):

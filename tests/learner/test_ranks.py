@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.fed_replay import largest_difference
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks

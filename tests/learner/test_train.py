@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config, EvalConfig, LearnerConfig, ModelConfig, ReplayConfig, RunConfig
 from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.resume import begin
+from asyncrl.learner.roles import build_roles
 from asyncrl.learner.train import evaluation_metrics, train
+from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, ReplayConfig, RunConfig
 from asyncrl.types import NO_VERSION, EvalSummary
 from asyncrl.weights.base import PublishStats
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
@@ -41,18 +40,16 @@ def run(
 ) -> tuple[KeptWeights, KeptRows]:
     folder = Path(config.run.dir)
     checkpoints = Checkpoints(folder / "ckpt", rank=0, keep=config.learner.keep_checkpoints)
-    model = build_model(config, CPU, None)
-    optimizer = make_optimizer(model.parameters(), config.learner)
+    roles = build_roles(config, CPU, None)
     resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
     publisher, rows = publisher or KeptWeights(), KeptRows()
     train(
         config,
         replay=replay,
         publisher=publisher,
-        model=model,
-        optimizer=optimizer,
+        roles=roles,
         checkpoints=checkpoints,
-        start=begin(replay, checkpoints, model, optimizer, resume_from, rank=0, device=CPU),
+        start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
         log=rows,
         run_dir=folder,
         rank=0,

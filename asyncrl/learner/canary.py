@@ -1,0 +1,82 @@
+"""The learner's half of the canary: its own log-probs of the probe tokens go out with every version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.learner.attention import plan_packing
+from asyncrl.learner.model import PolicyModel, reshard
+from asyncrl.schema import Config
+from asyncrl.weights.base import Publisher, PublishStats
+from asyncrl.weights.canary import Canary, random_probes
+
+
+class ProvingPublisher:
+    """Implements `weights.base.Publisher` around another: each version is sent with its canary.
+
+    A worker may join at any version, so every one needs it. Collective like the publication itself: one small forward
+    over all ranks.
+    """
+
+    def __init__(self, publisher: Publisher, config: Config, model: PolicyModel, device: torch.device) -> None:
+        self._publisher = publisher
+        self._model = model
+        self._device = device
+        self._dtypes = (config.model.dtype, config.weights.wire_dtype)
+        self._probes = probes_of(model, config.seed)
+        self._stats: dict[str, float] = {}
+
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
+        started = time.perf_counter()
+        if canary is None:
+            learner_dtype, wire_dtype = self._dtypes
+            canary = Canary(
+                sequences=self._probes,
+                logprobs=tuple(probe_logprobs(self._model, self._probes, self._device)),
+                learner_dtype=learner_dtype,
+                wire_dtype=wire_dtype,
+            )
+        middle = time.perf_counter()
+        stats = self._publisher.publish(policy_version, tensors, canary)
+        stopped = time.perf_counter()
+        self._stats = {"weights/canary_s": middle - started, "weights/learner_stall_s": stopped - started}
+        return stats
+
+    def stats(self) -> dict[str, float]:
+        return self._publisher.stats() | self._stats
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:
+    """Probe tokens of a run: within the model's vocabulary, and its longest sequence."""
+    settings = model.hf.config.get_text_config(decoder=True)
+    return random_probes(int(settings.vocab_size), seed, length=min(24, int(settings.max_position_embeddings)))
+
+
+@torch.no_grad()
+def probe_logprobs(
+    model: PolicyModel, sequences: Sequence[NDArray[np.int32]], device: torch.device
+) -> list[NDArray[np.float32]]:
+    """[T] token ids -> [T - 1] log-probs of tokens 1.. at temperature 1, by the forward that training uses.
+
+    Collective over the ranks; every one computes the same.
+    """
+    lengths = np.array([len(ids) for ids in sequences])
+    total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
+    position = np.arange(total) - np.repeat(starts, lengths)
+    targets = np.flatnonzero(position > 0)
+    packing = plan_packing(np.arange(total), lengths, total, device)
+    arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
+    ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
+    logprobs = model(ids, positions, chosen, predictors, packing, 1.0)[0].float().cpu().numpy()
+    reshard(model)
+    return [logprobs[start + 1 : start + length] for start, length in zip(starts, lengths, strict=True)]

@@ -1,0 +1,99 @@
+"""The critic: a Hugging Face token classifier with one label, the value of each state, and its loss."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.model import PackedModel, place, prepare
+from asyncrl.schema import Config
+
+HEADS = ("score", "classifier")
+"""What transformers calls the linear layer of its token classifiers."""
+
+
+class CriticModel(PackedModel):
+    """Packed tokens in, the value of the state in which each chosen token was sampled out."""
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> Float[Tensor, " tokens"]:
+        """Values, fp32 [T], 0 outside `loss_positions`; from the token before: what was sampled is not yet seen."""
+        hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
+        head = value_head(self.hf)
+        bias = None if head.bias is None else head.bias.float()
+        values = functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
+        return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
+
+
+def value_head(hf: PreTrainedModel) -> nn.Linear:
+    """Raises ConfigError for an architecture whose token classifier ends otherwise."""
+    found = [module for name, module in hf.named_children() if name in HEADS and isinstance(module, nn.Linear)]
+    if not found:
+        raise ConfigError(
+            f"critic.path: {type(hf).__name__} does not end in a linear layer named {' or '.join(HEADS)}; use a model "
+            "whose token classifier does (Llama, Qwen2, Qwen3, Mistral)"
+        )
+    return found[0]
+
+
+def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) -> CriticModel:
+    """Load `critic.path` (default `model.path`) like the policy. A checkpoint without a value head gets one of zeros.
+
+    Raises:
+        ConfigError: it cannot be loaded as a token classifier with one label.
+    """
+    path = config.critic.path or config.model.path
+    try:
+        hf, loaded = AutoModelForTokenClassification.from_pretrained(
+            path,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
+            "a token classifier with num_labels=1"
+        ) from error
+    head = value_head(hf)
+    if any(key.split(".")[-2] in HEADS for key in loaded["missing_keys"]):
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)  # random values would send the first advantages astray
+    return place(CriticModel(prepare(hf, config.model)), config.model, device, mesh)
+
+
+def value_loss(
+    values: Float[Tensor, " T"],
+    targets: Float[Tensor, " T"],
+    old_values: Float[Tensor, " T"],
+    mask: Bool[Tensor, " T"],
+    clip: float,
+    tokens: float,
+) -> Float[Tensor, ""]:
+    """Half the squared error per loss token; with `clip`, that of a value moved at most so far from the old one where
+    that is the larger (PPO's value clipping).
+
+    Args:
+        targets, old_values: without gradient; the values of all updates of a batch are held to those before the first.
+        clip: 0 is none.
+        tokens: loss tokens of the whole minibatch, over all ranks and micro-batches.
+    """
+    error = (values - targets).square()
+    if clip > 0:
+        moved = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (moved - targets).square())
+    return 0.5 * torch.where(mask, error, 0.0).sum() / max(tokens, 1.0)

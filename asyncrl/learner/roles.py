@@ -1,0 +1,80 @@
+"""The models of a learner: the policy, and those of critic, reference and averaged policy that the settings need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.learner.critic import CriticModel, build_critic
+from asyncrl.learner.model import PackedModel, PolicyModel, build_model
+from asyncrl.learner.optim import make_optimizer
+from asyncrl.losses.config import required_inputs
+from asyncrl.losses.kl import AdaptiveKL
+from asyncrl.schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    model: CriticModel
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class Roles:
+    """Every model is FSDP2 over the same ranks."""
+
+    policy: PolicyModel
+    optimizer: torch.optim.Optimizer
+    critic: Critic | None = None
+    reference: PolicyModel | None = None
+    """Frozen: what the KL is measured against."""
+    base_is_reference: bool = False
+    """With LoRA: the reference is the policy with its adapters off, no model of its own."""
+    average: PolicyModel | None = None
+    """Moving average of the policy's weights: the proximal policy (`learner.proximal_ema`)."""
+    kl_coef: float = 0.0
+    """Price of the KL in the reward now: `advantage.kl_coef`, moved by `kl_control`."""
+    kl_control: AdaptiveKL | None = None
+
+    def control_kl(self, kl: float, sequences: int) -> None:
+        """Adapt the price to the KL per token measured in a step; every rank calls it with the same numbers."""
+        if self.kl_control is not None:
+            self.kl_control.coefficient = self.kl_coef
+            self.kl_control.update(kl, sequences)
+            self.kl_coef = self.kl_control.coefficient
+
+    def trained(self) -> Iterator[tuple[str, PackedModel, torch.optim.Optimizer]]:
+        """`(name, model, optimizer)` of what is learned."""
+        yield "policy", self.policy, self.optimizer
+        if self.critic is not None:
+            yield "critic", self.critic.model, self.critic.optimizer
+
+
+def needs_reference(config: Config) -> bool:
+    return config.advantage.kl_coef > 0 or "ref_logprobs" in required_inputs(config.loss)
+
+
+def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -> Roles:
+    """Load every model the settings need.
+
+    Raises:
+        ConfigError: one of them cannot be loaded; the message names its setting.
+    """
+    policy = build_model(config, device, mesh)
+    roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
+    advantage, ema = config.advantage, config.learner.proximal_ema
+    if advantage.uses_critic:
+        critic = build_critic(config, device, mesh)
+        roles.critic = Critic(model=critic, optimizer=make_optimizer(critic.parameters(), config.learner))
+    roles.base_is_reference = needs_reference(config) and policy.adapters is not None and not config.reference.path
+    if needs_reference(config) and not roles.base_is_reference:
+        roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True)
+    if ema > 0:
+        roles.average = build_model(config, device, mesh, frozen=True)
+    roles.kl_coef = advantage.kl_coef
+    if advantage.kl_target > 0:
+        roles.kl_control = AdaptiveKL(advantage.kl_coef, advantage.kl_target, advantage.kl_horizon)
+    return roles

@@ -1,0 +1,79 @@
+"""Forward passes without gradient, before the first update on a batch: what advantages and losses are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.critic import CriticModel
+from asyncrl.learner.model import PackedModel, PolicyModel, reshard
+from asyncrl.learner.roles import Roles
+from asyncrl.losses.config import proximal_source
+from asyncrl.schema import Config
+
+
+def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """learner_logprobs, entropy: [T] each, at the sampling temperature (greedy sampling reports those of 1)."""
+    temperature = config.rollout.temperature or 1.0
+    return model(
+        batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, temperature
+    )
+
+
+def evaluate_states(model: CriticModel, batch: MicroBatch) -> Tensor:
+    """Values [T]."""
+    return model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
+
+
+def anchor_of(config: Config) -> str:
+    """Where the proximal log-probs come from: `none`, `current`, `recompute` (see `proximal_source`) or `average`."""
+    source = proximal_source(config.loss, config.learner.updates_per_batch)
+    return "average" if source != "none" and config.learner.proximal_ema > 0 else source
+
+
+def needs_current(config: Config) -> bool:
+    """Whether the policy scores the batch once more, before it is trained on it."""
+    advantage = config.advantage
+    return anchor_of(config) == "recompute" or advantage.estimator == "vtrace" or advantage.kl_coef > 0
+
+
+def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Fill in `current_logprobs`, `proximal_logprobs`, `ref_logprobs` and `values` where the settings need them.
+
+    Collective over the ranks: each model runs over all micro-batches before the next does.
+    """
+    nothing: list[Tensor | None] = [None] * len(batches)
+
+    def logprobs_under(model: PolicyModel) -> Sequence[Tensor | None]:
+        return _pass(model, lambda batch: score(config, model, batch)[0], batches)
+
+    anchor = anchor_of(config)
+    current = logprobs_under(roles.policy) if needs_current(config) else nothing
+    proximal = current if anchor == "recompute" else nothing
+    if anchor == "average":
+        assert roles.average is not None
+        proximal = logprobs_under(roles.average)
+    reference = nothing if roles.reference is None else logprobs_under(roles.reference)
+    if roles.base_is_reference:
+        assert roles.policy.adapters is not None
+        with roles.policy.adapters.off():
+            reference = logprobs_under(roles.policy)
+    values: Sequence[Tensor | None] = nothing
+    if roles.critic is not None:
+        critic = roles.critic.model
+        values = _pass(critic, lambda batch: evaluate_states(critic, batch), batches)
+    return [
+        replace(batch, current_logprobs=now, proximal_logprobs=prox, ref_logprobs=ref, values=value)
+        for batch, now, prox, ref, value in zip(batches, current, proximal, reference, values, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _pass(model: PackedModel, forward: Callable[[MicroBatch], Tensor], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    results = [forward(batch) for batch in batches]
+    reshard(model)
+    return results

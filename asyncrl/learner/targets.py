@@ -1,0 +1,157 @@
+"""Advantages, and the critic's targets, of every loss token of a step: the same however it was split and sharded.
+
+The estimators see one row per trajectory with its loss tokens side by side. Observation tokens are thereby jumped over;
+over-age tokens, which come before the fresh ones and so are in no return of theirs, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from asyncrl.advantages import (
+    gae,
+    group_advantages,
+    masked_whiten,
+    returns_to_go,
+    token_rewards,
+    vtrace,
+    whitening_moments,
+)
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.metrics import Measured
+from asyncrl.learner.plan import Member
+from asyncrl.learner.ranks import sum_over_ranks
+from asyncrl.schema import AdvantageConfig
+from asyncrl.types import StepPlan
+
+Table = Float[Tensor, "B L"]
+"""float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The trajectories of this rank's micro-batches, one row each, with their loss tokens in order."""
+
+    members: tuple[Member, ...]
+    mask: Bool[Tensor, "B L"]
+
+    @classmethod
+    def of(cls, batches: Sequence[MicroBatch]) -> Rows:
+        counts = [
+            torch.bincount(batch.sequence_ids[batch.loss_positions].cpu(), minlength=len(batch.members))
+            for batch in batches
+        ]
+        lengths = torch.cat([torch.zeros(0, dtype=torch.int64), *counts])
+        columns = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))
+        return cls(
+            members=tuple(member for batch in batches for member in batch.members), mask=columns < lengths[:, None]
+        )
+
+    def gather(self, batches: Sequence[MicroBatch], name: str) -> Table:
+        """The field `name` of the batches; 0 beyond a row's end."""
+        parts = [batch.tensors()[name][batch.loss_positions].cpu().double() for batch in batches]
+        table = torch.zeros(self.mask.shape, dtype=torch.float64)
+        table[self.mask] = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+        return table
+
+    def spread(self, table: Table, batches: Sequence[MicroBatch]) -> list[Float[Tensor, " tokens"]]:
+        """The inverse of `gather`: float32 [T] of each batch, on its device."""
+        shares = table[self.mask].float().split([len(batch.loss_positions) for batch in batches])
+        return [
+            torch.zeros(len(batch.input_ids), device=batch.input_ids.device).index_copy(
+                0, batch.loss_positions, share.to(batch.input_ids.device)
+            )
+            for batch, share in zip(batches, shares, strict=True)
+        ]
+
+
+def with_targets(
+    plan: StepPlan, batches: Sequence[MicroBatch], config: AdvantageConfig, kl_coef: float, device: torch.device
+) -> tuple[list[MicroBatch], Measured]:
+    """Fill in `advantages`, and `value_targets` with a critic. Collective over the ranks.
+
+    Args:
+        batches: all of this rank's micro-batches of the step, with their scores.
+        kl_coef: price of the KL in the reward in this step.
+
+    Returns:
+        The batches, and this rank's `advantage/*`, `kl/in_reward` and `critic/*`.
+    """
+    rows = Rows.of(batches)
+    gap = None
+    if config.kl_coef > 0:
+        gap = rows.gather(batches, "current_logprobs") - rows.gather(batches, "ref_logprobs")
+    penalty = None if gap is None else kl_coef * gap
+    if config.estimator == "group" or (config.estimator == "reinforce_pp" and config.baseline != "none"):
+        advantages, targets = against_siblings(plan, rows, penalty, config, device), None
+    else:
+        advantages, targets = per_token(plan, rows, penalty, config, batches)
+    if config.estimator != "group" and config.std == "batch":
+        moments = sum_over_ranks(whitening_moments(advantages, rows.mask), device)
+        advantages = masked_whiten(advantages, rows.mask, moments=moments)
+    measured = Measured(ratios=moments_of("advantage/", advantages, rows))
+    if gap is not None:
+        measured.ratios["kl/in_reward"] = float(gap.sum()), float(rows.mask.sum())
+    value_targets: Sequence[Tensor | None] = [None] * len(batches)
+    if targets is not None:
+        value_targets = rows.spread(targets, batches)
+        residual = targets - rows.gather(batches, "values")
+        measured.ratios |= moments_of("critic/target_", targets, rows) | moments_of("critic/residual_", residual, rows)
+    parts = zip(batches, rows.spread(advantages, batches), value_targets, strict=True)
+    return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
+
+
+def against_siblings(
+    plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
+) -> Table:
+    """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings'.
+
+    Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained.
+    """
+    sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
+    first = sizes.cumsum(0) - sizes
+    place = torch.tensor([int(first[g]) + t for g, t in rows.members], dtype=torch.int64)
+    if penalty is not None:
+        prices = torch.zeros_like(rewards).index_add(0, place, penalty.sum(1))
+        rewards = rewards - sum_over_ranks(prices, device)
+    advantages = group_advantages(
+        rewards,
+        torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+        baseline=config.baseline,
+        std=config.std if config.estimator == "group" else "none",
+        lengths=torch.tensor([trajectory.loss_tokens for trajectory in headers]),
+    )
+    return torch.where(rows.mask, advantages[place][:, None], 0.0)
+
+
+def per_token(
+    plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, batches: Sequence[MicroBatch]
+) -> tuple[Table, Table | None]:
+    """Advantages, and value targets with a critic, from the reward at the last token and the KL's price at each."""
+    earned = torch.tensor([plan.groups[g].trajectories[t].reward for g, t in rows.members], dtype=torch.float64)
+    rewards = token_rewards(earned, rows.mask, penalty)
+    if config.estimator == "reinforce_pp":
+        return returns_to_go(rewards, rows.mask, config.gamma), None
+    values = rows.gather(batches, "values")
+    if config.estimator == "gae":
+        return gae(rewards, values, rows.mask, config.gamma, config.lam)
+    recorded = rows.gather(batches, "behavior_logprobs")
+    # As in the losses: a token that the engine did not score counts with a ratio of 1.
+    log_ratio = torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
+    return vtrace(rewards, values, log_ratio, rows.mask, config.gamma, config.lam, c_bar=config.c_bar)
+
+
+def moments_of(prefix: str, table: Table, rows: Rows) -> dict[str, tuple[float, float]]:
+    """Mean and mean square of this rank's tokens, as sums that add up over ranks (see `Measured.row`)."""
+    inside, count = table[rows.mask], float(rows.mask.sum())
+    return {
+        f"{prefix}mean": (float(inside.sum()), count),
+        f"{prefix}square": (float(inside.square().sum()), count),
+    }

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.losses.config import LossConfig
+from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.weights.adapter import SCALING, read_pairs
+from tests.learner.fed_replay import largest_difference
+from tests.learner.feed import tiny_checkpoint
+from tests.learner.rank_process import train_on_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def make_config(folder: Path, run: str, **model: object) -> Config:
+    if not (folder / "model").exists():
+        tiny_checkpoint(folder / "model")
+    return Config(
+        run=RunConfig(dir=str(folder / run)),
+        model=ModelConfig(path=str(folder / "model"), lora_rank=3, lora_alpha=6, **model),
+        loss=LossConfig(kl_coef=0.05),  # against the base: the policy with its adapters off
+        learner=LearnerConfig(steps=4, lr=1e-2, save_every=2, max_tokens_per_microbatch=60),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the finished runs `one` and `two`, of one and of two ranks, the latter with activation checkpointing; LoRA
+    rank 3 does not divide among two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    train_on_ranks(make_config(folder, "one"), 1)
+    train_on_ranks(make_config(folder, "two", activation_checkpointing=True), 2)
+    return folder
+
+
+def published(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / "published.safetensors")
+
+
+def test_two_ranks_that_checkpoint_activations_learn_the_same_adapters_as_one_that_keeps_them(folder: Path):
+    one, two = published(folder, "one"), published(folder, "two")
+    assert largest_difference(one, two) < 1e-5
+    assert all(pair.b.abs().max() > 1e-3 for pair in read_pairs(one).values())
+
+
+def test_an_export_of_sharded_adapters_is_the_base_with_what_was_published(folder: Path):
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / "two" / "hf").named_parameters())
+    pairs = read_pairs(published(folder, "two"))
+    for name, weight in AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters():
+        pair = pairs.get(name.removesuffix(".weight"))
+        want = weight if pair is None else pair.added_to(weight.detach(), 6 / 3)
+        torch.testing.assert_close(exported[name], want)
+
+
+def test_adapters_resume_on_another_number_of_ranks(folder: Path):
+    half_way = folder / "two" / "ckpt" / "step_2"
+    shutil.copytree(half_way, folder / "resumed" / "ckpt" / "step_2")
+    (folder / "resumed" / "ckpt" / "latest").symlink_to("step_2")
+    resumed = train_on_ranks(make_config(folder, "resumed"), 1, resume=True)
+    assert largest_difference(published(folder, "two"), resumed) < 1e-5
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_adapters(folder: Path):
+    weights = train_on_ranks(make_config(folder, "half", dtype="bfloat16"), 1)
+    row, exact = (load_file(folder / run / "row.safetensors") for run in ("half", "one"))
+    assert {tensor.dtype for name, tensor in weights.items() if name != SCALING} == {torch.float32}
+    assert math.isclose(row["policy/entropy"].item(), exact["policy/entropy"].item(), abs_tol=0.1)
+    assert row["optim/trained_parameters"] == sum(t.numel() for t in weights.values()) - 2

@@ -1,0 +1,190 @@
+"""The loop with a critic, a reference, an averaged policy and a controller, fed from a fixed order of batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.resume import begin
+from asyncrl.learner.roles import Roles, build_roles
+from asyncrl.learner.train import train
+from asyncrl.losses.config import LossConfig
+from asyncrl.schema import AdvantageConfig, Config, CriticConfig
+from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
+from tests.learner.test_train import make_config
+
+CPU = torch.device("cpu")
+
+
+def ppo_gae(folder: Path, **learner: Any) -> Config:
+    config = make_config(folder, **learner)
+    config.loss = LossConfig(preset="ppo")
+    config.advantage = AdvantageConfig(estimator="gae", baseline="none", std="batch")
+    config.critic = CriticConfig(lr=1e-2)
+    return config
+
+
+def reinforce_pp(folder: Path, **learner: Any) -> Config:
+    config = make_config(folder, **learner)
+    config.loss = LossConfig(preset="reinforce_pp")
+    config.advantage = AdvantageConfig(
+        estimator="reinforce_pp", baseline="none", std="batch", kl_coef=0.1, kl_target=0.05, kl_horizon=100.0
+    )
+    return config
+
+
+def averaged(folder: Path, **learner: Any) -> Config:
+    config = make_config(folder, proximal_ema=0.5, **learner)
+    config.loss = LossConfig(preset="decoupled_ppo")
+    return config
+
+
+def run(config: Config, replay: FedReplay | None = None, resume: bool = False) -> tuple[Roles, KeptWeights, KeptRows]:
+    replay, publisher, rows = replay or FedReplay(), KeptWeights(), KeptRows()
+    checkpoints = Checkpoints(Path(config.run.dir) / "ckpt", rank=0, keep=2)
+    roles = build_roles(config, CPU, None)
+    resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
+    train(
+        config,
+        replay=replay,
+        publisher=publisher,
+        roles=roles,
+        checkpoints=checkpoints,
+        start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
+        log=rows,
+        run_dir=Path(config.run.dir),
+        rank=0,
+        world=1,
+        device=CPU,
+    )
+    return roles, publisher, rows
+
+
+def weights(roles: Roles) -> dict[str, torch.Tensor]:
+    """Of everything that is learned."""
+    found = {f"{name}.{key}": p.detach() for name, model, _ in roles.trained() for key, p in model.named_parameters()}
+    if roles.average is not None:
+        found |= {f"average.{key}": p.detach() for key, p in roles.average.named_parameters()}
+    return found
+
+
+def one_batch(replay: FedReplay) -> FedReplay:
+    """Serves step 0 at every step."""
+    once = replay.lease
+    replay.lease = lambda *, step, rank, world, wait_s: once(step=0, rank=rank, world=world, wait_s=wait_s)  # pyright: ignore
+    return replay
+
+
+def test_a_critic_learns_the_returns_of_a_batch_it_sees_again_and_again(tmp_path: Path):
+    config = ppo_gae(tmp_path, steps=30, lr=1e-6, save_every=30)
+    config.advantage.lam = 1.0  # the targets are then the rewards, whatever the critic says
+    _, _, rows = run(config, one_batch(FedReplay()))
+    assert rows.rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert rows.rows[-1]["critic/explained_variance"] > 0.8
+    assert rows.rows[-1]["critic/loss"] < 0.3 * rows.rows[0]["critic/loss"]
+
+
+def test_the_policy_stays_put_and_is_published_while_the_critic_warms_up(tmp_path: Path):
+    config = ppo_gae(tmp_path, steps=3, save_every=3)
+    config.critic.warmup_steps = 2
+    started = {name: p.detach().clone() for name, p in build_roles(config, CPU, None).policy.named_hf_parameters()}
+    kept: list[dict[str, torch.Tensor]] = []
+
+    class Every(KeptWeights):
+        def publish(self, policy_version: int, tensors: Any) -> Any:
+            stats = super().publish(policy_version, tensors)
+            kept.append(self.newest)
+            return stats
+
+    roles, publisher, rows = build_roles(config, CPU, None), Every(), KeptRows()
+    replay, checkpoints = FedReplay(), Checkpoints(tmp_path / "ckpt", rank=0, keep=1)
+    start = begin(replay, checkpoints, roles, None, rank=0, device=CPU)
+    train(
+        config,
+        **{"replay": replay, "publisher": publisher, "roles": roles, "checkpoints": checkpoints, "start": start},
+        **{"log": rows, "run_dir": tmp_path, "rank": 0, "world": 1, "device": CPU},
+    )
+    assert publisher.versions == [0, 1, 2, 3]
+    assert largest_difference(started, kept[2]) == 0.0 < largest_difference(started, kept[3])
+    assert [row["optim/lr"] for row in rows.rows] == [0.0, 0.0, 1e-3]
+    assert all(row["critic/lr"] == 1e-2 and "kl/behavior" in row for row in rows.rows)
+
+
+def test_the_reference_stays_at_the_initial_weights_and_the_kl_grows_from_zero(tmp_path: Path):
+    config = make_config(tmp_path)
+    config.loss = LossConfig(preset="grpo", kl="k3", kl_coef=0.1)
+    roles, _, rows = run(config)
+    fresh = build_roles(config, CPU, None)
+    assert roles.reference is not None and fresh.reference is not None
+    kept, initial = (dict(model.named_hf_parameters()) for model in (roles.reference, fresh.reference))
+    assert largest_difference(kept, initial) == 0.0
+    assert rows.rows[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+    assert rows.rows[-1]["loss/kl"] == pytest.approx(0.1 * rows.rows[-1]["kl/reference"], rel=0.5) != 0.0
+
+
+def test_the_controller_moves_the_price_of_the_kl_towards_its_target(tmp_path: Path):
+    config = reinforce_pp(tmp_path)
+    _, _, rows = run(config)
+    price = config.advantage.kl_coef
+    for row in rows.rows:
+        assert row["kl/coef"] == pytest.approx(price)
+        error = min(max(row["kl/in_reward"] / config.advantage.kl_target - 1.0, -0.2), 0.2)
+        price *= 1.0 + error * 16 / config.advantage.kl_horizon
+    assert rows.rows[0]["advantage/std"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_averaged_anchor_lies_between_the_old_and_the_new_policy(tmp_path: Path):
+    roles, _, rows = run(averaged(tmp_path, steps=3))
+    first, *_, last = (row["ratio/U/rms_log_ratio"] for row in rows.rows)
+    assert first == pytest.approx(0.0, abs=1e-5)
+    assert last > 1e-3
+    assert roles.average is not None
+    assert largest_difference(dict(roles.average.named_hf_parameters()), dict(roles.policy.named_hf_parameters())) > 0
+
+
+def test_the_learning_rate_of_vcpo_follows_the_effective_sample_size(tmp_path: Path):
+    config = make_config(tmp_path, schedule="constant")
+    config.loss = LossConfig(preset="vcpo")
+    _, _, rows = run(config)
+    for row in rows.rows:
+        assert row["optim/lr"] == pytest.approx(1e-3 * row["ratio/E/ess_seq"] ** 0.5, rel=1e-4)
+    assert rows.rows[0]["optim/lr"] < 1e-3
+
+
+@pytest.mark.parametrize("make", [ppo_gae, reinforce_pp, averaged])
+def test_a_resumed_run_ends_with_all_the_weights_of_an_undisturbed_one(tmp_path: Path, make: Any):
+    undisturbed, _, expected = run(make(tmp_path / "a"))
+    config = make(tmp_path / "b")
+    with pytest.raises(NoProgress):
+        run(config, FedReplay(steps=5))
+    again = FedReplay()
+    again.next_version = 6
+    resumed, _, rows = run(config, again, resume=True)
+    assert largest_difference(weights(undisturbed), weights(resumed)) == 0.0
+    assert resumed.kl_coef == undisturbed.kl_coef
+    assert rows.rows[-1]["loss/total"] == expected.rows[-1]["loss/total"]
+
+
+def test_a_checkpoint_without_a_critic_does_not_resume_a_run_with_one(tmp_path: Path):
+    run(make_config(tmp_path, steps=2))
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit .*critic.* the critic and"):
+        run(ppo_gae(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("make", [ppo_gae, reinforce_pp])
+def test_micro_batch_size_does_not_change_what_policy_and_critic_learn(tmp_path: Path, make: Any):
+    small, _, _ = run(make(tmp_path / "small", max_tokens_per_microbatch=30, steps=3, updates_per_batch=2))
+    large, _, _ = run(make(tmp_path / "large", max_tokens_per_microbatch=10_000, steps=3, updates_per_batch=2))
+    assert largest_difference(weights(small), weights(large)) < 2e-5
+
+
+def test_a_poisoned_step_moves_neither_policy_nor_critic(tmp_path: Path):
+    replay = FedReplay()
+    replay.poisoned = {0, 1}
+    with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
+        run(ppo_gae(tmp_path), replay)

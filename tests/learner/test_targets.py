@@ -1,0 +1,201 @@
+"""Advantages and value targets of a step, against numpy written from the formulas, and over any split of the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.plan import Member, plan_minibatches
+from asyncrl.learner.targets import with_targets
+from asyncrl.replay.base import Lease
+from asyncrl.schema import AdvantageConfig
+from tests.learner.feed import make_lease, make_step
+
+CPU = torch.device("cpu")
+KL_COEF = 0.1
+SETTINGS = {
+    "grpo": AdvantageConfig(std="group"),
+    "opo": AdvantageConfig(baseline="opo"),
+    "group_priced": AdvantageConfig(kl_coef=KL_COEF),
+    "reinforce_pp": AdvantageConfig(estimator="reinforce_pp", baseline="none", std="batch", gamma=0.9, kl_coef=KL_COEF),
+    "reinforce_pp_baseline": AdvantageConfig(estimator="reinforce_pp", std="batch", kl_coef=KL_COEF),
+    "gae": AdvantageConfig(estimator="gae", baseline="none", std="none", gamma=0.9, lam=0.8, kl_coef=KL_COEF),
+    "gae_whitened": AdvantageConfig(estimator="gae", baseline="none", std="batch"),
+    "vtrace": AdvantageConfig(estimator="vtrace", baseline="none", std="none", gamma=0.9, lam=0.8),
+}
+
+Tokens = dict[Member, dict[str, np.ndarray]]
+"""Per trajectory, arrays over its fresh loss tokens."""
+
+
+def noise(name: str, member: Member, tokens: int) -> np.ndarray:
+    """The same for a trajectory however it is packed."""
+    return np.random.default_rng([len(name), *member]).normal(-1.0, 0.5, tokens)
+
+
+def scored(lease: Lease, budget: int) -> list[MicroBatch]:
+    """Packed, with made-up scores under the policy, the reference and the critic."""
+    batches = []
+    for minibatch in plan_minibatches(lease.plan, rank=0, updates=1, budget=budget):
+        for members in minibatch.micro_batches:
+            batch = pack(lease, members, CPU)
+            scores = {
+                name: torch.full((len(batch.input_ids),), 7.0)
+                for name in ("current_logprobs", "ref_logprobs", "values")
+            }
+            for i, member in enumerate(members):
+                mine = (batch.sequence_ids == i) & batch.loss_mask
+                for name, values in scores.items():
+                    values[mine] = torch.from_numpy(noise(name, member, int(mine.sum()))).float()
+            batches.append(replace(batch, **scores))
+    return batches
+
+
+def unpacked(batches: list[MicroBatch]) -> Tokens:
+    found: Tokens = {}
+    for batch in batches:
+        for i, member in enumerate(batch.members):
+            mine = (batch.sequence_ids == i) & batch.loss_mask
+            found[member] = {
+                name: tensor[mine].numpy() for name, tensor in batch.tensors().items() if len(tensor) == len(mine)
+            }
+    return found
+
+
+def targets_of(name: str, seed: int, budget: int = 80) -> tuple[Lease, Tokens]:
+    plan, groups = make_step(seed, groups=5)
+    lease = make_lease(plan, groups)
+    batches, _ = with_targets(plan, scored(lease, budget), SETTINGS[name], KL_COEF, CPU)
+    return lease, unpacked(batches)
+
+
+def rewards_of(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict[Member, np.ndarray]:
+    """The reward at the last token, minus the price of the KL at each."""
+    rewards = {}
+    for member, arrays in tokens.items():
+        gap = arrays["current_logprobs"].astype(np.float64) - arrays["ref_logprobs"]
+        rewards[member] = -config.kl_coef * gap
+        rewards[member][-1] += lease.plan.groups[member[0]].trajectories[member[1]].reward
+    return rewards
+
+
+def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict[Member, float]:
+    earned = rewards_of(lease, config, tokens)
+    found = {}
+    for g, group in enumerate(lease.plan.groups):
+        scores = np.array(
+            [earned[g, t].sum() if (g, t) in earned else header.reward for t, header in enumerate(group.trajectories)]
+        )
+        lengths = np.array([header.loss_tokens for header in group.trajectories])
+        baseline = (scores * lengths).sum() / lengths.sum() if config.baseline == "opo" else scores.mean()
+        scale = scores.std(ddof=1) + 1e-6 if config.std == "group" else 1.0
+        found |= {(g, t): (score - baseline) / scale for t, score in enumerate(scores)}
+    return found
+
+
+def backwards(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
+    """Advantages and targets by a scan over each trajectory's own tokens."""
+    rewards, advantages, targets = rewards_of(lease, config, tokens), {}, {}
+    for member, arrays in tokens.items():
+        r, values = rewards[member], arrays["values"].astype(np.float64)
+        if config.estimator == "reinforce_pp":
+            values = np.zeros_like(r)
+        ratio = np.ones_like(r)
+        if config.estimator == "vtrace":
+            ratio = np.exp(arrays["current_logprobs"].astype(np.float64) - arrays["behavior_logprobs"])
+        lam = 1.0 if config.estimator == "reinforce_pp" else config.lam
+        error = next_value = next_target = 0.0
+        a, v = np.zeros_like(r), np.zeros_like(r)
+        for t in reversed(range(len(r))):
+            capped = min(1.0, ratio[t])
+            error = capped * (r[t] + config.gamma * next_value - values[t]) + config.gamma * lam * capped * error
+            v[t] = values[t] + error
+            bootstrap = lam * next_target + (1 - lam) * next_value
+            a[t] = capped * (r[t] + config.gamma * bootstrap - values[t])
+            next_value, next_target = values[t], v[t]
+        advantages[member], targets[member] = a, v
+    return advantages, targets
+
+
+def whitened(advantages: dict[Member, np.ndarray]) -> dict[Member, np.ndarray]:
+    flat = np.concatenate(list(advantages.values()))
+    return {member: (values - flat.mean()) / flat.std() for member, values in advantages.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_advantages_and_targets_are_those_of_the_formula(name: str, seed: int):
+    lease, tokens = targets_of(name, seed)
+    config, targets = SETTINGS[name], None
+    if config.estimator == "group" or name == "reinforce_pp_baseline":
+        scores = against_group(lease, config, tokens)
+        expected = {member: np.full(len(arrays["advantages"]), scores[member]) for member, arrays in tokens.items()}
+    else:
+        expected, targets = backwards(lease, config, tokens)
+    if config.estimator != "group" and config.std == "batch":
+        expected = whitened(expected)
+    for member, arrays in tokens.items():
+        np.testing.assert_allclose(arrays["advantages"], expected[member], atol=1e-5)
+        if config.uses_critic:
+            assert targets is not None
+            np.testing.assert_allclose(arrays["value_targets"], targets[member], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_split_into_micro_batches_changes_no_advantage(name: str):
+    (_, small), (_, large) = targets_of(name, 4, budget=25), targets_of(name, 4, budget=10_000)
+    assert small.keys() == large.keys()
+    for member, arrays in small.items():
+        np.testing.assert_allclose(arrays["advantages"], large[member]["advantages"], atol=1e-6)
+
+
+def test_observation_tokens_are_jumped_over():
+    """An observation between two sampled tokens leaves their advantages as if it were not there."""
+    plan, groups = make_step(0, groups=1, size=2, oldest=0)
+    with_observation = replace(groups[0].trajectories[0], loss_mask=groups[0].trajectories[0].loss_mask.copy())
+    first = with_observation.prompt_length
+    with_observation.loss_mask[first + 1] = False
+    header = plan.groups[0].trajectories[0]
+    fewer = replace(header, version_tokens=((10, header.loss_tokens - 1),))
+    members = (fewer, plan.groups[0].trajectories[1])
+    plan = replace(plan, groups=(replace(plan.groups[0], trajectories=members),))
+    lease = make_lease(plan, [replace(groups[0], trajectories=(with_observation, groups[0].trajectories[1]))])
+    config = AdvantageConfig(estimator="gae", baseline="none", gamma=0.9, lam=0.8)
+    batches, _ = with_targets(plan, scored(lease, 1000), config, 0.0, CPU)
+    tokens = unpacked(batches)
+    assert len(tokens[0, 0]["advantages"]) == header.loss_tokens - 1
+    expected, _ = backwards(lease, config, tokens)
+    np.testing.assert_allclose(tokens[0, 0]["advantages"], expected[0, 0], atol=1e-5)
+    assert all((batch.advantages[~batch.loss_mask] == 0).all() for batch in batches if batch.advantages is not None)
+
+
+def test_a_token_the_engine_did_not_score_counts_with_a_ratio_of_one():
+    plan, groups = make_step(1, groups=2)
+    lease = make_lease(plan, groups)
+    batches = scored(lease, 1000)
+    behind = [replace(b, behavior_logprobs=b.current_logprobs) for b in batches]
+    unscored = [replace(b, behavior_logprobs=torch.full_like(b.behavior_logprobs, float("nan"))) for b in batches]
+    config = SETTINGS["vtrace"]
+    ones, nans = (with_targets(plan, each, config, 0.0, CPU)[0] for each in (behind, unscored))
+    for one, nan in zip(ones, nans, strict=True):
+        assert one.advantages is not None and nan.advantages is not None
+        assert torch.equal(one.advantages, nan.advantages)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_without_tokens_joins_with_nothing(name: str):
+    plan, groups = make_step(2, groups=1)
+    empty = [
+        replace(
+            pack(make_lease(plan, groups), (), CPU),
+            **{field: torch.zeros(1) for field in ("current_logprobs", "ref_logprobs", "values")},
+        )
+    ]
+    for batches in (empty, []):
+        filled, measured = with_targets(plan, batches, SETTINGS[name], KL_COEF, CPU)
+        assert all(batch.advantages is not None and not batch.advantages.any() for batch in filled)
+        assert measured.ratios["advantage/mean"] == (0.0, 0.0)
