@@ -1,4 +1,4 @@
-"""The recipe of the quickstart's base model: torch-free, because its hash names the cache folder."""
+"""The recipes of the quickstart's models: torch-free, because their hash names the cache folders."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ class WarmupRecipe:
     lr: float = 1e-3
     min_sampled_accuracy: float = 0.1
     """Training stops here. Far below it RL sees too few rewards to start from (0.4 % gave no signal at all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRecipe:
+    """A classifier on that base model, trained to tell reversed words from other answers."""
+
+    seed: int = 0
+    steps: int = 600
+    batch_size: int = 64
+    lr: float = 1e-3
+    min_accuracy: float = 0.85

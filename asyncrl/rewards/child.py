@@ -1,4 +1,4 @@
-"""`python -m asyncrl.rewards.child FUNCTION PROGRESS_FD PARENT_PID`: the process in which a reward function runs.
+"""`python -m asyncrl.rewards.child FUNCTION MODEL PROGRESS_FD PARENT_PID`: where a reward function runs.
 
 consumes:     calls from the pipe on standard input
 waits for:    the next call, without a deadline: the pool owns the deadlines and kills this process past one
@@ -18,7 +18,7 @@ import sys
 import time
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.rewards.loader import GroupReward, adapt_reward, load_reward
+from asyncrl.rewards.loader import GroupReward, make_reward
 from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, end_call, pack_frame
 
 READ_BYTES = 1 << 20
@@ -27,13 +27,13 @@ FLUSH_S = 0.005
 PR_SET_PDEATHSIG = 1
 
 
-def main(function: str, progress_fd: int, parent_pid: int) -> int:
+def main(function: str, model: str, progress_fd: int, parent_pid: int) -> int:
     calls_fd, results_fd = _take_pipes()
     _die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     progress = mmap.mmap(progress_fd, PROGRESS_BYTES)
     try:
-        reward = adapt_reward(load_reward(function), function)
+        reward = make_reward(function, model)
     except AsyncRLError as error:
         _write(results_fd, pack_frame(["refused", str(error)]))
         return 2
@@ -92,6 +92,6 @@ def _write(fd: int, data: bytes) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+        sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import AsyncRLError, ConfigError, RewardError
 from asyncrl.rewards.score import RewardScore, to_score
 
 Row = dict[str, Any]
@@ -44,6 +44,27 @@ def load_reward(spec: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"reward.function={spec!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def make_reward(spec: str, model: str = "") -> GroupReward:
+    """The reward that `reward.function` names; with `model` it is a class or factory, called with that path first.
+
+    Raises:
+        ConfigError: it cannot be loaded, made or called.
+    """
+    function = load_reward(spec)
+    if not model:
+        return adapt_reward(function, spec)
+    try:
+        made = function(model)
+    except AsyncRLError:
+        raise
+    except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"making {spec} with reward.model={model} failed: {why}") from error
+    if not callable(made):
+        raise ConfigError(f"{spec} made a {type(made).__name__} of reward.model={model}, which cannot be called")
+    return adapt_reward(made, f"{spec} of {model}")
 
 
 def adapt_reward(function: Callable[..., Any], name: str) -> GroupReward:

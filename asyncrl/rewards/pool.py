@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """For a child to import the reward function and report."""
+MODEL_START_TIMEOUT_S = 900.0
+"""The same with a reward model to load, or to download."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_BLAMELESS_DEATHS = 3
 """Deaths in a row outside any call and without an answer between them, after which waiting calls fail."""
@@ -38,10 +40,13 @@ class RewardPool:
         function: `file.py:name` or `package.module:name`.
         workers: child processes.
         timeout_s: deadline of one call, counted from the moment it begins to run.
+        model: `reward.model`; given, `function` names what is made of it (see `make_reward`).
     """
 
-    def __init__(self, function: str, *, workers: int, timeout_s: float) -> None:
+    def __init__(self, function: str, *, workers: int, timeout_s: float, model: str = "") -> None:
         self._function = function
+        self._model = model
+        self._start_timeout_s = MODEL_START_TIMEOUT_S if model else START_TIMEOUT_S
         self._workers = workers
         self._timeout_s = timeout_s
         self._processes: list[RewardProcess] = []
@@ -72,9 +77,9 @@ class RewardPool:
             await self._start_process()
         self._spawn(self._watch())
         try:
-            await asyncio.wait_for(self._ready.wait(), START_TIMEOUT_S)
+            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
         except TimeoutError:
-            self._refusal = f"{self._function} was not imported within {START_TIMEOUT_S:.0f} s"
+            self._refusal = f"{self._function} was not ready within {self._start_timeout_s:.0f} s"
         if self._refusal:
             await self.close()
             raise ConfigError(self._refusal)
@@ -179,7 +184,7 @@ class RewardPool:
 
     async def _start_process(self) -> None:
         process = RewardProcess(self._on_message, self._on_death)
-        await process.start(self._function)
+        await process.start(self._function, self._model)
         self._processes.append(process)
 
     async def _watch(self) -> None:
@@ -197,7 +202,7 @@ class RewardPool:
         silent_s = asyncio.get_running_loop().time() - process.heard_at
         if call_id == IDLE:
             # Stopped or wedged outside any call (or never came up): replaced, and nobody is to blame.
-            limit = START_TIMEOUT_S if not process.ready else self._timeout_s
+            limit = self._start_timeout_s if not process.ready else self._timeout_s
             if silent_s > limit and (process.outstanding or not process.ready):
                 process.kill()
         elif running_s > self._timeout_s:

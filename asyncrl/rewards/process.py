@@ -44,10 +44,11 @@ class RewardProcess(asyncio.SubprocessProtocol):
         self.outstanding: dict[int, Any] = {}
         """Calls sent or about to be, by id, in order."""
 
-    async def start(self, function: str) -> None:
+    async def start(self, function: str, model: str = "") -> None:
         loop = asyncio.get_running_loop()
         paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-m", "asyncrl.rewards.child", function, str(self._progress_fd), str(os.getpid())]
+        settings = (function, model, str(self._progress_fd), str(os.getpid()))
+        command = [sys.executable, "-m", "asyncrl.rewards.child", *settings]
         try:
             await loop.subprocess_exec(
                 lambda: self,

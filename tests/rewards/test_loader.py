@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.exact_match import exact_match
-from asyncrl.rewards.loader import adapt_reward, load_reward
+from asyncrl.rewards.loader import adapt_reward, load_reward, make_reward
 from asyncrl.rewards.score import RewardScore
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
@@ -115,3 +115,20 @@ def test_exact_match_ignores_surrounding_space_only():
     assert exact_match("7", {"answer": 7}) == 1.0
     with pytest.raises(RewardError, match="column `answer`"):
         exact_match("a", {"prompt": "p"})
+
+
+def test_with_a_model_the_function_names_what_is_made_of_it():
+    judge = make_reward(f"{FILE}:Judge", "abc")
+    assert [score.value for score in judge(["x", "yy"], {"prompt": "p"})] == [5.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "says"),
+    [
+        ("Judge", "broken", "with reward.model=broken failed: OSError: no weights there"),
+        ("no_judge", "abc", "made a NoneType of reward.model=abc, which cannot be called"),
+    ],
+)
+def test_what_cannot_be_made_of_a_model_is_refused(name, model, says):
+    with pytest.raises(ConfigError, match=says):
+        make_reward(f"{FILE}:{name}", model)

@@ -1,0 +1,123 @@
+"""One reward pool for all rollout workers of this machine's pool: a Ray actor, so that a reward model is loaded once.
+
+Started by the Ray host beside the workers. Its own processes do the scoring, so deadlines, crashes and errors are those
+of any other reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.pool import MODEL_START_TIMEOUT_S, RewardPool
+from asyncrl.rewards.score import RewardScore
+from asyncrl.schema import RewardConfig
+
+CONCURRENT_CALLS = 1000
+"""Groups in the service at once; more wait in Ray."""
+RESTARTS = 10
+"""Of the actor, after its process was lost; calls made meanwhile wait for the next one."""
+
+Scores = list[tuple[float, dict[str, float]]]
+
+
+class RewardService:
+    """The actor. Its methods run on one event loop."""
+
+    def __init__(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        settings = RewardConfig(**reward)
+        self._pool = RewardPool(
+            settings.function, workers=settings.workers, timeout_s=settings.timeout_s, model=settings.model
+        )
+        self._starting: asyncio.Task[None] | None = None
+
+    async def ready(self) -> str:
+        """Wait for the pool's start. Returns why it was refused; empty when it was not."""
+        try:
+            await self._started()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    async def score(self, completions: list[str], row: dict[str, Any]) -> Scores:
+        await self._started()
+        return [(score.value, score.parts) for score in await self._pool.score(completions, row)]
+
+    async def _started(self) -> None:
+        # The first call after each start of the actor's process starts the pool, for all that wait.
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._pool.start())
+        await asyncio.shield(self._starting)
+
+
+class SharedRewards:
+    """The service as one worker sees it; `async with` waits until it is ready.
+
+    Args:
+        wait_s: longest wait for the answer to one call, the queue before it included.
+    """
+
+    def __init__(self, *, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._counts = {"reward_calls": 0.0, "reward_failures": 0.0}
+        self._actor: Any = None
+
+    async def __aenter__(self) -> SharedRewards:
+        self._actor = ray.get_actor(service_name())
+        try:
+            refusal = await asyncio.wait_for(self._actor.ready.remote(), MODEL_START_TIMEOUT_S)
+        except TimeoutError:
+            refusal = f"the reward service was not ready within {MODEL_START_TIMEOUT_S:.0f} s; see `ray status`"
+        if refusal:
+            raise ConfigError(refusal)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """The service lives as long as the pool of workers."""
+
+    async def score(self, completions: list[str], row: dict[str, Any]) -> list[RewardScore]:
+        """Raises RewardError: the call failed there, was not answered in time, or the service is lost."""
+        self._counts["reward_calls"] += 1
+        try:
+            scores: Scores = await asyncio.wait_for(self._actor.score.remote(completions, row), self._wait_s)
+        except TimeoutError as error:
+            why = f"the reward service gave no answer in {self._wait_s:.0f} s; raise reward.workers"
+            raise self._failure(why) from error
+        except RayTaskError as error:
+            raise self._failure(str(error.cause or error)) from error
+        except RayActorError as error:
+            raise self._failure(f"the reward service is lost: {error}") from error
+        except RayError as error:
+            raise self._failure(f"Ray could not reach the reward service: {error}") from error
+        return [RewardScore(value=value, parts=parts) for value, parts in scores]
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._counts)
+
+    def _failure(self, why: str) -> RewardError:
+        self._counts["reward_failures"] += 1
+        return RewardError(why)
+
+
+def service_name() -> str:
+    """Workers run in the Ray job of the pool that started the service, so the job names it on a shared cluster too."""
+    return f"reward-{ray.get_runtime_context().get_job_id()}"
+
+
+def start_service(reward: dict[str, Any], environment: dict[str, str]) -> Any:
+    """Start the actor in this Ray job; returns its handle before it is up.
+
+    Args:
+        reward: the fields of `RewardConfig`, local paths absolute.
+        environment: variables that must stand before its processes import anything.
+    """
+    # No CPUs are reserved, as for the workers. Scoring twice does no harm, so a lost call is simply made again.
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": reward["gpus"], "max_concurrency": CONCURRENT_CALLS}
+    actor_class = ray.remote(max_restarts=RESTARTS, max_task_retries=-1, **options)(RewardService)
+    return actor_class.options(name=service_name()).remote(reward, environment)
