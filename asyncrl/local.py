@@ -3,6 +3,8 @@
 consumes:     exit codes of the three roles; rows of metrics.jsonl, to show them
 waits for:    the learner, whose end is the end of the run
 unblocked by: the learner's end, the failure of any role, Ctrl-C or SIGTERM
+
+A replay server that was killed is started again at the same address: its journal is its memory, and the others wait.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.commands import Command, local_commands
-from asyncrl.config import Config, load_config
+from asyncrl.config import load_config
 from asyncrl.machine import check_machine
+from asyncrl.schema import Config
 from asyncrl.supervisor import Role, Supervisor
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import RunView
@@ -25,6 +28,8 @@ from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, sug
 from asyncrl.telemetry.run_folder import prepare_run_folder
 
 TURN_S = 0.2
+EXIT_REFUSED = 2
+"""Of a replay server that a restart cannot help: a refused setting, a damaged journal."""
 FINISH_S = 30.0
 """How long the rollout pool gets to end by itself once the learner has finished."""
 
@@ -49,18 +54,25 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     for each in commands:
         console.print(f"[bold]{each.role}[/bold]", highlight=False)
         console.print(f"  {each}", markup=False, highlight=False, soft_wrap=True)
-    code = supervise(commands, folder, config.learner.steps, console)
+    restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0
+    code = supervise(commands, folder, config.learner.steps, console, replay_restarts=restarts)
     show_report(config, folder, console, typed)
     return code
 
 
-def supervise(commands: Sequence[Command], folder: Path, steps: int, console: Console) -> int:
+def supervise(
+    commands: Sequence[Command], folder: Path, steps: int, console: Console, *, replay_restarts: int = 0
+) -> int:
     """Start `commands`, show the run until the role `learner` ends, stop the rest. Returns the exit code."""
     with Supervisor(folder / "logs") as supervisor, RunView(folder, steps, console) as view:
         for command in commands:
             supervisor.start(command.role, command.arguments, command.environment)
         learner = supervisor.roles["learner"]
-        while learner.code is None and not supervisor.signal and not supervisor.failed():
+        while learner.code is None and not supervisor.signal:
+            if supervisor.failed():
+                if replay_restarts == 0 or not restarted_replay(supervisor, commands, console):
+                    break
+                replay_restarts -= 1
             supervisor.observe()
             view.refresh("training" if (folder / METRICS_FILE).exists() else "starting the processes")
             time.sleep(TURN_S)
@@ -76,6 +88,18 @@ def supervise(commands: Sequence[Command], folder: Path, steps: int, console: Co
         console.print(f"stopped by signal {signalled}; continue with resume=auto", highlight=False)
         return 128 + signalled
     return 1 if failed else 0
+
+
+def restarted_replay(supervisor: Supervisor, commands: Sequence[Command], console: Console) -> bool:
+    """Start the replay server again when it alone has failed, and in a way that a restart can mend."""
+    (failed, *others) = supervisor.failed()
+    if others or failed.name != "replay" or failed.code == EXIT_REFUSED:
+        return False
+    command = next(command for command in commands if command.role == failed.name)
+    said = f"the replay server ended with exit code {failed.code}: started again on its journal"
+    console.print(said, highlight=False, soft_wrap=True)
+    supervisor.start(command.role, command.arguments, command.environment)
+    return True
 
 
 def _show_failure(role: Role, console: Console) -> None:

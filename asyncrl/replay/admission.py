@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
 from asyncrl.types import GroupHeader, StalePolicy, TrajectoryHeader
 
 
@@ -26,9 +26,13 @@ class AdmissionSettings:
     stale_policy: StalePolicy = StalePolicy.MASK
     readmit_dropped: bool = False
     max_attempts: int = 3
+    order: str = "fifo"
+    max_times_sampled: int = 1
+    group_timeout_s: float = 0.0
+    """After so long an order is given to another worker; 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts"):
+        for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts", "max_times_sampled"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be at least 1, not {getattr(self, name)}: nothing could ever be trained"
@@ -51,6 +55,9 @@ class AdmissionSettings:
             stale_policy=StalePolicy(config.replay.stale_policy),
             readmit_dropped=config.replay.readmit_dropped,
             max_attempts=config.rollout.max_attempts,
+            order=config.replay.order,
+            max_times_sampled=config.replay.max_times_sampled,
+            group_timeout_s=config.replay.group_timeout_s,
         )
 
     @property
@@ -61,6 +68,9 @@ class AdmissionSettings:
 
 def may_admit(settings: AdmissionSettings, *, untrained: int, in_flight: int) -> bool:
     """May one more group be started?
+
+    With `max_times_sampled` above 1 a group that may be trained again counts as untrained: the rollouts slow down to
+    what the learner takes up.
 
     `untrained` = admitted - dropped - trained, so `untrained < (1 + depth) * B` is the production gate
     `admitted - dropped < (trained_steps + 1 + depth) * B` with the trained batches taken off both sides. The caller

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.replay.ledger import Entry
 from asyncrl.types import StepPlan
-
-Selector = Callable[[Sequence[Entry], Callable[[Entry], int]], list[Entry]]
-"""`selector(waiting, slack)`: the waiting groups in the order they should be trained."""
-
-
-def oldest_first(waiting: Sequence[Entry], slack: Callable[[Entry], int]) -> list[Entry]:
-    """First in, first out."""
-    return list(waiting)
-
-
-def most_urgent_first(waiting: Sequence[Entry], slack: Callable[[Entry], int]) -> list[Entry]:
-    """By how many steps a group can still wait; first in, first out among equals. What policy `wait` relies on."""
-    return sorted(waiting, key=slack)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,77 +21,127 @@ class Step:
 
 @dataclass(slots=True)
 class Buffer:
-    """Payload bytes are held from insert until commit or drop."""
+    """Payload bytes are held from insert until drop, or until the commit of the last step that the group was in.
+
+    A group is in one of three places: `waiting` to be sealed, `leased` while a sealed step with it is to be trained,
+    `done` once it was trained and is not to be used again.
+    """
 
     waiting: dict[int, Entry] = field(default_factory=dict)
-    """Inserted groups by id, in order of insertion."""
+    """In order of insertion; a group that is used again stands last."""
+    leased: dict[int, Entry] = field(default_factory=dict)
+    done: dict[int, Entry] = field(default_factory=dict)
     untrained: dict[int, Step] = field(default_factory=dict)
     trained: dict[int, Step] = field(default_factory=dict)
     """Trained, not yet committed."""
     nbytes: int = 0
-    leased: int = 0
-    trained_groups: int = 0
 
     def put(self, entry: Entry) -> None:
         self.waiting[entry.group_id] = entry
         self.nbytes += entry.header.nbytes if entry.header else 0
 
     def forget(self, entry: Entry) -> None:
-        """Give up the payload of a group, wherever it is."""
-        if self.waiting.pop(entry.group_id, None) is None and entry.step in self.untrained:
-            self.untrained[entry.step].members.remove(entry)
-            self.leased -= 1
+        """Give up a group that was never trained, wherever it is."""
+        self._take_out(entry)
         self._free(entry)
 
     def seal(self, step: int, members: Iterable[Entry], plan: StepPlan) -> None:
         """Members are waiting, or already in this step (planned before a restore)."""
         before = self.untrained.pop(step, None)
-        self.leased -= len(before.members) if before else 0
+        for entry in before.members if before else ():
+            entry.planned.remove(step)
         sealed = Step(step=step, members=list(members), plan=plan)
         for entry in sealed.members:
             self.waiting.pop(entry.group_id, None)
+            self.leased[entry.group_id] = entry
+            entry.planned = sorted([*entry.planned, step])
         self.untrained[step] = sealed
-        self.leased += len(sealed.members)
 
     def train(self, step: int) -> Step:
         sealed = self.untrained.pop(step)
         self.trained[step] = sealed
-        self.leased -= len(sealed.members)
-        self.trained_groups += len(sealed.members)
+        for entry in sealed.members:
+            entry.planned.remove(step)
+            entry.kept.append(step)
+            entry.trained += 1
+            if not entry.planned:
+                self.done[entry.group_id] = self.leased.pop(entry.group_id)
         return sealed
 
+    def reuse(self, entry: Entry) -> None:
+        """A group that is done waits again."""
+        self.waiting[entry.group_id] = self.done.pop(entry.group_id)
+
+    def retire(self, entry: Entry) -> bool:
+        """A group that was trained is used no more. True when no uncommitted step needs it: it is forgotten."""
+        self._take_out(entry)
+        if all(self.trained[step].evicted for step in entry.kept):
+            self._free(entry)
+        if entry.kept:
+            self.done[entry.group_id] = entry
+        return not entry.kept
+
     def evict(self, step: int) -> None:
-        """Give up the payloads of a trained step."""
+        """Give up the payloads of a trained step, as far as no other step needs them."""
         self.trained[step].evicted = True
         for entry in self.trained[step].members:
-            self._free(entry)
+            if entry.group_id in self.done and all(self.trained[kept].evicted for kept in entry.kept):
+                self._free(entry)
 
     def commit(self, step: int) -> list[Entry]:
-        """Forget a trained step; returns its members."""
-        sealed = self.trained.pop(step)
-        self.trained_groups -= len(sealed.members)
-        for entry in sealed.members:
-            self._free(entry)
-        return sealed.members
+        """Forget a trained step; returns those of its members that nothing needs any more."""
+        over: list[Entry] = []
+        for entry in self.trained.pop(step).members:
+            entry.kept.remove(step)
+            if entry.group_id in self.done and not entry.kept:
+                del self.done[entry.group_id]
+                self._free(entry)
+                over.append(entry)
+        return over
 
     def restore(self, step: int) -> list[Entry]:
-        """Undo training after `step`. Returns the members of evicted steps: they have to be made again."""
-        lost: list[Entry] = []
+        """Undo training after `step`. Returns the groups that were trained since, each once, in order; those without a
+        payload have to be made again, unless they were trained before `step` too."""
+        undone: dict[int, Entry] = {}
         for number in sorted(number for number in self.trained if number > step):
             sealed = self.trained.pop(number)
-            self.trained_groups -= len(sealed.members)
-            if sealed.evicted:
-                lost.extend(sealed.members)
-            else:
+            for entry in sealed.members:
+                undone[entry.group_id] = entry
+                entry.kept.remove(number)
+                entry.trained -= 1
+                if not sealed.evicted:
+                    entry.planned = sorted([*entry.planned, number])
+            if not sealed.evicted:
                 self.untrained[number] = sealed
-                self.leased += len(sealed.members)
         for sealed in self.untrained.values():
             sealed.plan = None
-        return lost
+        for entry in undone.values():
+            self._place(entry)
+        return list(undone.values())
 
     def within(self, first: int, last: int) -> int:
         """Groups sealed for the steps `first` to `last`."""
         return sum(len(sealed.members) for step, sealed in self.untrained.items() if first <= step <= last)
+
+    def _take_out(self, entry: Entry) -> None:
+        self.waiting.pop(entry.group_id, None)
+        self.leased.pop(entry.group_id, None)
+        for step in entry.planned:
+            self.untrained[step].members.remove(entry)
+        entry.planned = []
+
+    def _place(self, entry: Entry) -> None:
+        """Where a group belongs after some of its training was undone."""
+        for place in (self.waiting, self.leased, self.done):
+            place.pop(entry.group_id, None)
+        if entry.planned:
+            self.leased[entry.group_id] = entry
+        elif entry.kept:
+            self.done[entry.group_id] = entry
+        elif entry.trained:
+            self._free(entry)
+        elif entry.payload is not None:
+            self.waiting[entry.group_id] = entry
 
     def _free(self, entry: Entry) -> None:
         if entry.payload is not None and entry.header is not None:

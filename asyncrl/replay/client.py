@@ -11,12 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from asyncrl.config import ReplayConfig
 from asyncrl.errors import AsyncRLError, NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.replay.connection import Connection, Response
 from asyncrl.replay.payload import decode_texts, decode_trajectory, encode_group
+from asyncrl.schema import ReplayConfig
 from asyncrl.types import (
     Assignment,
     DropReason,

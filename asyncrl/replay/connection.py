@@ -22,13 +22,14 @@ from typing import Any
 
 import zmq
 
-from asyncrl.config import ReplayConfig
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay import wire
+from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.security import secure_client
 from asyncrl.replay.socket_options import set_socket_options
 from asyncrl.replay.wire import Envelope
+from asyncrl.schema import ReplayConfig
 from asyncrl.types import NO_VERSION
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Connection:
         config: ReplayConfig,
         stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        keep_heap()
         self.address, self.role, self.name = address, role, name
         self.incarnation = uuid.uuid4().hex
         self.served = NO_VERSION
@@ -185,7 +187,9 @@ class Connection:
     def _beat(self, now: float) -> None:
         """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
         if now - self._contact > self._config.heartbeat_timeout_s < now - self._attempt:
-            log.info("no word from %s for %.1f s: connecting anew", self.address, now - self._contact)
+            log.warning(
+                "no word from the replay server %s for %.1f s: connecting anew", self.address, now - self._contact
+            )
             self._attempt = now
             self._socket.close(0)
             self._socket = self._open()

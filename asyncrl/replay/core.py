@@ -11,7 +11,10 @@ which is where a journal listens.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
@@ -19,14 +22,16 @@ from asyncrl.replay import events as ev
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.base import Board, Restored, TrainedReply
 from asyncrl.replay.issue import why_no_batch
-from asyncrl.replay.ledger import GroupState
+from asyncrl.replay.ledger import Entry, GroupState
 from asyncrl.replay.rollout_side import RolloutSide
 from asyncrl.replay.sealing import choose_batch
+from asyncrl.replay.state import ReplayState
 from asyncrl.types import NO_VERSION, DropReason, EvalSummary, StepPlan
 
 
 class ReplayCore(RolloutSide):
-    """`journal` is called with every event before it is applied. `clock` counts seconds from anywhere."""
+    """`journal` is called with every event before it is applied. `clock` counts seconds from anywhere. `state` is what
+    a journal remembers; without one the core begins empty."""
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class ReplayCore(RolloutSide):
         max_bytes: int = 1 << 30,
         heartbeat_timeout_s: float = 10.0,
         journal: Callable[[ev.Event], None] | None = None,
+        state: ReplayState | None = None,
     ) -> None:
         super().__init__(
             settings,
@@ -45,13 +51,15 @@ class ReplayCore(RolloutSide):
             max_bytes=max_bytes,
             heartbeat_timeout_s=heartbeat_timeout_s,
             journal=journal,
+            state=state,
         )
-        self.board = Board(revision=0, values={})
-        self.learner: str | None = None
-        """Incarnation of the running learner."""
-        self._past_learners: set[str] = set()
-        self._last_restore: tuple[int | None, int, Restored] | None = None
         self._last_trained: tuple[int, int, TrainedReply] | None = None
+        self._handed_out: list[int] = []
+        """Evaluation jobs whose results were given to the learner last."""
+
+    @property
+    def board(self) -> Board:
+        return self.state.peers.board
 
     def restore(
         self, *, step: int | None, policy_version: int, snapshot: dict[str, Any] | None, incarnation: str = ""
@@ -62,11 +70,13 @@ class ReplayCore(RolloutSide):
             FencedError: a newer learner has taken over.
             ReplayError: neither this server's memory nor the snapshot reaches that checkpoint.
         """
-        if incarnation in self._past_learners:
-            raise FencedError("a newer learner has restored since; this one has to stop")
-        if self._last_restore and incarnation == self.learner and self._last_restore[:2] == (step, policy_version):
-            return self._last_restore[2]  # A resent request must not undo what was trained in between.
         number = -1 if step is None else step
+        peers = self.state.peers
+        if incarnation in peers.past_learners:
+            raise FencedError("a newer learner has restored since; this one has to stop")
+        if peers.restored and incarnation == peers.learner and peers.restored[:2] == (number, policy_version):
+            # A resent request must not undo what was trained in between.
+            return Restored(next_step=number + 1, next_version=peers.restored[2])
         remembered = self.state.committed_step <= number < self.state.trained_steps
         if not remembered:
             self._reload(number, snapshot)
@@ -74,26 +84,42 @@ class ReplayCore(RolloutSide):
             raise ReplayError(
                 f"the checkpoint of step {number} has policy_version {policy_version}, never published here"
             )
-        if self.learner is not None and self.learner != incarnation:
-            self._past_learners.add(self.learner)
-        self._record(ev.Restored(number, policy_version))
-        self.learner = incarnation
+        self._record(ev.Restored(number, policy_version, incarnation))
         self.evaluations.cancel()
-        self._last_trained = None
-        restored = Restored(next_step=number + 1, next_version=self.state.tree.newest + 1)
-        self._last_restore = (step, policy_version, restored)
-        return restored
+        self._last_trained, self._handed_out = None, []
+        return Restored(next_step=number + 1, next_version=self.state.tree.newest + 1)
+
+    def hello_learner(self, rank: str, incarnation: str) -> None:
+        """A learner rank is there. What earlier lives of it still have under way is refused from now on: a restore that
+        arrives late would fence the learner that runs.
+
+        Raises:
+            FencedError: a newer incarnation of this rank has said hello.
+        """
+        name = f"learner {rank}"
+        self._refuse_replaced(name, incarnation)
+        if self.state.peers.newest(name) != incarnation:
+            self._record(ev.Joined(name, incarnation))
+
+    def check_rank(self, rank: str, incarnation: str) -> None:
+        """Raises FencedError when a newer incarnation of this rank has said hello."""
+        self._refuse_replaced(f"learner {rank}", incarnation)
 
     def check_learner(self, incarnation: str) -> None:
         """Raises FencedError for a learner that was replaced, ReplayError for one that has not restored."""
-        if incarnation in self._past_learners:
+        if incarnation in self.state.peers.past_learners:
             raise FencedError("a newer learner has restored since; this one has to stop")
-        if incarnation != self.learner:
+        if incarnation != self.state.peers.learner:
             raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
 
     def publish(self, *, policy_version: int, parent: int) -> None:
         """Weights that no step trained: the initial ones, or restored ones (the parent's own) under a new number."""
-        if policy_version != self.state.version:
+        if policy_version in self.state.tree:
+            # Asked again, perhaps long after: refused if it means other weights, and never a step back.
+            self.state.tree.publish(policy_version, parent, length=0)
+        else:
+            # Refused before it is journalled: a record that cannot be applied would stop every recovery.
+            copy.deepcopy(self.state.tree).publish(policy_version, parent, length=0)
             self._record(ev.Published(policy_version, parent))
 
     def lease(self, step: int) -> StepPlan | None:
@@ -133,6 +159,9 @@ class ReplayCore(RolloutSide):
         state = self.state
         if self._last_trained and self._last_trained[:2] == (step, policy_version):
             return self._last_trained[2]
+        if (step + 1, policy_version) == (state.trained_steps, state.version):
+            # Asked again of a server that was restarted since: it is counted, only the reply was lost.
+            return TrainedReply(metrics=self.metrics(), evaluations=self._take_evaluations())
         sealed = state.buffer.untrained.get(step)
         if step != state.trained_steps or sealed is None or sealed.plan is None:
             raise ReplayError(f"step {step} was not leased as the next step; the next is {state.trained_steps}")
@@ -140,10 +169,13 @@ class ReplayCore(RolloutSide):
             raise ReplayError(f"policy_version {policy_version} is not above {state.tree.newest}: never reused")
         plan = sealed.plan
         self._record(ev.Trained(step, policy_version))
+        again = [entry.group_id for entry in sealed.members if self._may_reuse(entry)]
+        if again:
+            self._record(ev.Reused(tuple(again)))
         self._make_room()
         staleness = self.meter.train(plan)
         metrics = self.metrics() | staleness
-        reply = TrainedReply(metrics=metrics, evaluations=self.evaluations.take())
+        reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
         return reply
 
@@ -158,23 +190,48 @@ class ReplayCore(RolloutSide):
         return self.state.snapshot()
 
     def announce(self, values: dict[str, Any]) -> None:
-        self.board = Board(revision=self.board.revision + 1, values={**self.board.values, **values})
+        self._record(ev.Announced(values))
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
-        return self.evaluations.start(
-            step=step, policy_version=policy_version, eval_set=eval_set, rows=rows, chunk=chunk
-        )
+        wanted = {
+            "step": step,
+            "policy_version": policy_version,
+            "eval_set": eval_set,
+            "rows": rows,
+            "chunk": chunk,
+        }
+        known = [job for job in self.state.peers.evaluations.values() if asdict(job) == wanted | {"job_id": job.job_id}]
+        if known:
+            return known[0].job_id  # Asked again of a server that was restarted before it could answer.
+        job_id = self.state.peers.next_job
+        asked = ev.EvaluationAsked(job_id=job_id, **wanted)
+        self.evaluations.start(**asdict(asked))
+        self._record(asked)
+        return job_id
 
     def finished_evaluations(self) -> tuple[EvalSummary, ...] | None:
         """Those not handed out before, once none is open; None until then."""
-        return None if self.evaluations.open else self.evaluations.take()
+        return None if self.evaluations.open else self._take_evaluations()
+
+    def _take_evaluations(self) -> tuple[EvalSummary, ...]:
+        """Results not handed out yet. Those handed out before have arrived, or the learner would not ask for more."""
+        for job_id in self._handed_out:
+            self._record(ev.EvaluationClosed(job_id))
+        taken = self.evaluations.take()
+        self._handed_out = [summary.job_id for summary in taken]
+        return taken
 
     def finish(self) -> None:
         """Drop what is open and tell workers to stop. Repeating it is harmless."""
+        self._resumed_by = -math.inf
         if self.state.finished:
             return
         for entry in list(self.state.ledger.entries.values()):
-            if entry.state is not GroupState.TRAINED:
+            if entry.state is GroupState.TRAINED:
+                continue
+            if entry.trained:
+                self._record(ev.Retired(entry.group_id))
+            else:
                 self._drop(entry, DropReason.SHUTDOWN)
         self.evaluations.cancel()
         self._record(ev.Finished())
@@ -198,7 +255,18 @@ class ReplayCore(RolloutSide):
 
     def explain(self, step: int) -> str:
         """Whom the learner waits for, in words."""
-        return why_no_batch(self.state, self.settings, self.workers, step)[1]
+        why = why_no_batch(self.state, self.settings, self.workers, step)[1]
+        return f"{self.paused}; {why}" if self.paused else why
+
+    def _may_reuse(self, entry: Entry) -> bool:
+        if entry.state is not GroupState.TRAINED or entry.payload is None or entry.header is None:
+            return False
+        if entry.trained >= self.settings.max_times_sampled:
+            return False
+        # Over-age for the next step it would only hold a place that a new group could have.
+        versions = {version for trajectory in entry.header.trajectories for version, _ in trajectory.version_tokens}
+        state = self.state
+        return min(state.tree.distance(version, state.version) for version in versions) <= state.max_staleness
 
     def _seal(self, step: int, ahead: int) -> StepPlan | None:
         buffer = self.state.buffer
@@ -207,8 +275,11 @@ class ReplayCore(RolloutSide):
             return sealed.plan
         if ahead and self._seal(step - 1, ahead - 1) is None:
             return None  # Sealing out of order would let a later step take the older groups.
-        choice = choose_batch(self.state, self.settings, step=step, ahead=ahead)
+        choice = choose_batch(self.state, self.settings, step=step, ahead=ahead, seed=self.seed)
         for entry in choice.stale:
+            if entry.trained:
+                self._record(ev.Retired(entry.group_id))
+                continue
             if entry.header is not None:
                 self.meter.drop_stale(entry.header)
             self._drop(entry, DropReason.STALE, readmit=self.settings.readmit_dropped)
@@ -229,6 +300,7 @@ class ReplayCore(RolloutSide):
             )
         if snapshot.get("step") != number:
             raise ReplayError(f"the replay snapshot is of step {snapshot.get('step')}, the checkpoint of step {number}")
+        ReplayState(self.settings.max_staleness).apply(ev.Reloaded(snapshot))  # Or it would be refused too late.
         for member in self.workers.live.values():
             member.held.clear()
         self._record(ev.Reloaded(snapshot))

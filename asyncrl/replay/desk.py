@@ -14,7 +14,7 @@ from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.payload import Frame, StoredGroup, split_frames
+from asyncrl.replay.payload import MAX_VOCABULARY, Frame, StoredGroup, check_stored, split_frames
 from asyncrl.replay.shards import shard_step
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
 
@@ -38,6 +38,12 @@ class Session:
     identity: bytes
     """Where its newest connection is."""
     seen: float
+    request: int = -1
+    """Number of the request in hand."""
+    malformed: int = 0
+    """Messages from it that were none."""
+    acknowledged: int = 0
+    """The peer has the answers to all its requests below this number."""
     replies: dict[int, list[Frame]] = field(default_factory=dict)
     """Answers to requests that must not run twice, until the peer has them."""
     waiting: set[int] = field(default_factory=set)
@@ -92,13 +98,15 @@ class Desk:
         }
         self.shared_verbs: dict[str, Handler] = {
             "watch": self._watch,
-            "members": lambda session, body, frames: Answer([messages.encode_record(m) for m in core.members()]),
+            "members": self._members,
             "lease": self._lease,
         }
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
         """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
         handler = self.shared_verbs.get(verb)
+        if session.role == "learner":
+            self.core.check_rank(session.name, session.incarnation)
         if handler is None and session.role == "worker":
             handler = self.worker_verbs.get(verb)
         elif handler is None:
@@ -109,6 +117,11 @@ class Desk:
             raise WireError(f"a {session.role} has no verb {wire.short(verb)}")
         return handler(session, body, frames)
 
+    def vocabulary(self) -> int:
+        """Token ids are below it: what the learner announced, or as many as an id can name."""
+        announced = self.core.board.values.get("vocabulary")
+        return announced if isinstance(announced, int) else MAX_VOCABULARY
+
     def window(self) -> int:
         """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
         return -(-self.core.credit() // max(1, len(self.core.workers.live)))
@@ -118,11 +131,14 @@ class Desk:
     def _acquire(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         slots, wait_s = wire.sequence(body, "acquire", 2)
         wire.integer(slots, "slots", 0, MAX_SLOTS)
+        request = session.request
 
         def ask() -> Acquired:
-            return self.core.acquire(session.name, session.incarnation, slots)
+            return self.core.acquire(session.name, session.incarnation, slots, request)
 
         def retry() -> Answer | None:
+            if not self.core.has_work():
+                return None
             acquired = ask()
             something = acquired.assignments or acquired.evaluations or acquired.stop
             return Answer(messages.encode_acquired(acquired)) if something else None
@@ -132,7 +148,13 @@ class Desk:
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, layout = wire.sequence(body, "insert", 2)
         header = replace(wire.decode_group_header(row), worker=session.name)
-        stored = split_frames(header, layout, frames)
+        try:
+            stored = split_frames(header, layout, frames)
+            check_stored(header, stored, self.vocabulary())
+        except WireError:
+            # Else the group would be under way for as long as its maker lives.
+            self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
+            raise
         reply = self.core.insert(session.name, session.incarnation, header, stored)
         return Answer([reply.status, reply.reason, self.window()])
 
@@ -167,6 +189,13 @@ class Desk:
             return Answer([self.core.board.revision, self.core.board.values])
 
         return self._now_or_later(lambda: board() if self.core.board.revision != revision else None, board, wait_s)
+
+    def _members(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        def members() -> Answer:
+            return Answer([messages.encode_record(member) for member in self.core.members()])
+
+        settle_s = self.core.settle_s()
+        return members() if settle_s == 0 else Later(lambda: None, members, settle_s)
 
     def _lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)

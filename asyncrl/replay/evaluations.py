@@ -33,22 +33,19 @@ class Evaluations:
         self.max_attempts = max_attempts
         self._jobs: dict[int, _Job] = {}
         self._finished: list[EvalSummary] = []
-        self._next_id = 0
 
     @property
     def open(self) -> bool:
         return bool(self._jobs)
 
-    def start(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+    def start(self, *, job_id: int, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> None:
         """Raises ReplayError when there is nothing to score."""
         if rows < 1 or chunk < 1:
             raise ReplayError(f"an evaluation needs at least one row per chunk; got rows={rows}, chunk={chunk}")
-        job = _Job(job_id=self._next_id, step=step, policy_version=policy_version, eval_set=eval_set)
+        job = _Job(job_id=job_id, step=step, policy_version=policy_version, eval_set=eval_set)
         starts = range(0, rows, chunk)
         job.chunks = [_Chunk(number=n, start=a, stop=min(a + chunk, rows)) for n, a in enumerate(starts)]
         self._jobs[job.job_id] = job
-        self._next_id += 1
-        return job.job_id
 
     def next_for(self, worker: str, served: int) -> EvalAssignment | None:
         """The next chunk for a worker that serves `served`; None when there is none for it, or it still holds one."""

@@ -33,6 +33,8 @@ class Issued:
     """Newest at this moment."""
     served_version: int
     """What the worker serves: no token of this attempt can be older."""
+    request: int = -1
+    """Number of the request that this answers. Asked again after a restart of the server, it gets the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,20 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
+class Reused:
+    """Groups that were trained wait to be sealed into another step (`replay.max_times_sampled`)."""
+
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """A group that was trained and waits, or is planned, to be trained again is over-age or not needed any more."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted:
     """The payloads of a trained, uncommitted step were given up for memory. A restore makes its groups anew."""
 
@@ -97,6 +113,42 @@ class Restored:
 
     step: int
     policy_version: int
+    incarnation: str = ""
+    """Of the learner that is the running one from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker said hello under a new incarnation; earlier ones of this name are refused from now on."""
+
+    worker: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The learner posted something on the board."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationAsked:
+    """The learner wants a set scored. How far that has come is not kept: after a restart it begins anew."""
+
+    job_id: int
+    step: int
+    policy_version: int
+    eval_set: str
+    rows: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationClosed:
+    """The learner has the result."""
+
+    job_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +156,20 @@ class Reloaded:
     """This server's memory does not reach the learner's checkpoint: it becomes what the checkpoint remembers."""
 
     snapshot: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """The first record of every journal segment: all state before it except payloads, which stay where they are."""
+
+    run: dict[str, Any]
+    """Whose journal it is: `run_id`, `run_digest`, `boot`, and `settings` (of admission)."""
+    previous_end: int
+    """Journal position where the segment before ends; -1: nothing was written before."""
+    image: dict[str, Any]
+    """See `asyncrl.replay.image`."""
+    places: tuple[int, ...]
+    """Flat pairs (group id, journal position of the record with its payload)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +185,16 @@ Event = (
     | Dropped
     | Sealed
     | Trained
+    | Reused
+    | Retired
     | Evicted
     | Committed
     | Restored
+    | Joined
+    | Announced
+    | EvaluationAsked
+    | EvaluationClosed
     | Reloaded
+    | Snapshotted
     | Finished
 )

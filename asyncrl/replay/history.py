@@ -1,17 +1,22 @@
 """`ledger.jsonl` in the run folder: what became of every group, one JSON line per event, for eyes and for audits.
 
-A record, not a journal: nothing is recovered from it. Payloads are not in it.
+A record, not a journal: nothing is recovered from it. Payloads are not in it. `n` counts the events of the run, so that
+a server that was killed goes on in the right place: what was not written is added, what the journal forgot is cut off.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from asyncrl.replay import events as ev
+from asyncrl.replay.disk import FULL
 
 LEDGER_FILE = "ledger.jsonl"
+TAIL_BYTES = 4 << 20
+"""Read from the end of an existing file, to see how far it goes."""
 
 
 class LedgerFile:
@@ -26,21 +31,73 @@ class LedgerFile:
         self._lines: list[str] = []
         self._members: dict[int, tuple[int, ...]] = {}
         """Step -> groups, from its sealing until it is trained: the event of training names no members."""
+        self._count = 0
+        """Events of the run so far."""
+        self._written = 0
+        """`n` of the last line that is in the file already."""
+        self._replaying = False
 
     def __call__(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Sealed):
-            self._members[event.step] = event.members
-        line = self._line(event)
-        if line is not None:
-            self._lines.append(json.dumps(line) + "\n")
+        if self._replaying:
+            self._replaying = False
+            self._cut_after(self._count)
+            self._written = 0
+        self._count += 1
+        self._take(event)
         if isinstance(event, ev.Trained | ev.Restored | ev.Finished):
             self._write()
 
+    def replayed(self, count: int, event: ev.Event) -> None:
+        """The journal remembers `event` as the `count`-th of the run; called before anything new."""
+        if not self._replaying:
+            self._replaying, self._written = True, self._last_count()
+        self._count = count
+        if isinstance(event, ev.Snapshotted):
+            self._members = {row[0]: tuple(row[1]) for row in event.image["untrained"]}
+        self._take(event)
+
+    def _take(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Sealed):
+            self._members[event.step] = event.members
+        line = self._line(event)
+        if line is not None and self._count > self._written:
+            self._lines.append(json.dumps(line | {"n": self._count}) + "\n")
+
+    def _last_count(self) -> int:
+        if not self._path.exists():
+            return 0
+        with self._path.open("rb") as file:
+            file.seek(max(0, self._path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        return int(json.loads(whole[-1]).get("n", 0)) if whole else 0
+
+    def _cut_after(self, count: int) -> None:
+        """Remove half a line, and lines of events that were never durable: they did not happen."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = len(lines)
+        while kept and (not lines[kept - 1].endswith(b"\n") or json.loads(lines[kept - 1]).get("n", 0) > count):
+            kept -= 1
+        if kept < len(lines):
+            self._path.write_bytes(b"".join(lines[:kept]))
+
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(self._lines)
-        self._lines.clear()
+        content = "".join(self._lines).encode()
+        before = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                whole = file.write(content) == len(content)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            whole = False
+        if whole:
+            self._lines.clear()
+        else:  # The disk is full: the journal says so aloud, and these lines come with the next that fit.
+            os.truncate(self._path, before)
 
     def _line(self, event: ev.Event) -> dict[str, Any] | None:
         match event:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.state import ReplayState
@@ -17,22 +16,34 @@ def assignment_seed(seed: int, group_id: int, attempt: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def fair_share(settings: AdmissionSettings, member: Worker, ready: Sequence[Worker]) -> int:
+def fair_share(settings: AdmissionSettings, member: Worker, capacity: int, unasked: int) -> int:
     """Groups `member` may hold so that the ready workers start evenly: by capacity, at least one.
 
-    Without it the first worker to ask takes the whole window and the others idle. A worker that has not asked yet
-    counts like this one.
+    Without it the first worker to ask takes the whole window and the others idle.
+
+    Args:
+        capacity: of all ready workers, each at most the window: who claims room for a million groups would else leave
+            nothing to the others.
+        unasked: ready workers that have not asked yet; each counts like this one.
     """
-    window = min(settings.max_in_flight, (1 + settings.pipeline_depth) * settings.groups_per_step)
-    own = max(1, member.capacity or 1)
-    total = sum(own if other.capacity is None else other.capacity for other in ready)
+    window = window_of(settings)
+    own = min(window, max(1, member.capacity or 1))
+    total = capacity + unasked * own
     return max(1, -(-window * own // max(total, own)))
+
+
+def window_of(settings: AdmissionSettings) -> int:
+    """Most groups that may be under way."""
+    return min(settings.max_in_flight, (1 + settings.pipeline_depth) * settings.groups_per_step)
 
 
 def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Workers, step: int) -> tuple[str, str]:
     """`(reason, sentence)`: why `step` cannot be sealed. The reason is a short word for `idle/learner_s_<reason>`."""
     inserted = len(state.buffer.waiting)
     have = f"step {step} needs {settings.groups_per_step} groups, {inserted} are inserted, {state.in_flight} in flight"
+    dropped = state.ledger.dropped_by_name()
+    if dropped:
+        have += "; dropped so far: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     if state.version == NO_VERSION:
         return "publication", f"{have}; the learner has not published any weights"
     if not workers.live:

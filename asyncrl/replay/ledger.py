@@ -1,7 +1,9 @@
 """Where every admitted group is, and the law that none is lost, none trained twice.
 
     in_flight -> inserted -> leased(step) -> trained(step) -> committed
-        └──────────┴────────────┴──> dropped(reason)
+        │          │   ^        │              │
+        │          │   └────────┼── used again ┘   (replay.max_times_sampled > 1, until it is over-age or used up)
+        └──────────┴────────────┴──> dropped(reason), if it was never trained
 
     admitted = in_flight + inserted + leased + trained + sum(dropped.values())        (trained includes committed)
 
@@ -10,7 +12,7 @@ A restore of the learner moves `trained` back to `leased`, or to `in_flight` whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -31,8 +33,12 @@ _LEGAL = {
     (GroupState.LEASED, GroupState.TRAINED),
     (GroupState.TRAINED, GroupState.LEASED),
     (GroupState.TRAINED, GroupState.IN_FLIGHT),
+    (GroupState.TRAINED, GroupState.INSERTED),
+    (GroupState.INSERTED, GroupState.TRAINED),
+    (GroupState.LEASED, GroupState.INSERTED),
 }
-"""The last two only when the learner is restored to an earlier step."""
+"""TRAINED goes back to LEASED and IN_FLIGHT only when the learner is restored to an earlier step, to INSERTED also when
+the group is used again; INSERTED becomes TRAINED when a group that was used is used no more."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,8 +55,17 @@ class Entry:
     incarnation: str = ""
     served_version: int = 0
     """No token of the current attempt can be older than this version."""
+    issued_version: int = -1
+    """The newest version when the current attempt was issued."""
+    request: int = -1
+    """Number of the worker's request that the current attempt answered; -1: not known."""
     state: GroupState = GroupState.IN_FLIGHT
-    step: int | None = None
+    planned: list[int] = field(default_factory=list)
+    """Sealed steps it is in that are to be trained, in order."""
+    kept: list[int] = field(default_factory=list)
+    """Trained steps it was in that are not committed, in order."""
+    trained: int = 0
+    """Steps of the surviving history that it was trained in, committed ones included."""
     header: GroupHeader | None = None
     payload: Any = None
 
@@ -80,24 +95,22 @@ class Ledger:
         except KeyError:
             raise LedgerError(f"group {group_id} is not open: it was never admitted, or dropped or committed") from None
 
-    def move(self, entry: Entry, state: GroupState, *, step: int | None = None) -> None:
-        """One transition. `step` is given with LEASED and TRAINED and must never change while a group has one.
+    def move(self, entry: Entry, state: GroupState) -> None:
+        """One transition.
 
         Raises:
-            LedgerError: the transition is not in the picture above, or the group would be in two steps.
+            LedgerError: it is not in the picture above.
         """
         if (entry.state, state) not in _LEGAL:
             raise LedgerError(f"group {entry.group_id} cannot go from {entry.state.value} to {state.value}")
-        if entry.step is not None and step is not None and entry.step != step:
-            raise LedgerError(f"group {entry.group_id} is in step {entry.step} and would be in step {step} too")
         self.counts[entry.state] -= 1
         self.counts[state] += 1
-        entry.state, entry.step = state, step
+        entry.state = state
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
         """Raises LedgerError when it was trained already."""
-        if entry.state is GroupState.TRAINED:
-            raise LedgerError(f"group {entry.group_id} was trained in step {entry.step}; it cannot be dropped")
+        if entry.trained:
+            raise LedgerError(f"group {entry.group_id} was trained {entry.trained} times; it cannot be dropped")
         self.counts[entry.state] -= 1
         self.dropped[reason] += 1
         del self.entries[entry.group_id]

@@ -27,6 +27,8 @@ LARGE_ARRAY = 256 << 10
 """Bytes from which an array gets a frame of its own."""
 MAX_LOGPROB = 1e-3
 """Rounding may lift a log-prob a little above 0; more is a broken engine."""
+MAX_VOCABULARY = 1 << 31
+"""Of a model that nobody has announced yet."""
 DTYPES = {"<i4": np.dtype("<i4"), "<f4": np.dtype("<f4"), "|u1": np.dtype("|u1")}
 ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "behavior_logprobs": "<f4"}
 _ALIGN = 8
@@ -43,7 +45,7 @@ class EncodedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group as the server keeps it: frames it never looks into, and where each trajectory lies."""
+    """A group as the server keeps it: frames as they came, and where each trajectory lies."""
 
     texts: Frame
     blobs: tuple[memoryview, ...]
@@ -69,7 +71,7 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
         if array.dtype != dtype or array.shape != (length,):
             raise WireError(f"{name} must be {np.dtype(dtype)}[{length}], not {array.dtype}{list(array.shape)}")
     mask = trajectory.loss_mask
-    _check_values(trajectory.token_ids, trajectory.behavior_logprobs[mask])
+    _check_values(trajectory.token_ids, trajectory.behavior_logprobs, mask, MAX_VOCABULARY)
     versions = trajectory.policy_versions[mask]
     if versions.size and versions.min() < 0:
         raise WireError("every loss token needs the policy_version that sampled it")
@@ -84,13 +86,20 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
     )
 
 
-def _check_values(token_ids: NDArray[np.int32], sampled: NDArray[np.float32]) -> None:
-    """`token_ids` [T] of a trajectory, `sampled` [N] the log-probs of its loss tokens."""
-    # A NaN is the minimum of whatever holds it, and compares false.
-    if sampled.size and not (-np.inf < sampled.min() and sampled.max() <= MAX_LOGPROB):
-        raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
+def _check_values(
+    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], mask: NDArray[np.bool_], vocabulary: int
+) -> None:
+    """All `[T]` of one trajectory."""
+    # A NaN is the minimum of whatever holds it, and compares false. Nearly always all log-probs are fine, and picking
+    # out those of the loss tokens costs more than looking at all.
+    if not (-np.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB):
+        sampled = logprobs[mask]
+        if sampled.size and not (-np.inf < sampled.min() and sampled.max() <= MAX_LOGPROB):
+            raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
     if token_ids.min() < 0:
         raise WireError("token_ids must not be negative")
+    if token_ids.max() >= vocabulary:
+        raise WireError(f"token_ids must be below the vocabulary of {vocabulary}; got {token_ids.max()}")
 
 
 def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
@@ -178,7 +187,7 @@ def _padded(data: bytes) -> bytes:
 
 
 def split_frames(header: GroupHeader, layout: Any, frames: Sequence[Frame]) -> StoredGroup:
-    """What the server does with an insert: check the sizes against the header, look into nothing.
+    """What the server does with an insert: check the sizes against the header. See `check_stored` for the values.
 
     Raises:
         WireError: frames are missing, too many, or not of the announced sizes.
@@ -211,7 +220,50 @@ def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame
     Raises:
         WireError: sizes, dtypes or values are wrong, or do not agree with the header.
     """
-    view = memoryview(blob)
+    view = memoryview(bytearray(blob))  # One copy for all: writable, and free of the frame's memory.
+    arrays, finish_reason, reward, rewards = _parse(header, view, own, MAX_VOCABULARY)
+    mask = arrays["loss_mask"]
+    versions = np.full(header.length, NO_VERSION, np.int32)
+    if len(header.version_tokens) == 1:
+        versions[mask] = header.version_tokens[0][0]
+    elif header.version_tokens:
+        runs = np.array(header.version_tokens, np.int32)
+        versions[mask] = np.repeat(runs[:, 0], runs[:, 1])
+    return Trajectory(
+        token_ids=_writable(arrays["token_ids"]),
+        loss_mask=_writable(mask),
+        behavior_logprobs=_writable(arrays["behavior_logprobs"]),
+        policy_versions=versions,
+        reward=reward,
+        rewards=rewards,
+        finish_reason=finish_reason,
+    )
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """An array out of a frame of its own is still a view of the received bytes."""
+    return array if array.flags.writeable else array.copy()
+
+
+def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> None:
+    """What the learner will rely on, found out at the door: the arrays agree with the header that the gates judge, and
+    every value is one that can be trained on. Nothing is copied or kept.
+
+    Args:
+        vocabulary: token ids are below it.
+
+    Raises:
+        WireError: names what is wrong.
+    """
+    decode_texts(stored.texts)
+    for trajectory, blob, own in zip(header.trajectories, stored.blobs, stored.large, strict=True):
+        _parse(trajectory, blob, own, vocabulary)
+
+
+def _parse(
+    header: TrajectoryHeader, view: memoryview, own: Sequence[Frame], vocabulary: int
+) -> tuple[dict[str, NDArray[Any]], str, float, dict[str, float]]:
+    """`(arrays by name, as views of `view` and `own`; finish_reason; reward; named rewards)`, all checked."""
     if len(view) < _ALIGN:
         raise WireError(f"a trajectory of {len(view)} bytes is too short")
     size = int.from_bytes(view[:4], "little")
@@ -219,39 +271,24 @@ def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame
         raise WireError(f"a manifest of {size} bytes does not fit in a trajectory of {len(view)}")
     start = (4 + size + _ALIGN - 1) // _ALIGN * _ALIGN
     described, finish_reason, reward, rewards = wire.sequence(wire.unpack(view[4 : 4 + size]), "manifest", 4)
-    arrays = {}
-    inline = memoryview(bytearray(view[start:]))  # One copy for all: writable, and free of the frame's memory.
-    for row in wire.sequence(described, "arrays", len(ARRAYS)):
-        name, array = _decode_array(row, inline, own, header.length)
-        arrays[name] = array
+    rows = wire.sequence(described, "arrays", len(ARRAYS))
+    arrays = dict(_decode_array(row, view[start:], own, header.length) for row in rows)
     if arrays.keys() != ARRAYS.keys():
         raise WireError(f"a trajectory has the arrays {sorted(ARRAYS)}, not {sorted(arrays)}")
     if arrays["loss_mask"].max() > 1:
         raise WireError("loss_mask must be 0 or 1")
-    mask = arrays["loss_mask"].view(np.bool_)
+    mask = arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
     loss_tokens = int(np.count_nonzero(mask))
     if loss_tokens != header.loss_tokens:
         raise WireError(f"{loss_tokens} loss tokens came, the header announced {header.loss_tokens}")
-    _check_values(arrays["token_ids"], arrays["behavior_logprobs"][mask])
-    versions = np.full(header.length, NO_VERSION, np.int32)
-    if len(header.version_tokens) == 1:
-        versions[mask] = header.version_tokens[0][0]
-    elif header.version_tokens:
-        runs = np.array(header.version_tokens, np.int32)
-        versions[mask] = np.repeat(runs[:, 0], runs[:, 1])
+    if (int(mask.argmax()) if loss_tokens else header.length) != header.prompt_length:
+        raise WireError("the loss mask does not begin where the header says the prompt ends")
+    _check_values(arrays["token_ids"], arrays["behavior_logprobs"], mask, vocabulary)
+    if wire.number(reward, "reward") != header.reward:
+        raise WireError(f"the reward is {reward}, the header the group was judged by says {header.reward}")
     named = wire.mapping(rewards, "rewards")
-    trajectory = Trajectory(
-        token_ids=arrays["token_ids"],
-        loss_mask=mask,
-        behavior_logprobs=arrays["behavior_logprobs"],
-        policy_versions=versions,
-        reward=wire.number(reward, "reward"),
-        rewards={name: wire.number(value, f"rewards[{name!r}]") for name, value in named.items()},
-        finish_reason=wire.text(finish_reason, "finish_reason", wire.MAX_NAME),
-    )
-    if trajectory.prompt_length != header.prompt_length or trajectory.reward != header.reward:
-        raise WireError("the arrays do not agree with the header the group was judged by")
-    return trajectory
+    named = {name: wire.number(value, f"rewards[{name!r}]") for name, value in named.items()}
+    return arrays, wire.text(finish_reason, "finish_reason", wire.MAX_NAME), float(reward), named
 
 
 def _decode_array(row: Any, inline: memoryview, own: Sequence[Frame], length: int) -> tuple[str, NDArray[Any]]:
@@ -264,8 +301,7 @@ def _decode_array(row: Any, inline: memoryview, own: Sequence[Frame], length: in
     source = memoryview(own[-1 - place]) if place < 0 else inline[place : place + nbytes]
     if len(source) != nbytes:
         raise WireError(f"{name} needs {nbytes} bytes, {len(source)} came")
-    array = np.frombuffer(source, DTYPES[dtype])
-    return name, array.copy() if place < 0 else array
+    return name, np.frombuffer(source, DTYPES[dtype])
 
 
 def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from asyncrl.errors import ReplayError
+from asyncrl.errors import FencedError, ReplayError
 from asyncrl.replay import events as ev
 from asyncrl.replay.admission import AdmissionSettings, may_admit
 from asyncrl.replay.base import Acquired, InsertReply, Member
 from asyncrl.replay.evaluations import Evaluations
-from asyncrl.replay.issue import assignment_seed, fair_share
+from asyncrl.replay.issue import assignment_seed, fair_share, window_of
 from asyncrl.replay.ledger import Entry, GroupState
 from asyncrl.replay.meter import Meter
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.workers import Worker, Workers
 from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, EvalResult, GroupHeader
 
-RETRIED = frozenset({DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.WORKER_LOST})
+RETRIED = frozenset(
+    {DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.WORKER_LOST, DropReason.INCOMPLETE}
+)
 """Failures that another attempt may cure; the other reasons drop the group at once."""
 
 
@@ -37,14 +41,25 @@ class RolloutSide:
         max_bytes: int = 1 << 30,
         heartbeat_timeout_s: float = 10.0,
         journal: Callable[[ev.Event], None] | None = None,
+        state: ReplayState | None = None,
     ) -> None:
         self.settings, self.seed, self.max_bytes = settings, seed, max_bytes
         self.clock = clock
-        self.state = ReplayState(settings.max_staleness)
+        self.state = state or ReplayState(settings.max_staleness)
         self.workers = Workers(heartbeat_timeout_s)
         self.evaluations = Evaluations(settings.max_attempts)
         self.meter = Meter(clock())
+        self.paused = ""
+        """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
         self._journal = journal
+        self._ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
+        """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand
+        workers, adding it up anew for each of their requests is most of what the server would do."""
+        self._held_since: dict[int, float] = {}
+        """Group id -> clock when its order was first seen to be out."""
+        self._settled_at = self._resumed_by = -math.inf
+        self._known_before: frozenset[str] = frozenset()
+        """Incarnations that an earlier life of this server knew."""
 
     def _record(self, event: ev.Event) -> None:
         """Every durable change passes here, before it is carried out."""
@@ -54,13 +69,17 @@ class RolloutSide:
 
     def hello(self, worker: str, incarnation: str, served: int = NO_VERSION) -> None:
         """Raises FencedError when a newer incarnation of this worker has taken over."""
+        self._refuse_replaced(worker, incarnation)
         replaced = self.workers.hello(worker, incarnation, served, self.clock())
+        if self.state.peers.newest(worker) != incarnation:
+            self._record(ev.Joined(worker, incarnation))
         if replaced is not None:
             self._release(replaced)
 
     def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
         """`stats` are cumulative since the worker's start: generated_tokens, waiting_s, busy_s..."""
-        self._worker(worker, incarnation).stats = stats
+        member = self._worker(worker, incarnation)
+        self.workers.report(member, stats, counted_before=incarnation in self._known_before)
 
     def goodbye(self, worker: str, incarnation: str) -> None:
         """The worker leaves in order: its groups go to others, without counting as failed."""
@@ -69,32 +88,65 @@ class RolloutSide:
             self.workers.remove(worker)
             self._release(member, counted=False)
 
+    def expel(self, worker: str, incarnation: str) -> None:
+        """The worker is not to be trusted: its groups go to others, as if it had fallen silent."""
+        member = self.workers.live.get(worker)
+        if member is not None and member.incarnation == incarnation:
+            self.workers.remove(worker)
+            self._release(member)
+
     def expire(self) -> list[str]:
-        """Give up on silent workers; returns their names."""
+        """Give up on silent workers; returns their names. Orders held for too long go to others too: what their worker
+        makes of them after all is fenced."""
+        self._reissue_overdue()
         gone = self.workers.silent(self.clock())
         for member in gone:
             self.workers.remove(member.name)
             self._release(member)
         return [member.name for member in gone]
 
-    def acquire(self, worker: str, incarnation: str, slots: int) -> Acquired:
-        """Up to `slots` orders for this worker, evaluation first; none: `waiting_for` says why."""
+    def _reissue_overdue(self) -> None:
+        held, now, timeout = self.state.held, self.clock(), self.settings.group_timeout_s
+        if timeout == 0:
+            return
+        # Counted from when it was first seen here, which is a tick after it was given out or the server restarted.
+        self._held_since = {group_id: self._held_since.get(group_id, now) for group_id in held}
+        for group_id, since in self._held_since.items():
+            if now - since > timeout:
+                self._end_attempt(held[group_id], DropReason.INCOMPLETE)
+
+    def acquire(self, worker: str, incarnation: str, slots: int, request: int = -1) -> Acquired:
+        """Up to `slots` orders for this worker, evaluation first; none: `waiting_for` says why. A `request` that was
+        answered before a restart of the server, and is asked again, gets the same orders."""
         member = self._worker(worker, incarnation)
+        answered = self._answered(member, request)
+        if answered:
+            return Acquired(assignments=answered)
         if self.state.finished:
-            return Acquired(stop=True)
-        member.capacity = len(member.held) + max(0, slots)
+            return Acquired(stop=self._is_over(incarnation), waiting_for="the learner: the run is over unless resumed")
+        self.workers.note(member, capacity=len(member.held) + max(0, slots))
         evaluation = self.evaluations.next_for(worker, member.served) if slots > 0 else None
         evaluations: tuple[EvalAssignment, ...] = (evaluation,) if evaluation else ()
         waiting_for = self._why_not(member)
         assignments: list[Assignment] = []
         room = min(slots - len(evaluations), self._share(member) - len(member.held))
         while not waiting_for and len(assignments) < room:
-            issued = self._issue(member)
+            issued = self._issue(member, request)
             if issued is None:
                 waiting_for = "the learner: as many groups are under way as it may fall behind"
                 break
             assignments.append(issued)
         return Acquired(assignments=tuple(assignments), evaluations=evaluations, waiting_for=waiting_for)
+
+    def has_work(self) -> bool:
+        """Whether any waiting `acquire` could be answered. Cheap: of many workers most wait most of the time."""
+        state = self.state
+        if state.finished or self.evaluations.open:
+            return True
+        if self.paused or state.version == NO_VERSION:
+            return False
+        untrained = state.untrained_in_window(self.settings.pipeline_depth)
+        return bool(state.pending) or may_admit(self.settings, untrained=untrained, in_flight=state.in_flight)
 
     def insert(self, worker: str, incarnation: str, header: GroupHeader, payload: Any) -> InsertReply:
         """Store a finished group. Repeating it is harmless; `payload` is kept until commit or drop."""
@@ -130,7 +182,8 @@ class RolloutSide:
         member = self._worker(worker, incarnation)
         if policy_version not in self.state.tree:
             raise ReplayError(f"worker {worker!r} says it serves policy_version {policy_version}, never published")
-        member.served, member.fingerprint = policy_version, fingerprint
+        self.workers.note(member, served=policy_version)
+        member.fingerprint = fingerprint
 
     def report_evaluation(self, worker: str, incarnation: str, result: EvalResult) -> None:
         self._worker(worker, incarnation)
@@ -144,7 +197,42 @@ class RolloutSide:
         free = self.max_bytes - self.state.buffer.nbytes
         return max(free, 0 if self.state.buffer.untrained else 1)
 
+    def take_over(self, settle_s: float = 0.0, resume_s: float = 0.0) -> None:
+        """After recovery: workers that hold groups are taken for alive until they stay silent for too long.
+
+        Args:
+            settle_s: for so long workers may still be on their way back, and who is there is not known.
+            resume_s: for so long a run that was finished may still be resumed, and new workers are kept waiting.
+        """
+        now = self.clock()
+        self._settled_at = now + settle_s
+        self._resumed_by = now + resume_s if self.state.finished else -math.inf
+        self._known_before = frozenset(names[-1] for names in self.state.peers.workers.values())
+        for job in self.state.peers.evaluations.values():
+            self.evaluations.start(**asdict(job))
+        for entry in list(self.state.held.values()):
+            if entry.incarnation != self.state.peers.newest(entry.worker):
+                self._end_attempt(entry, DropReason.WORKER_LOST)
+                continue
+            self.workers.hello(entry.worker, entry.incarnation, NO_VERSION, self.clock())
+            self.workers.live[entry.worker].held.add(entry.group_id)
+
+    def settle_s(self) -> float:
+        """Seconds until `members` can be believed after a restart."""
+        return max(0.0, self._settled_at - self.clock())
+
+    def _is_over(self, incarnation: str) -> bool:
+        """Whether to stop. After a restart, a worker that is new belongs to a run that is being resumed."""
+        if not self.state.finished:
+            return False
+        return incarnation in self._known_before or self.clock() >= self._resumed_by
+
+    def _refuse_replaced(self, worker: str, incarnation: str) -> None:
+        if self.state.peers.replaced(worker, incarnation):
+            raise FencedError(f"{worker!r} was replaced by a newer incarnation; this one has to stop")
+
     def _worker(self, worker: str, incarnation: str) -> Worker:
+        self._refuse_replaced(worker, incarnation)
         member = self.workers.get(worker, incarnation, self.clock())
         if member is None:
             raise UnknownPeer(f"worker {worker!r} is not known here; it has to say hello first")
@@ -160,6 +248,8 @@ class RolloutSide:
         return self.state.version != NO_VERSION and self._lag(member.served) <= self.settings.max_lag
 
     def _why_not(self, member: Worker) -> str:
+        if self.paused:
+            return self.paused
         if self.state.version == NO_VERSION:
             return "the learner: it has not published any weights yet"
         if not self.may_serve(member):
@@ -169,10 +259,15 @@ class RolloutSide:
         return ""
 
     def _share(self, member: Worker) -> int:
-        ready = [other for other in self.workers.live.values() if other is member or self.may_serve(other)]
-        return fair_share(self.settings, member, ready)
+        key = (self.state.version, self.workers.revision)
+        if key != self._ready[0]:
+            window = window_of(self.settings)
+            claims = [other.capacity for other in self.workers.live.values() if self.may_serve(other)]
+            known = sum(min(window, claim) for claim in claims if claim is not None)
+            self._ready = (key, known, claims.count(None))
+        return fair_share(self.settings, member, self._ready[1], self._ready[2])
 
-    def _issue(self, member: Worker) -> Assignment | None:
+    def _issue(self, member: Worker, request: int) -> Assignment | None:
         state = self.state
         returned = next(iter(state.pending.values()), None)
         if returned is not None:
@@ -183,14 +278,26 @@ class RolloutSide:
                 return None
             group_id, prompt_index, attempt = state.next_group_id, state.next_prompt(), 0
         name, incarnation = member.name, member.incarnation
-        self._record(ev.Issued(group_id, prompt_index, attempt, name, incarnation, state.version, member.served))
+        self._record(
+            ev.Issued(group_id, prompt_index, attempt, name, incarnation, state.version, member.served, request)
+        )
         member.held.add(group_id)
+        return self._assignment(state.held[group_id])
+
+    def _answered(self, member: Worker, request: int) -> tuple[Assignment, ...]:
+        """Orders that this request brought already."""
+        if request < 0:
+            return ()
+        held = (self.state.held.get(group_id) for group_id in sorted(member.held))
+        return tuple(self._assignment(entry) for entry in held if entry is not None and entry.request == request)
+
+    def _assignment(self, entry: Entry) -> Assignment:
         return Assignment(
-            group_id=group_id,
-            prompt_index=prompt_index,
-            attempt=attempt,
-            seed=assignment_seed(self.seed, group_id, attempt),
-            policy_version=state.version,
+            group_id=entry.group_id,
+            prompt_index=entry.prompt_index,
+            attempt=entry.attempt,
+            seed=assignment_seed(self.seed, entry.group_id, entry.attempt),
+            policy_version=entry.issued_version,
         )
 
     def _refuse(self, entry: Entry, header: GroupHeader) -> str:

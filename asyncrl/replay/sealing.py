@@ -8,16 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.replay.admission import AdmissionSettings, Verdict, judge, may_train, over_committed
-from asyncrl.replay.buffer import Selector, most_urgent_first, oldest_first
 from asyncrl.replay.ledger import Entry
+from asyncrl.replay.order import SELECTORS, Waiting, most_urgent
 from asyncrl.replay.state import ReplayState
 from asyncrl.types import NO_VERSION, StalePolicy
-
-SELECTORS: dict[StalePolicy, Selector] = {
-    StalePolicy.MASK: oldest_first,
-    StalePolicy.DROP: oldest_first,
-    StalePolicy.WAIT: most_urgent_first,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +19,7 @@ class Choice:
     batch: list[Entry] | None = None
     """The members in order; None: not yet."""
     stale: list[Entry] = field(default_factory=list)
-    """To be dropped, whether or not there is a batch."""
+    """To be dropped (retired, if trained before), whether or not there is a batch."""
     waiting_for: str = ""
     """`generation`: too few groups. `stale_wait`: policy `wait` holds the learner for groups still in flight."""
 
@@ -44,7 +38,7 @@ class _Ages:
         return age
 
 
-def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int) -> Choice:
+def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int, seed: int = 0) -> Choice:
     """The batch of `step`, to be trained `ahead` publications after the current version.
 
     Members planned before a restore come first, in their order; they leave only when no fresh token is left in them.
@@ -68,17 +62,19 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
         choice.waiting_for = "generation"
         return choice
 
-    def slack(entry: Entry) -> int:
-        return bound - verdicts[entry.group_id].staleness
-
-    order = SELECTORS[settings.stale_policy](fresh, slack)
+    candidates = []
+    for entry in fresh:
+        age = verdicts[entry.group_id].staleness
+        candidates.append(Waiting(entry=entry, staleness=age, slack=bound - age))
+    select = most_urgent if settings.stale_policy is StalePolicy.WAIT else SELECTORS[settings.order]
+    order = select(candidates, seed=seed, step=step)
     if settings.stale_policy is StalePolicy.WAIT:
-        left = [slack(entry) for entry in order[missing:]]
+        left = [group.slack for group in order[missing:]]
         in_flight = [bound - ages[entry.served_version] for entry in state.held.values()]
         if _must_wait(left, in_flight, settings.groups_per_step):
             choice.waiting_for = "stale_wait"
             return choice
-    choice.batch = kept + order[:missing]
+    choice.batch = kept + [group.entry for group in order[:missing]]
     return choice
 
 

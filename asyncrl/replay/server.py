@@ -4,6 +4,7 @@
     waits for     the socket, at most until the next deadline of a waiting request
     unblocked by  any message; after each batch of them, waiting requests are asked again
 
+With a journal a reply leaves once all that it rests on is durable (`outbox.py`); the loop never waits for that.
 Replies go out with MANDATORY and DONTWAIT: to a peer that is gone or stuck they are lost, never waited for. The peer
 learns from its next heartbeat what it has to ask again, so nothing hangs and nothing runs twice.
 """
@@ -12,33 +13,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from asyncrl.config import ReplayConfig
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay import messages, wire
-from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import ONCE, QUIET, Answer, Desk, Later, Session
-from asyncrl.replay.events import Event
+from asyncrl.replay.durable import RESUME_S
+from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.rollout_side import UnknownPeer
 from asyncrl.replay.security import check_address, secure_server
 from asyncrl.replay.socket_options import set_socket_options
+from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.replay.wire import Envelope
+from asyncrl.schema import ReplayConfig
 
 log = logging.getLogger(__name__)
 
 BATCH = 256
 """Messages taken in before waiting requests and timers get their turn."""
 TICK_S = 0.2
+MAX_MALFORMED = 64
+"""Malformed messages from one incarnation of a worker before its groups go to others and it is heard no more."""
 GRACE_S = 1.0
 """After the last goodbye, so that a lost answer can still be asked for again."""
 
@@ -61,25 +63,44 @@ class _Waiting:
 
 
 class ReplayServer:
-    def __init__(self, core: ReplayCore, socket: zmq.Socket, run_id: str, run_digest: str, silence_s: float) -> None:
+    """`boot` names this memory of the run, which outlives the process where there is a journal. A worker that worked
+    for another one holds orders unknown here."""
+
+    def __init__(
+        self,
+        core: ReplayCore,
+        socket: zmq.Socket,
+        *,
+        run_id: str,
+        boot: str,
+        run_digest: str,
+        silence_s: float,
+        patience_s: float,
+        sync: SyncThread | None = None,
+    ) -> None:
         self.core, self.desk, self.socket = core, Desk(core), socket
-        self.run_id, self.run_digest, self.silence_s = run_id, run_digest, silence_s
-        self.boot = uuid.uuid4().hex
-        """Names this memory of the run. A worker that worked for another one holds orders unknown here."""
+        self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
+        self.sync, self.patience_s = sync, patience_s
+        self.outbox = Outbox(socket, sync.journal if sync else None)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
-        self.undeliverable = 0
+        self._expelled: set[str] = set()
+        """Incarnations."""
         self._waiting: list[_Waiting] = []
         self._changed = False
         """Something that waiting requests may depend on, other than an event of the core's state."""
         self._applied = 0
         """Events applied when they were last asked."""
         self._quiet_since: float | None = None
+        # A run that was over before this start is being resumed, or its workers are still to be told.
+        self._grace_s = RESUME_S if core.state.finished else GRACE_S
 
     def serve(self, stop: threading.Event) -> None:
         """Until `stop`, or until the run is finished and everybody has left."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
+        if self.sync is not None:
+            poller.register(self.sync.wake_fd, zmq.POLLIN)
         next_tick = 0.0
         while not stop.is_set():
             now = time.monotonic()
@@ -92,6 +113,21 @@ class ReplayServer:
             if poller.poll(int(max(0.0, min(nearest, next_tick) - now) * 1000) + 1):
                 self._drain()
             self._answer_waiting()
+            self._settle_promises()
+
+    def _settle_promises(self) -> None:
+        if self.sync is None:
+            return
+        self.sync.nudge()
+        self.sync.heard()
+        problem = self.sync.journal.problem
+        if problem != self.core.paused:
+            self.core.paused, self._changed = problem, True
+        self.outbox.release()
+        for session, request in self.outbox.overdue(time.monotonic() - self.patience_s):
+            why = problem or "the disk of the journal does not answer"
+            text = f"nothing became durable at the replay server for {self.patience_s:.0f} s: {why}"
+            self._send(session.identity, "no_progress", request, text)
 
     def _drain(self) -> None:
         for _ in range(BATCH):
@@ -150,8 +186,12 @@ class ReplayServer:
             self._send(identity, "fenced", envelope.request, text)
             return
         try:
+            if envelope.incarnation in self._expelled:
+                raise FencedError(f"{role} {name!r} sent {MAX_MALFORMED} malformed messages; start it anew")
             if role == "worker":
                 self.core.hello(name, envelope.incarnation, served)
+            else:
+                self.core.hello_learner(name, envelope.incarnation)
         except FencedError as error:
             self._send(identity, "fenced", envelope.request, str(error))
             return
@@ -161,7 +201,8 @@ class ReplayServer:
             self.sessions[envelope.incarnation] = session
         session.identity, session.seen = identity, time.monotonic()
         self._changed = True
-        self._send(identity, "ok", envelope.request, [self.run_id, self.boot, self.desk.window()])
+        welcome = self._envelope("ok", envelope.request, [self.run_id, self.boot, self.desk.window()])
+        self.outbox.promise(session, envelope.request, [welcome])
 
     def _request(self, session: Session, envelope: Envelope, frames: Sequence[bytes]) -> None:
         request, verb = envelope.request, envelope.verb
@@ -170,10 +211,13 @@ class ReplayServer:
             wire.integer(acknowledged, "acknowledged", 0, wire.MAX_ID)
             for answered in [known for known in session.replies if known < acknowledged]:
                 del session.replies[answered]
-            if request in session.waiting:
+            session.acknowledged = max(session.acknowledged, acknowledged)
+            # A late copy of what was answered: run again, an acquire would give orders to nobody.
+            overtaken = request < session.acknowledged and verb != "heartbeat"
+            if overtaken or request in session.waiting:
                 return
             if request in session.replies:
-                self._deliver(session.identity, session.replies[request])
+                self.outbox.promise(session, request, session.replies[request])
             elif verb == "heartbeat":
                 self._heartbeat(session, request, body)
             elif verb == "goodbye":
@@ -186,6 +230,7 @@ class ReplayServer:
             self._answer_error(session, request, error)
 
     def _run(self, session: Session, request: int, verb: str, body: object, frames: Sequence[bytes]) -> None:
+        session.request = request
         reply = self.desk.handle(session, verb, body, frames)
         if verb not in QUIET:
             self._changed = True
@@ -211,7 +256,7 @@ class ReplayServer:
             self.core.goodbye(session.name, session.incarnation)
         self._forget(session)
         self._changed = True
-        self._send(session.identity, "ok", request, None)
+        self.outbox.promise(session, request, [self._envelope("ok", request, None)])
 
     def _forget(self, session: Session) -> None:
         self.sessions.pop(session.incarnation, None)
@@ -252,48 +297,57 @@ class ReplayServer:
             log.warning("worker %s was silent for %.1f s: its assignments go to others", name, self.silence_s)
             self._changed = True
         for session in [s for s in self.sessions.values() if now - s.seen > self.silence_s]:
+            if session.role == "learner":
+                log.warning("learner %s was silent for %.1f s: no step ends without it", session.name, self.silence_s)
             self._forget(session)
 
     def _over(self, now: float) -> bool:
         if not self.core.state.finished or self.sessions:
             self._quiet_since = None
+            self._grace_s = GRACE_S if self.sessions else self._grace_s
             return False
         self._quiet_since = self._quiet_since or now
-        return now - self._quiet_since > GRACE_S
+        return now - self._quiet_since > self._grace_s
 
     def _answer(self, session: Session, request: int, verb: str, answer: Answer) -> None:
         frames: list[Frame] = [self._envelope("ok", request, answer.body), *answer.frames]
         if verb in ONCE:
             session.replies[request] = frames
-        self._deliver(session.identity, frames)
+        self.outbox.promise(session, request, frames)
 
     def _answer_error(self, session: Session, request: int, error: AsyncRLError) -> None:
         kind = next((name for kind, name in ERROR_KINDS.items() if isinstance(error, kind)), None)
         if kind is None:
             raise error  # LedgerError: a bug here, and going on would train on a broken ledger.
-        self._send(session.identity, kind, request, str(error))
+        frames = [self._envelope(kind, request, str(error))]
+        if isinstance(error, NoProgress):
+            self.outbox.send(session.identity, frames)  # It promises nothing, and must not wait for a full disk.
+        else:
+            self.outbox.promise(session, request, frames)
 
     def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
         self.malformed += 1
         known = session or next((s for s in self.sessions.values() if s.identity == identity), None)
         peer = f"{known.role} {known.name!r}" if known else f"unknown peer {identity.hex()}"
         log.warning("refused a malformed message from %s (%d so far): %s", peer, self.malformed, error)
+        if known is None or known.role != "worker":
+            return
+        known.malformed += 1
+        if known.malformed >= MAX_MALFORMED and known.incarnation in self.sessions:
+            log.warning("%s sent %d malformed messages: its assignments go to others", peer, known.malformed)
+            self._expelled.add(known.incarnation)
+            self.core.expel(known.name, known.incarnation)
+            self._forget(known)
+            self._changed = True
 
     def _send(self, identity: bytes, kind: str, request: int, body: object) -> None:
-        self._deliver(identity, [self._envelope(kind, request, body)])
+        """An answer that rests on nothing durable."""
+        self.outbox.send(identity, [self._envelope(kind, request, body)])
 
     def _envelope(self, kind: str, request: int, body: object) -> bytes:
         return wire.encode_envelope(
             Envelope(run=self.run_id, verb=kind, request=request, incarnation=self.boot, body=body)
         )
-
-    def _deliver(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        try:
-            self.socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
-        except (zmq.Again, zmq.ZMQError) as error:
-            # Gone (EHOSTUNREACH) or not reading (EAGAIN). Its heartbeat will tell it to ask again.
-            self.undeliverable += 1
-            log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)
 
 
 @contextlib.contextmanager
@@ -321,36 +375,3 @@ def router(config: ReplayConfig) -> Iterator[zmq.Socket]:
         if authenticator is not None:
             authenticator.stop()
         context.term()
-
-
-def run_server(
-    config: ReplayConfig,
-    settings: AdmissionSettings,
-    run_id: str,
-    run_digest: str,
-    seed: int,
-    stop: threading.Event | None = None,
-    journal: Callable[[Event], None] | None = None,
-) -> None:
-    """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
-    `journal` is told every event before it is applied.
-
-    Raises:
-        ConfigError: see `router`. LedgerError: the conservation law broke.
-    """
-    stopped = stop or threading.Event()
-    core = ReplayCore(
-        settings,
-        time.monotonic,
-        seed=seed,
-        max_bytes=config.max_bytes,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        journal=journal,
-    )
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
-    with router(config) as socket:
-        server = ReplayServer(core, socket, run_id, run_digest, config.heartbeat_timeout_s)
-        log.info("replay server of run %s listens on %s", run_id, config.address)
-        server.serve(stopped)

@@ -14,7 +14,9 @@ from typing import Any
 from asyncrl.errors import LedgerError, ReplayError
 from asyncrl.replay import events as ev
 from asyncrl.replay.buffer import Buffer
+from asyncrl.replay.image import load_image
 from asyncrl.replay.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.peers import Peers
 from asyncrl.replay.versions import VersionTree, tree_edges
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
@@ -43,6 +45,7 @@ class ReplayState:
         self.version = NO_VERSION
         """The learner's; NO_VERSION before the first publication and between a restore and its publication."""
         self.finished = False
+        self.peers = Peers()
         self.applied = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Published: self._published,
@@ -52,10 +55,17 @@ class ReplayState:
             ev.Dropped: self._dropped,
             ev.Sealed: self._sealed,
             ev.Trained: self._trained,
+            ev.Reused: self._reused,
+            ev.Retired: self._retired,
             ev.Evicted: self._evicted,
             ev.Committed: self._committed,
             ev.Restored: self._restored,
+            ev.Joined: lambda event: self.peers.join(event.worker, event.incarnation),
+            ev.Announced: lambda event: self.peers.announce(event.values),
+            ev.EvaluationAsked: lambda event: self.peers.ask(event),
+            ev.EvaluationClosed: lambda event: self.peers.close(event.job_id),
             ev.Reloaded: lambda event: self._reload(event.snapshot),
+            ev.Snapshotted: lambda event: load_image(self, event.image),
             ev.Finished: self._finished,
         }
 
@@ -74,8 +84,8 @@ class ReplayState:
         self.ledger.check(
             in_flight=len(self.pending) + len(self.held),
             inserted=len(buffer.waiting),
-            leased=buffer.leased,
-            trained=buffer.trained_groups,
+            leased=len(buffer.leased),
+            trained=len(buffer.done),
         )
 
     @property
@@ -106,7 +116,8 @@ class ReplayState:
                 self.cursor += 1
         entry.attempt = event.attempt
         entry.worker, entry.incarnation = event.worker, event.incarnation
-        entry.served_version = event.served_version
+        entry.served_version, entry.issued_version = event.served_version, event.policy_version
+        entry.request = event.request
         self.held[entry.group_id] = entry
 
     def _returned(self, event: ev.Returned) -> None:
@@ -140,9 +151,9 @@ class ReplayState:
         members = [self.ledger.entry(group_id) for group_id in event.members]
         for entry in members:
             if entry.state is GroupState.INSERTED:
-                self.ledger.move(entry, GroupState.LEASED, step=event.step)
-            elif entry.step != event.step:
-                raise LedgerError(f"group {entry.group_id} is in step {entry.step} and in step {event.step}")
+                self.ledger.move(entry, GroupState.LEASED)
+            elif event.step not in entry.planned:
+                raise LedgerError(f"group {entry.group_id} is in steps {entry.planned} and in step {event.step}")
         self.buffer.seal(event.step, members, self._plan(event, members))
 
     def _plan(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
@@ -163,8 +174,24 @@ class ReplayState:
         self.tree.publish(event.policy_version, self.version)
         self.version = event.policy_version
         for entry in self.buffer.train(event.step).members:
-            self.ledger.move(entry, GroupState.TRAINED, step=event.step)
+            if not entry.planned:
+                self.ledger.move(entry, GroupState.TRAINED)
         self.trained_steps += 1
+
+    def _reused(self, event: ev.Reused) -> None:
+        for group_id in event.groups:
+            entry = self.ledger.entry(group_id)
+            self.ledger.move(entry, GroupState.INSERTED)
+            self.buffer.reuse(entry)
+
+    def _retired(self, event: ev.Retired) -> None:
+        entry = self.ledger.entry(event.group_id)
+        if not entry.trained:
+            raise LedgerError(f"group {entry.group_id} was never trained; it can be dropped, not retired")
+        over = self.buffer.retire(entry)
+        self.ledger.move(entry, GroupState.TRAINED)
+        if over:
+            self.ledger.commit(entry)
 
     def _evicted(self, event: ev.Evicted) -> None:
         self.buffer.evict(event.step)
@@ -177,17 +204,32 @@ class ReplayState:
 
     def _restored(self, event: ev.Restored) -> None:
         for entry in self.buffer.restore(event.step):
-            self.ledger.move(entry, GroupState.IN_FLIGHT)
-            entry.worker = entry.incarnation = ""
-            entry.header = None
-            self.pending[entry.group_id] = entry
-        for step, sealed in self.buffer.untrained.items():
-            for entry in sealed.members:
-                if entry.state is GroupState.TRAINED:
-                    self.ledger.move(entry, GroupState.LEASED, step=step)
+            self._put_back(entry)
         self.trained_steps = event.step + 1
         self.version = event.policy_version if event.policy_version in self.tree else NO_VERSION
         self.finished = False
+        self.peers.restore(event.incarnation, event.step, event.policy_version, self.tree.newest + 1)
+
+    def _put_back(self, entry: Entry) -> None:
+        """The ledger follows where the buffer put a group whose training was undone."""
+        buffer, group_id = self.buffer, entry.group_id
+        places = {
+            GroupState.LEASED: buffer.leased,
+            GroupState.TRAINED: buffer.done,
+            GroupState.INSERTED: buffer.waiting,
+        }
+        state = next((state for state, place in places.items() if group_id in place), None)
+        if state is None and not entry.trained:
+            state = GroupState.IN_FLIGHT
+            entry.worker = entry.incarnation = ""
+            entry.header = None
+            self.pending[group_id] = entry
+        over = state is None
+        state = state or GroupState.TRAINED
+        if entry.state is not state:
+            self.ledger.move(entry, state)
+        if over:
+            self.ledger.commit(entry)
 
     def _finished(self, event: ev.Finished) -> None:
         self.buffer.untrained.clear()
@@ -196,11 +238,13 @@ class ReplayState:
     def snapshot(self) -> dict[str, Any]:
         """msgpack-able; kept in the checkpoint of the last trained step. Payloads are not in it: groups that were open
         are made again from their prompts."""
+        entries = self.ledger.entries.values()
         open_groups = [
             [entry.group_id, entry.prompt_index, entry.attempt, entry.failures]
-            for entry in self.ledger.entries.values()
-            if entry.state is not GroupState.TRAINED
+            for entry in entries
+            if not entry.trained
         ]
+        used = sum(1 for entry in entries if entry.trained and entry.state is not GroupState.TRAINED)
         return {
             "schema": SNAPSHOT_SCHEMA,
             "step": self.trained_steps - 1,
@@ -209,7 +253,7 @@ class ReplayState:
             "next_group_id": self.next_group_id,
             "tree": self.tree.snapshot(),
             "open": open_groups,
-            "trained": self.ledger.counts[GroupState.TRAINED],
+            "trained": self.ledger.counts[GroupState.TRAINED] + used,
             "dropped": {reason.value: count for reason, count in self.ledger.dropped.items()},
         }
 

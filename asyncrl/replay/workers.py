@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from asyncrl.errors import FencedError
 from asyncrl.replay.base import Member
 from asyncrl.types import NO_VERSION
-
-REMEMBERED_INCARNATIONS = 64
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,45 +28,45 @@ class Workers:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.live: dict[str, Worker] = {}
-        self._replaced: dict[str, deque[str]] = {}
+        self.revision = 0
+        """Grows with every change of who is live, what they serve and how much they can take."""
         self._past_stats: dict[str, float] = {}
 
     def hello(self, name: str, incarnation: str, served: int, now: float) -> Worker | None:
-        """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released.
-
-        Raises:
-            FencedError: a newer incarnation of this name has taken over.
-        """
-        if incarnation in self._replaced.get(name, ()):
-            raise FencedError(f"worker {name!r} was replaced by a newer incarnation; this one has to stop")
+        """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released."""
         known = self.live.get(name)
         if known is not None and known.incarnation == incarnation:
             known.seen, known.served = now, max(known.served, served)
+            self.revision += 1
             return None
         if known is not None:
-            self._replaced.setdefault(name, deque(maxlen=REMEMBERED_INCARNATIONS)).append(known.incarnation)
             self._retire(known)
+        self.revision += 1
         self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now)
         return known
 
     def get(self, name: str, incarnation: str, now: float) -> Worker | None:
-        """The live worker, its life renewed; None when it has to say hello (again).
-
-        Raises:
-            FencedError: a newer incarnation of this name has taken over.
-        """
+        """The live worker, its life renewed; None when it has to say hello (again)."""
         worker = self.live.get(name)
         if worker is not None and worker.incarnation == incarnation:
             worker.seen = now
             return worker
-        if incarnation in self._replaced.get(name, ()):
-            raise FencedError(f"worker {name!r} was replaced by a newer incarnation; this one has to stop")
         return None
 
     def remove(self, name: str) -> Worker:
         worker = self.live.pop(name)
+        self.revision += 1
         self._retire(worker)
         return worker
+
+    def note(self, worker: Worker, *, served: int | None = None, capacity: int | None = None) -> None:
+        """What a worker says it serves, or can work on at once."""
+        if served is not None and served != worker.served:
+            worker.served = served
+            self.revision += 1
+        if capacity is not None and capacity != worker.capacity:
+            worker.capacity = capacity
+            self.revision += 1
 
     def silent(self, now: float) -> list[Worker]:
         """Workers not heard of for longer than the timeout."""
@@ -85,6 +81,14 @@ class Workers:
     def total(self, stat: str) -> float:
         """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
         return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
+
+    def report(self, worker: Worker, stats: dict[str, float], *, counted_before: bool) -> None:
+        """Newest cumulative statistics. `counted_before`: what it did until its first report here is of an earlier
+        time, and would look like a burst."""
+        if counted_before and not worker.stats:
+            for name, value in stats.items():
+                self._past_stats[name] = self._past_stats.get(name, 0.0) - value
+        worker.stats = stats
 
     def _retire(self, worker: Worker) -> None:
         for name, value in worker.stats.items():

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from asyncrl.config import ReplayConfig
 from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.server import run_server
+from asyncrl.replay.serving import run_server
+from asyncrl.schema import ReplayConfig
 from asyncrl.types import (
     NO_VERSION,
     Assignment,

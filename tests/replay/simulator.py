@@ -8,16 +8,24 @@ trained again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from asyncrl.errors import FencedError
 from asyncrl.replay import events as ev
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.order import SELECTORS
 from asyncrl.replay.rollout_side import UnknownPeer
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
 
-FAILURES = (DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.OVER_LENGTH, DropReason.SHUTDOWN)
+FAILURES = (
+    DropReason.FAILED_GENERATION,
+    DropReason.FAILED_REWARD,
+    DropReason.OVER_LENGTH,
+    DropReason.FILTERED_ZERO_VARIANCE,
+    DropReason.SHUTDOWN,
+)
 
 
 class Oracle:
@@ -27,7 +35,8 @@ class Oracle:
         self.settings = settings
         self.parents: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
-        self.step_of: dict[int, int] = {}
+        self.steps_of: dict[int, list[int]] = {}
+        """Steps that a group was trained in."""
         self.rolled_back = False
         self.begin({}, 0, 0)
 
@@ -60,7 +69,7 @@ class Oracle:
         self.tally[state] += 1
         self.states[group_id] = state
         if state == "dropped":
-            assert before != "trained"
+            assert not self.steps_of.get(group_id), "a trained group was dropped"
             del self.states[group_id]
 
     def watch(self, event: ev.Event) -> None:
@@ -75,8 +84,16 @@ class Oracle:
                 assert self.rolled_back, "policy wait dropped a group"
             self.move(event.group_id, "dropped")
         elif isinstance(event, ev.Sealed):
+            assert len(set(event.members)) == len(event.members) == self.settings.groups_per_step
             for group_id in event.members:
                 self.move(group_id, "leased")
+        elif isinstance(event, ev.Reused):
+            for group_id in event.groups:
+                assert self.states[group_id] == "trained"
+                self.move(group_id, "inserted")
+        elif isinstance(event, ev.Retired):
+            assert self.steps_of[event.group_id], "a group was retired that was never trained"
+            self.move(event.group_id, "trained")
 
     def train(self, plan: StepPlan, version: int) -> None:
         """Judge a step trained by a learner that holds `version`."""
@@ -84,9 +101,10 @@ class Oracle:
         assert len(plan.groups) == settings.groups_per_step
         fresh_total = 0
         for group in plan.groups:
-            assert group.group_id not in self.step_of, f"group {group.group_id} trained twice"
-            self.step_of[group.group_id] = plan.step
-            self.move(group.group_id, "trained")
+            steps = self.steps_of.setdefault(group.group_id, [])
+            assert plan.step not in steps, f"group {group.group_id} is in step {plan.step} twice"
+            steps.append(plan.step)
+            assert len(steps) <= settings.max_times_sampled, f"group {group.group_id} trained in steps {steps}"
             fresh_of_group = 0
             for trajectory in group.trajectories:
                 for token_version, count in trajectory.version_tokens:
@@ -102,8 +120,14 @@ class Oracle:
             fresh_total += fresh_of_group
         assert fresh_total > 0
 
+    def trained(self, event: ev.Trained, core: ReplayCore) -> None:
+        """A group that a restore has planned for a later step too stays leased."""
+        for entry in core.state.buffer.untrained[event.step].members:
+            if not any(step != event.step for step in entry.planned):
+                self.move(entry.group_id, "trained")
+
     def restore(self, step: int) -> None:
-        self.step_of = {group_id: number for group_id, number in self.step_of.items() if number <= step}
+        self.steps_of = {group: [n for n in steps if n <= step] for group, steps in self.steps_of.items()}
 
     def check(self, core: ReplayCore) -> None:
         """The conservation law, by the oracle's own tally."""
@@ -135,7 +159,11 @@ class Simulation:
             stale_policy=policy or rng.choice(tuple(StalePolicy)),
             readmit_dropped=rng.random() < 0.5,
             max_attempts=rng.choice((1, 2, 3)),
+            group_timeout_s=rng.choice((0.0, 0.0, 9.0)),
         )
+        if self.settings.stale_policy is not StalePolicy.WAIT:
+            order, uses = rng.choice(("fifo", *SELECTORS)), rng.choice((1, 1, 2, 3))
+            self.settings = replace(self.settings, order=order, max_times_sampled=uses)
         self.rollbacks = rollbacks
         self.now = 0.0
         self.stragglers = rng.choice((0.0, 0.5, 0.95))
@@ -157,6 +185,8 @@ class Simulation:
 
     def _journal(self, event: ev.Event) -> None:
         self.events.append(event)
+        if isinstance(event, ev.Trained):
+            self.oracle.trained(event, self.core)
         self.oracle.watch(event)
 
     def _new_worker(self, name: str) -> SimWorker:
@@ -241,7 +271,9 @@ class Simulation:
             kept = versions[: self.random.randint(1, len(versions))]
             runs = tuple((version, self.random.randint(1, 3)) for version in kept)
             length = 2 + sum(count for _, count in runs)
-            trajectories.append(TrajectoryHeader(length=length, prompt_length=2, reward=0.0, version_tokens=runs))
+            trajectories.append(
+                TrajectoryHeader(length=length, prompt_length=2, reward=self.random.random(), version_tokens=runs)
+            )
         return GroupHeader(
             group_id=assignment.group_id,
             prompt_index=assignment.prompt_index,
@@ -342,9 +374,6 @@ class Simulation:
             return
         self.oracle.rolled_back = True
         step, _, snapshot = self.checkpoint or (-1, 0, None)
-        trained = {
-            g for g, state in self.oracle.states.items() if state == "trained" and self.oracle.step_of[g] <= step
-        }
         if snapshot is not None and self.random.random() < 0.2:
             self.core = self._new_core()
             # The server refuses incarnations that worked for its predecessor (see sessions.py).
@@ -354,12 +383,24 @@ class Simulation:
             self.oracle.parents = {v: p for v, p in self.oracle.parents.items() if v <= self.checkpoint[1]}
             self.zombies.clear()
         else:
-            for sealed_step, sealed in self.core.state.buffer.trained.items():
-                for entry in sealed.members if sealed_step > step else ():
-                    assert entry.group_id not in trained
-                    self.oracle.move(entry.group_id, "in_flight" if sealed.evicted else "leased")
+            self._undo(step)
         self.oracle.restore(step)
         self._start_learner()
+
+    def _undo(self, step: int) -> None:
+        """Where the groups trained after `step` belong: planned again, or made again where no payload is left."""
+        steps = self.core.state.buffer.trained
+        undone = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
+        for entry in sorted(undone, key=lambda entry: entry.group_id):
+            before = [number for number in self.oracle.steps_of[entry.group_id] if number <= step]
+            again = [number for number in entry.kept if number > step and not steps[number].evicted]
+            if again or entry.planned:
+                state = "leased"
+            elif before:
+                state = "trained"
+            else:
+                state = "in_flight" if entry.payload is None else "inserted"
+            self.oracle.move(entry.group_id, state)
 
     # ---- liveness
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.replay.admission import (
     AdmissionSettings,
@@ -17,6 +16,7 @@ from asyncrl.replay.admission import (
     stale_by_quartile,
 )
 from asyncrl.replay.shards import balance
+from asyncrl.schema import Config
 from asyncrl.types import Assignment, StalePolicy, TrajectoryHeader
 
 from .helpers import header, settings

@@ -137,6 +137,29 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
     assert [member.worker for member in run.learner.members()] == ["w"]
 
 
+def test_silent_peers_are_named_by_the_others(caplog) -> None:
+    """As a stopped process is: its thread neither speaks nor says goodbye."""
+    config = replay_config()
+    with running_server(config, settings()):
+        run = Run(config)
+        run.start()
+        worker, watcher = run.worker("mute"), run.worker("watcher")
+        asyncio.run(ready(worker))
+        asyncio.run(ready(watcher))
+        for client in (worker, run.learner):
+            client._connection._closing.set()
+        wanted = ("worker mute was silent for 1.5 s", "learner rank 0 was silent for 1.5 s")
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and not all(text in caplog.text for text in wanted):
+            time.sleep(0.05)
+        assert all(text in caplog.text for text in wanted), caplog.text
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and "no word from the replay server" not in caplog.text:
+        time.sleep(0.05)
+    assert "no word from the replay server" in caplog.text
+    watcher._connection._closing.set()
+
+
 def test_an_insert_sent_twice_is_stored_once(run) -> None:
     version = run.start()
     client = run.worker()
@@ -529,9 +552,9 @@ def test_an_open_address_without_keys_is_refused() -> None:
 
 SERVER = """
 import sys, threading
-from asyncrl.config import ReplayConfig
+from asyncrl.schema import ReplayConfig
 from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.server import run_server
+from asyncrl.replay.serving import run_server
 assert "torch" not in sys.modules and "ray" not in sys.modules
 gate = AdmissionSettings(groups_per_step=2, group_size=2, max_staleness=2, pipeline_depth=1, max_in_flight=9)
 run_server(ReplayConfig(address=sys.argv[1]), gate, "run", "d", 0)

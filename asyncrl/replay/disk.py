@@ -1,0 +1,153 @@
+"""One folder of files as the journal sees it. The real one is small; tests put one in its place that loses power."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.errors import JournalError
+
+Bytes = bytes | memoryview
+
+MAX_BUFFERS = 512
+"""Of one gathered write; Linux takes 1024."""
+LOCK_FILE = "lock"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the operating system says of a disk without space."""
+
+
+class Disk(Protocol):
+    """Every call may raise OSError. What was written is safe from a power loss after `sync(name)`, a name after
+    `sync_folder()`; not before."""
+
+    def names(self) -> list[str]: ...
+
+    def size(self, name: str) -> int: ...
+
+    def create(self, name: str, nbytes: int) -> None:
+        """A new file of `nbytes` zeros, the space for them taken."""
+        ...
+
+    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None: ...
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Up to `nbytes`; fewer at the end of the file."""
+        ...
+
+    def sync(self, name: str) -> None: ...
+
+    def sync_folder(self) -> None: ...
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+    def truncate(self, name: str, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderDisk:
+    """`Disk` on a folder of the file system. With `locked` no second process may do the same.
+
+    Raises:
+        JournalError: another process writes there.
+    """
+
+    def __init__(self, folder: Path, *, locked: bool) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+        self._lock: int | None = None
+        if locked:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+
+    def names(self) -> list[str]:
+        return sorted(entry.name for entry in self._folder.iterdir() if entry.name != LOCK_FILE)
+
+    def size(self, name: str) -> int:
+        return (self._folder / name).stat().st_size
+
+    def create(self, name: str, nbytes: int) -> None:
+        path = self._folder / name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            # Space taken now is not missing in the middle of a record, and a file that grows syncs far slower.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            raise
+        self._open[name] = descriptor
+
+    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        descriptor = self._descriptor(name)
+        while left:
+            part = left[:MAX_BUFFERS]
+            written = os.pwritev(descriptor, part, offset)
+            offset += written
+            while part and written >= len(part[0]):
+                written -= len(part.pop(0))
+                left.pop(0)
+            if written:
+                left[0] = left[0][written:]
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        with (self._folder / name).open("rb", buffering=0) as file:
+            file.seek(offset)
+            return file.read(nbytes)
+
+    def sync(self, name: str) -> None:
+        os.fdatasync(self._descriptor(name))
+
+    def sync_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        (self._folder / old).rename(self._folder / new)
+        if old in self._open:
+            self._open[new] = self._open.pop(old)
+
+    def remove(self, name: str) -> None:
+        self._forget(name)
+        (self._folder / name).unlink()
+
+    def truncate(self, name: str, nbytes: int) -> None:
+        os.truncate(self._folder / name, nbytes)
+
+    def close(self) -> None:
+        for name in list(self._open):
+            self._forget(name)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            self._open[name] = os.open(self._folder / name, os.O_RDWR)
+        return self._open[name]
+
+    def _forget(self, name: str) -> None:
+        with contextlib.suppress(KeyError):
+            os.close(self._open.pop(name))
+
+    def _take_lock(self) -> int:
+        descriptor = os.open(self._folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise JournalError(
+                f"{self._folder} is being written by another replay server. Stop that one, or give another run.dir"
+            ) from error
+        return descriptor

@@ -1,0 +1,82 @@
+"""Replies on their way out. One that rests on what the journal has not made durable yet waits here for it.
+
+consumes      replies of the server, in order
+waits for     the journal's sync, never on the loop's time; a full disk holds them until there is space
+unblocked by  `release`, after each sync; `overdue`, for a learner that has waited too long
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from asyncrl.replay.desk import Session
+from asyncrl.replay.payload import Frame
+
+log = logging.getLogger(__name__)
+
+
+class Promises(Protocol):
+    """What the outbox asks of a journal: positions, both growing."""
+
+    @property
+    def promised(self) -> int: ...
+
+    @property
+    def durable(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    position: int
+    session: Session
+    request: int
+    frames: Sequence[Frame]
+    since: float
+
+
+class Outbox:
+    def __init__(self, socket: zmq.Socket, journal: Promises | None) -> None:
+        self.undeliverable = 0
+        self._socket, self._journal = socket, journal
+        self._held: deque[_Held] = deque()
+
+    def promise(self, session: Session, request: int, frames: Sequence[Frame]) -> None:
+        """Send once everything that happened so far is durable; until then the request counts as waiting."""
+        journal = self._journal
+        if journal is None or journal.promised <= journal.durable:
+            self.send(session.identity, frames)
+            return
+        session.waiting.add(request)
+        self._held.append(_Held(journal.promised, session, request, frames, time.monotonic()))
+
+    def release(self) -> None:
+        """Send what has become durable, to wherever its peer is connected now."""
+        while self._journal is not None and self._held and self._held[0].position <= self._journal.durable:
+            held = self._held.popleft()
+            held.session.waiting.discard(held.request)
+            self.send(held.session.identity, held.frames)
+
+    def overdue(self, before: float) -> list[tuple[Session, int]]:
+        """Replies to the learner that have waited since `before`, given up. A worker can wait: nobody waits for it in
+        a collective."""
+        given_up = [held for held in self._held if held.since < before and held.session.role == "learner"]
+        for held in given_up:
+            self._held.remove(held)
+            held.session.waiting.discard(held.request)
+        return [(held.session, held.request) for held in given_up]
+
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """Now or never: what cannot be delivered is lost, and the peer's next heartbeat tells it to ask again."""
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
+        except (zmq.Again, zmq.ZMQError) as error:
+            # Gone (EHOSTUNREACH) or not reading (EAGAIN).
+            self.undeliverable += 1
+            log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)

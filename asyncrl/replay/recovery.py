@@ -1,0 +1,118 @@
+"""Reading a journal: the whole retained history, or just what a restarted server needs.
+
+segments   41 ──▶ 42 ──▶ 43      each begins with a snapshot of all that came before it, payloads excepted
+recovery   snapshot of 43, its events, and the payloads that it points to, wherever they lie
+history    snapshot of 41, then the events of all three
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import JournalError, WireError
+from asyncrl.replay import events as ev
+from asyncrl.replay.disk import Disk, FolderDisk
+from asyncrl.replay.records import decode_event
+from asyncrl.replay.segments import REPAIR, Record, read_record, scan, segment_name, segment_numbers, segment_of
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A segment whose first record is whole."""
+
+    number: int
+    snapshot: ev.Snapshotted
+
+
+def read_journal(path: Path) -> Iterator[tuple[int, ev.Event]]:
+    """Everything retained in the journal folder `path`, oldest first: `(position, event)`.
+
+    The first event is a `Snapshotted`: the state the rest builds on, empty when the journal reaches back to the start
+    of the run. Inserted events carry their payloads.
+
+    Raises:
+        JournalError: there is no journal, or it is damaged; the message names file and byte.
+    """
+    if not path.is_dir():
+        raise JournalError(f"{path} is no folder: this run has no journal (replay.durability=memory keeps none)")
+    yield from read_history(FolderDisk(path, locked=False))
+
+
+def read_history(disk: Disk) -> Iterator[tuple[int, ev.Event]]:
+    """`read_journal` on any disk."""
+    chain = segment_chain(disk)
+    if not chain:
+        raise JournalError("the journal holds no finished record: nothing was made durable yet")
+    for place, segment in enumerate(chain):
+        last = place + 1 == len(chain)
+        end = None if last else chain[place + 1].snapshot.previous_end
+        for record in scan(disk, segment.number, end):
+            if record.body and not (place and record.position == segment.number << 36):
+                yield record.position, decode_record(record)
+
+
+def segment_chain(disk: Disk) -> list[Begun]:
+    """The newest segments that follow each other without a gap; older ones are remains of recycling. Empty when
+    nothing was ever durable.
+
+    Raises:
+        JournalError: a segment that was durable has lost its beginning.
+    """
+    numbers = segment_numbers(disk)
+    begun = {segment.number: segment for segment in begun_segments(disk)}
+    for number in numbers:
+        if number > max(begun, default=-1):
+            collections.deque(scan(disk, number), maxlen=0)  # raises if it ever was durable
+    chain = [begun[max(begun)]] if begun else []
+    while chain and chain[0].snapshot.previous_end >= 0:
+        before = segment_of(chain[0].snapshot.previous_end)
+        if before not in begun:
+            if before in numbers:
+                raise JournalError(
+                    f"the journal file {segment_name(before)} is damaged at byte 0: its snapshot is gone. {REPAIR}"
+                )
+            break
+        chain.insert(0, begun[before])
+    return chain
+
+
+def begun_segments(disk: Disk) -> list[Begun]:
+    """Segments with a whole first record, by number."""
+    begun = []
+    for number in segment_numbers(disk):
+        name = segment_name(number)
+        first = first_record(disk, number)
+        if first is None:
+            continue
+        snapshot = decode_record(first)
+        if not isinstance(snapshot, ev.Snapshotted):
+            raise JournalError(f"the journal file {name} does not begin with a snapshot: it is not from this program")
+        begun.append(Begun(number, snapshot))
+    return begun
+
+
+def first_record(disk: Disk, number: int) -> Record | None:
+    name = segment_name(number)
+    size = disk.size(name)
+    wanted = min(size, 1 << 16)
+    while True:
+        data = memoryview(disk.read(name, 0, wanted))
+        record = read_record(data, number, 0)
+        if record is not None or wanted >= size:
+            return record
+        wanted = min(size, wanted * 16)
+
+
+def decode_record(record: Record) -> ev.Event:
+    """Raises JournalError where the bytes are whole but this program does not know them."""
+    try:
+        return decode_event(record.body)
+    except WireError as error:
+        name = segment_name(segment_of(record.position))
+        raise JournalError(
+            f"the journal file {name} cannot be read at position {record.position}: {error}. It was written by another "
+            "version of asyncrl: use that one, or start with another run.dir"
+        ) from error

@@ -1,0 +1,137 @@
+"""From settings to a serving replay server and back: memory or journal, socket, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.disk import Disk, FolderDisk
+from asyncrl.replay.durable import open_core
+from asyncrl.replay.heap import keep_heap
+from asyncrl.replay.history import LedgerFile
+from asyncrl.replay.journal import JournalSettings
+from asyncrl.replay.server import ReplayServer, router
+from asyncrl.replay.sync_thread import SyncThread
+from asyncrl.schema import ReplayConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a server serves from."""
+
+    core: ReplayCore
+    run_id: str
+    boot: str
+    sync: SyncThread | None
+    """None: kept in memory only."""
+
+
+def run_server(
+    config: ReplayConfig,
+    settings: AdmissionSettings,
+    run_id: str,
+    run_digest: str,
+    seed: int,
+    stop: threading.Event | None = None,
+    ledger: LedgerFile | None = None,
+    folder: Path | None = None,
+    disk: Disk | None = None,
+    fresh: bool = False,
+) -> None:
+    """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
+
+    Args:
+        run_id: of a new run; a journal that is there already keeps its own.
+        ledger: told every event before it is applied, and what the journal remembers.
+        folder: of the journal, when `replay.durability` is `journal`. Without it and `disk` all is kept in memory.
+        disk: where the journal is, instead of `folder`.
+        fresh: throw away the journal of an earlier run.
+
+    Raises:
+        ConfigError: see `router`. LedgerError: the conservation law broke. JournalError: the journal is damaged, in use
+        or of another version, or its disk failed.
+    """
+    keep_heap()
+    stopped = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+    with contextlib.ExitStack() as stack:
+        # The socket first: a second server at this address must not touch the journal of the first.
+        socket = stack.enter_context(router(config))
+        if config.durability == "journal" and folder is not None:
+            disk = FolderDisk(folder, locked=True)
+        if fresh and disk is not None:
+            discard(disk)
+        memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, ledger, disk))
+        server = ReplayServer(
+            memory.core,
+            socket,
+            run_id=memory.run_id,
+            boot=memory.boot,
+            run_digest=run_digest,
+            silence_s=config.heartbeat_timeout_s,
+            patience_s=config.wait_timeout_s,
+            sync=memory.sync,
+        )
+        log.info("replay server of run %s listens on %s", memory.run_id, config.address)
+        server.serve(stopped)
+
+
+@contextlib.contextmanager
+def opened(
+    config: ReplayConfig,
+    settings: AdmissionSettings,
+    run_id: str,
+    run_digest: str,
+    seed: int,
+    ledger: LedgerFile | None,
+    disk: Disk | None,
+) -> Iterator[Memory]:
+    """The core, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
+    boot = uuid.uuid4().hex
+    limits = {"seed": seed, "max_bytes": config.max_bytes, "heartbeat_timeout_s": config.heartbeat_timeout_s}
+    if disk is None:
+        core = ReplayCore(settings, time.monotonic, journal=ledger, **limits)
+        yield Memory(core, run_id, boot, None)
+        return
+    journal = JournalSettings(
+        retain=config.journal.retain,
+        segment_bytes=config.journal.segment_mb << 20,
+        window_bytes=config.journal.window_mb << 20,
+    )
+    run = {"run_id": run_id, "run_digest": run_digest, "boot": boot}
+    core, writer = open_core(
+        disk,
+        settings,
+        time.monotonic,
+        journal=journal,
+        run=run,
+        listener=ledger,
+        replayed=ledger.replayed if ledger else None,
+        heartbeat_s=config.heartbeat_s,
+        **limits,
+    )
+    sync = SyncThread(writer, config.journal.fsync_ms / 1000)
+    try:
+        yield Memory(core, writer.run["run_id"], writer.run["boot"], sync)
+    finally:
+        sync.stop()
+
+
+def discard(disk: Disk) -> None:
+    """`overwrite=true`: what an earlier run left is deleted."""
+    for name in disk.names():
+        disk.remove(name)
+    disk.sync_folder()

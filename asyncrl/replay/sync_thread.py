@@ -1,0 +1,97 @@
+"""The thread that makes the journal durable, so that the server's loop never waits for a disk.
+
+consumes:     events appended to the journal
+waits for:    the first of them, without a deadline; then, after a sync, as long as that took, at most `interval_s`
+              (group commit); a full disk, in turns of `RETRY_S`
+unblocked by: `nudge` after an append, `stop`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+from asyncrl.errors import JournalError
+from asyncrl.replay.journal import Journal
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+SAY_S = 10.0
+
+
+class SyncThread:
+    """`wake_fd` turns readable after each sync, for the poller of the loop. `failure` is what ended the thread."""
+
+    def __init__(self, journal: Journal, interval_s: float) -> None:
+        self.journal = journal
+        self.failure: JournalError | None = None
+        self.wake_fd, self._wake = os.pipe()
+        for descriptor in (self.wake_fd, self._wake):
+            os.set_blocking(descriptor, False)
+        self._interval_s = interval_s
+        self._work = threading.Event()
+        self._stopping = threading.Event()
+        self._said_at = -SAY_S
+        self._thread = threading.Thread(target=self._main, name="journal", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """There is something to write. Cheap: called after every turn of the loop."""
+        if self.journal.promised > self.journal.durable:
+            self._work.set()
+
+    def heard(self) -> None:
+        """Empty the pipe.
+
+        Raises:
+            JournalError: the thread has failed; nothing is durable any more.
+        """
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_fd, 4096)
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self) -> None:
+        """Make durable what can be, close the journal and end the thread."""
+        self._stopping.set()
+        self._work.set()
+        self._thread.join()
+        if self.failure is None:
+            self.journal.close()
+        for descriptor in (self.wake_fd, self._wake):
+            os.close(descriptor)
+
+    def _main(self) -> None:
+        rested_at = 0.0
+        while not self._stopping.is_set():
+            self._work.wait()
+            self._work.clear()
+            self._stopping.wait(max(0.0, rested_at - time.monotonic()))
+            started = time.monotonic()
+            try:
+                done = self.journal.write_batch()
+            except JournalError as error:
+                self.failure = error
+                self._tell()
+                return
+            ended = time.monotonic()
+            # On a fast disk short groups cost little, and who waits for one reply after the other is served sooner.
+            rested_at = ended + min(self._interval_s, ended - started)
+            self._tell()
+            if not done:
+                self._complain()
+                self._stopping.wait(RETRY_S)
+                self._work.set()
+
+    def _complain(self) -> None:
+        if time.monotonic() - self._said_at > SAY_S:
+            self._said_at = time.monotonic()
+            log.error("%s", self.journal.problem)
+
+    def _tell(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # It is readable already.
+            os.write(self._wake, b"\0")

@@ -1,0 +1,245 @@
+"""Mutated frames against the decoders, and against a live server with an honest client beside the hostile one.
+
+    python -m tests.replay.fuzz --frames 10000000
+    python -m tests.replay.fuzz --messages 100000
+
+Each prints one JSON line. Anything but a `WireError` out of a decoder is a crash and ends the run with a traceback; so
+does an honest group that the server did not take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import zmq
+
+from asyncrl.errors import WireError
+from asyncrl.replay import messages, wire
+from asyncrl.replay.base import Acquired
+from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.payload import (
+    EncodedGroup,
+    check_stored,
+    decode_texts,
+    decode_trajectory,
+    encode_group,
+    split_frames,
+)
+from asyncrl.replay.wire import Envelope
+from asyncrl.schema import ReplayConfig
+from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, StepPlan
+
+from .helpers import group, replay_config, running_server, settings
+
+ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version=2)
+VOCABULARY = 512
+NASTY = (b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xd6\xff\0\0\0\0", b"")
+Decoder = Callable[[bytes], object]
+
+
+def envelope(body: object, verb: str = "insert", run: str = "run", request: int = 7, incarnation: str = "i") -> bytes:
+    return wire.encode_envelope(Envelope(run=run, verb=verb, request=request, incarnation=incarnation, body=body))
+
+
+def insert_body(encoded: EncodedGroup) -> list[object]:
+    return [wire.encode_group_header(encoded.header), encoded.layout]
+
+
+class Corpus:
+    """Good frames, each with the decoder that reads it."""
+
+    def __init__(self) -> None:
+        encoded = encode_group(group(ORDER, [4, 4, 5, 7], size=3))
+        frames = [bytes(frame) for frame in encoded.frames]
+        stored = split_frames(encoded.header, encoded.layout, frames)
+        facts = encoded.header.trajectories[0]
+        plan = StepPlan(
+            step=3, policy_version=7, groups=(encoded.header,), staleness={4: 3, 5: 2, 7: 0}, max_staleness=4,
+            shards=(((0, 0), (0, 2)), ((0, 1),)),
+        )  # fmt: skip
+        evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4, policy_version=2)
+        acquired = Acquired(assignments=(ORDER,), evaluations=(evaluation,), waiting_for="x")
+        self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
+            ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
+            ("blob", bytes(stored.blobs[0]), lambda raw: decode_trajectory(facts, raw, ())),
+            ("joined", frames[1], lambda raw: self._checked(encoded, [frames[0], raw])),
+            ("texts", frames[0], decode_texts),
+            ("plan", wire.pack(wire.encode_plan(plan)), lambda raw: wire.decode_plan(wire.unpack(raw))),
+            (
+                "acquired",
+                wire.pack(messages.encode_acquired(acquired)),
+                lambda raw: messages.decode_acquired(wire.unpack(raw)),
+            ),
+        )
+
+    def _checked(self, encoded: EncodedGroup, frames: Sequence[bytes]) -> None:
+        stored = split_frames(encoded.header, encoded.layout, frames)
+        check_stored(encoded.header, stored, VOCABULARY)
+        for facts, blob, own in zip(encoded.header.trajectories, stored.blobs, stored.large, strict=True):
+            arrived = decode_trajectory(facts, blob, own)  # What passed the door must not fail at the learner.
+            assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
+            assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < VOCABULARY
+            assert arrived.prompt_length == facts.prompt_length and arrived.reward == facts.reward
+
+    def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
+        _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
+        row, layout = wire.sequence(body, "insert", 2)
+        header = wire.decode_group_header(row)
+        check_stored(header, split_frames(header, layout, frames), VOCABULARY)
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """A few bytes changed, cut, doubled, swapped, or lengths blown up."""
+    raw = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
+        kind, at = rng.random(), rng.randrange(len(raw) + 1)
+        if kind < 0.55 and raw:
+            raw[at % len(raw)] = rng.choice((rng.randrange(256), 0, 0x7F, 0x80, 0xFF))
+        elif kind < 0.65:
+            raw = raw[:at]
+        elif kind < 0.75:
+            raw[at:at] = rng.choice(NASTY)
+        elif kind < 0.85:
+            raw[at:at] = raw[at : at + rng.randrange(1, 32)]
+        elif kind < 0.95:
+            del raw[at : at + rng.randrange(1, 16)]
+        else:
+            raw[at : at + 8] = rng.randbytes(8)
+    return bytes(raw)
+
+
+def fuzz_decoders(frames: int, seed: int) -> dict[str, int]:
+    """Feed `frames` mutated frames to the decoders. Raises whatever is no WireError."""
+    rng, cases = random.Random(seed), Corpus().cases
+    counts: Counter[str] = Counter()
+    for number in range(frames):
+        name, good, decode = cases[number % len(cases)]
+        bad = mutate(rng, good)
+        try:
+            decode(bad)
+            counts[f"{name}_decoded"] += 1
+        except WireError:
+            counts[f"{name}_refused"] += 1
+        except BaseException as error:
+            error.add_note(f"seed={seed} frame={number} decoder={name} bytes={bad.hex()}")
+            raise
+    return dict(counts)
+
+
+class Hostile:
+    """A peer that says hello like a worker and then sends whatever it likes; thrown out, it comes back."""
+
+    def __init__(self, context: zmq.Context, address: str, rng: random.Random) -> None:
+        self.rng = rng
+        self.lives = 0
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self._hello()
+
+    def _hello(self) -> None:
+        self.lives += 1
+        life = f"life{self.lives}"
+        encoded = encode_group(group(ORDER, [0, 0], size=2))
+        self.seeds = [
+            [envelope([0, [20, 0.0]], "acquire", incarnation=life)],
+            [envelope([0, insert_body(encoded)], incarnation=life), *map(bytes, encoded.frames)],
+            [envelope([0, [{"busy_s": 1.0}, [3]]], "heartbeat", incarnation=life)],
+            [envelope([0, [0, "f"]], "served", incarnation=life)],
+            [envelope([0, [1, 2, "failed_reward", "why"]], "fail", incarnation=life)],
+            [envelope([0, [0, 0, 1, 0.0, 1]], "lease", incarnation=life)],
+        ]
+        hello = ["worker", "hostile", "d", NO_VERSION, ""]
+        self.socket.send(envelope(hello, "hello", run="", request=0, incarnation=life))
+
+    def send(self) -> None:
+        message = list(self.rng.choice(self.seeds))
+        place = self.rng.randrange(len(message))
+        message[place] = mutate(self.rng, message[place])
+        if self.rng.random() < 0.05:
+            message = message[: self.rng.randrange(len(message)) + 1] + [b"x"] * self.rng.randrange(3)
+        self.socket.send_multipart(message)
+        verb = ""
+        while self.socket.poll(0):
+            verb = wire.decode_envelope(self.socket.recv_multipart(zmq.DONTWAIT)[0]).verb
+        if verb in ("fenced", "unknown_peer"):
+            self._hello()
+
+
+def fuzz_server(count: int, seed: int, config: ReplayConfig | None = None) -> dict[str, float]:
+    """`count` hostile messages over sockets while an honest worker and learner go about their business."""
+    config = config or replay_config(wait_timeout_s=30.0)
+    rng = random.Random(seed)
+    with running_server(config, settings(groups_per_step=4, pipeline_depth=2, max_staleness=1 << 20)):
+        learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
+        context = zmq.Context()
+        try:
+            version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+            learner.publish(policy_version=version, parent=NO_VERSION)
+            learner.announce({"vocabulary": 1 << 20})
+            return asyncio.run(_under_fire(config, learner, Hostile(context, config.address, rng), count))
+        finally:
+            learner.close()
+            context.destroy(linger=0)
+
+
+async def _under_fire(config: ReplayConfig, learner: LearnerClient, hostile: Hostile, count: int) -> dict[str, float]:
+    client = RolloutClient(config.address, worker="honest", run_digest="d", config=config)
+    sent = good = steps = 0
+    trained: set[int] = set()
+    slowest, started = 0.0, time.monotonic()
+    await client.served(0, "f")
+    while sent < count:
+        for _ in range(min(200, count - sent)):
+            hostile.send()
+            sent += 1
+        asked = time.monotonic()
+        for order in (await client.acquire(slots=8, wait_s=0.0)).assignments:
+            reply = await client.insert(group(order, [0] * 3))
+            assert reply.status == "accepted", reply
+            good += 1
+        slowest = max(slowest, time.monotonic() - asked)
+        while good - len(trained) >= 4:
+            lease = await asyncio.to_thread(learner.lease, step=steps, rank=0, world=1, wait_s=30.0)
+            assert len(lease.trajectories) == 8
+            trained |= {header.group_id for header in lease.plan.groups}
+            await asyncio.to_thread(learner.trained, step=steps, policy_version=steps + 1)
+            learner.commit(step=steps)
+            steps += 1
+            await client.served(steps, "f")
+    await client.close()
+    seconds = time.monotonic() - started
+    return {
+        "messages": sent,
+        "good_groups": good,
+        "trained_groups": len(trained),
+        "steps": steps,
+        "expelled": hostile.lives - 1,
+        "slowest_round_s": round(slowest, 3),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=0)
+    parser.add_argument("--messages", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.monotonic()
+    if options.frames:
+        counts = fuzz_decoders(options.frames, options.seed)
+        print(json.dumps({"frames": options.frames, "seconds": round(time.monotonic() - started, 1), **counts}))
+    if options.messages:
+        print(json.dumps(fuzz_server(options.messages, options.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""A server with a journal: what it says it has, it has; killed and started again, its peers go on where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl.errors import FencedError, NoProgress
+from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.durable import recover
+from asyncrl.replay.serving import run_server
+from asyncrl.schema import JournalConfig, ReplayConfig
+from asyncrl.types import NO_VERSION
+
+from .helpers import group, replay_config, same_trajectory, settings
+from .memory_disk import MemoryDisk
+
+pytestmark = pytest.mark.timeout(60)
+
+ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
+
+
+class SlowDisk(MemoryDisk):
+    """Syncs wait until `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.waiting = threading.Event()
+        """Something is written and waits for its sync."""
+
+    def sync(self, name: str) -> None:
+        if not self.open.is_set():
+            self.waiting.set()
+        self.open.wait(20)
+        super().sync(name)
+
+    def copy(self) -> SlowDisk:
+        after = SlowDisk()
+        after.__dict__.update({k: v for k, v in super().copy().__dict__.items() if k not in ("open", "waiting")})
+        return after
+
+
+class Server:
+    """Killed and started again at one address, each life on what the one before left on the disk."""
+
+    def __init__(self, disk: SlowDisk | None = None, **config) -> None:
+        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0), **config)
+        self.disk = disk or SlowDisk()
+        self._clients: list = []
+
+    def start(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=run_server,
+            args=(self.config, ADMISSION, "run", "d", 7, self._stop),
+            kwargs={"disk": self.disk},
+            daemon=True,
+        )
+        self._thread.start()
+
+    def kill(self) -> None:
+        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
+        left = self.disk.copy()
+        self._stop.set()
+        self.disk.open.set()
+        self._thread.join(10)
+        self.disk = left
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def learner(self, rank: int = 0) -> LearnerClient:
+        return self._kept(LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config))
+
+    def worker(self, name: str = "w") -> RolloutClient:
+        return self._kept(RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config))
+
+    def _kept(self, client):
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._clients:
+            closed = client.close()
+            if closed is not None:
+                asyncio.run(closed)
+        self.kill()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def begin(server: Server) -> tuple[LearnerClient, RolloutClient]:
+    learner, worker = server.learner(), server.worker()
+    version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+    learner.publish(policy_version=version, parent=NO_VERSION)
+    asyncio.run(worker.served(version, "f"))
+    return learner, worker
+
+
+async def fill(worker: RolloutClient, slots: int, version: int = 0) -> dict[int, object]:
+    made = {}
+    for order in (await worker.acquire(slots=slots, wait_s=5)).assignments:
+        made[order.group_id] = group(order, [version] * 3)
+        assert (await worker.insert(made[order.group_id])).status in ("accepted", "duplicate")
+    return made
+
+
+@pytest.mark.slow
+def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(server: Server) -> None:
+    learner, worker = begin(server)
+    orders = asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments
+    server.disk.open.clear()
+    body = asyncio.run_coroutine_threadsafe
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    pending = body(worker.insert(group(orders[0], [0] * 3)), loop)
+    time.sleep(2.0)  # Longer than heartbeat_timeout_s: a server that waited for the disk would have been given up.
+    assert not pending.done()
+    before = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
+    assert before is not None and not before.state.buffer.waiting
+    server.disk.open.set()
+    assert pending.result(10).status == "accepted"
+    after = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
+    assert after is not None and list(after.state.buffer.waiting) == [orders[0].group_id]
+    loop.call_soon_threadsafe(loop.stop)
+    assert learner.members()[0].worker == "w"
+
+
+@pytest.mark.slow
+def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(server: Server) -> None:
+    learner, worker = begin(server)
+    made = asyncio.run(fill(worker, 3))
+    lease = learner.lease(step=0, rank=0, world=1, wait_s=5)
+    learner.announce({"epoch": 3})
+    server.restart()
+    again = learner.lease(step=0, rank=0, world=1, wait_s=5)
+    assert again.plan == lease.plan
+    for place, trajectory in lease.trajectories.items():
+        assert same_trajectory(trajectory, again.trajectories[place])
+    assert learner.trained(step=0, policy_version=1).metrics["replay/trained"] == 2
+    server.restart()
+    assert learner.watch(revision=0, wait_s=1).values == {"epoch": 3}
+    asyncio.run(worker.served(1, "f"))
+    made |= asyncio.run(fill(worker, 4, version=1))
+    plan = learner.lease(step=1, rank=0, world=1, wait_s=5).plan
+    assert {header.group_id for header in plan.groups} <= made.keys()
+    assert [member.worker for member in learner.members()] == ["w"]
+
+
+def blocked(call, server: Server) -> threading.Thread:
+    """Run `call`; its records are written, never synced, and the server dies with its reply unsent."""
+    server.disk.open.clear()
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    assert server.disk.waiting.wait(15)
+    time.sleep(0.1)
+    assert thread.is_alive(), "the reply left before the sync"
+    server.restart()
+    return thread
+
+
+def test_an_acquire_whose_reply_was_lost_brings_the_same_orders_again(server: Server) -> None:
+    _, worker = begin(server)
+    taken: list = []
+    thread = blocked(lambda: taken.extend(asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments), server)
+    thread.join(15)
+    found = recover(server.disk.copy(), ADMISSION.max_staleness)
+    assert found is not None
+    assert sorted(order.group_id for order in taken) == sorted(found.state.held) == [0, 1]
+    assert {order.attempt for order in taken} == {0}
+
+
+def test_a_step_whose_count_was_acknowledged_by_nobody_is_counted_once(server: Server) -> None:
+    learner, worker = begin(server)
+    asyncio.run(fill(worker, 2))
+    learner.lease(step=0, rank=0, world=1, wait_s=5)
+    replies: list = []
+    thread = blocked(lambda: replies.append(learner.trained(step=0, policy_version=1)), server)
+    thread.join(15)
+    assert replies[0].metrics["replay/trained"] == 2
+    learner.commit(step=0)
+    assert learner.snapshot()["step"] == 0
+
+
+def test_a_restore_whose_reply_was_lost_gives_the_same_numbers(server: Server) -> None:
+    learner = server.learner()
+    learner.members()  # Its hello is answered: what waits for the sync below is the restore.
+    restored: list = []
+    thread = blocked(
+        lambda: restored.append(learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)), server
+    )
+    thread.join(15)
+    assert (restored[0].next_step, restored[0].next_version) == (0, 0)
+
+
+def test_a_group_whose_acknowledgement_was_lost_is_stored_once(server: Server) -> None:
+    learner, worker = begin(server)
+    orders = asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments
+    statuses: list[str] = []
+    thread = blocked(lambda: statuses.append(asyncio.run(worker.insert(group(orders[0], [0] * 3))).status), server)
+    thread.join(15)
+    assert statuses == ["duplicate"]
+    asyncio.run(worker.insert(group(orders[1], [0] * 3)))
+    assert len(learner.lease(step=0, rank=0, world=1, wait_s=5).plan.groups) == 2
+
+
+def test_a_worker_replaced_before_the_restart_stays_fenced_after_it(server: Server) -> None:
+    _, zombie = begin(server)
+    asyncio.run(zombie.acquire(slots=1, wait_s=5))
+    successor = server.worker("w")
+    asyncio.run(successor.served(0, "f"))
+    server.restart()
+    (order, *_) = asyncio.run(successor.acquire(slots=2, wait_s=5)).assignments
+    with pytest.raises(FencedError):
+        asyncio.run(zombie.insert(group(order, [0] * 3)))
+    assert asyncio.run(successor.insert(group(order, [0] * 3))).status == "accepted"
+
+
+@pytest.mark.slow
+def test_groups_of_a_worker_that_does_not_come_back_go_to_others(server: Server) -> None:
+    _, lost = begin(server)
+    (order,) = asyncio.run(lost.acquire(slots=1, wait_s=5)).assignments
+    lost._connection._closing.set()  # It dies with the server.
+    server.restart()
+    other = server.worker("other")
+    asyncio.run(other.served(0, "f"))
+    deadline, taken = time.monotonic() + 15, []
+    while order.group_id not in taken and time.monotonic() < deadline:
+        taken += [o.group_id for o in asyncio.run(other.acquire(slots=4, wait_s=0.5)).assignments]
+    assert order.group_id in taken
+
+
+def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ranks(server: Server) -> None:
+    learner, worker = begin(server)
+    first = []
+    for step in range(3):
+        asyncio.run(fill(worker, 4, version=step))
+        first.append(learner.lease(step=step, rank=0, world=1, wait_s=5))
+        learner.trained(step=step, policy_version=step + 1)
+        asyncio.run(worker.served(step + 1, "f"))
+        if step == 0:
+            learner.commit(step=0)
+    learner.close()
+    server.restart()
+    resumed = server.learner()
+    restored = resumed.restore(step=0, policy_version=1, snapshot=None)
+    assert (restored.next_step, restored.next_version) == (1, 4), "a version was used twice"
+    resumed.publish(policy_version=4, parent=1)
+    other_rank = server.learner(1)
+    for step in (1, 2):
+        halves = [
+            resumed.lease(step=step, rank=0, world=2, wait_s=5),
+            other_rank.lease(step=step, rank=1, world=2, wait_s=5),
+        ]
+        assert halves[0].plan.groups == first[step].plan.groups
+        both = {**halves[0].trajectories, **halves[1].trajectories}
+        assert both.keys() == first[step].trajectories.keys()
+        assert all(same_trajectory(both[place], old) for place, old in first[step].trajectories.items())
+        assert max(halves[0].plan.staleness.values()) <= 2
+        resumed.trained(step=step, policy_version=4 + step)
+
+
+def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_stop(server: Server) -> None:
+    learner, old = begin(server)
+    learner.finish()
+    server.restart()
+    new = server.worker("new")
+    assert asyncio.run(old.acquire(slots=1, wait_s=5)).stop
+    waiting = asyncio.run(new.acquire(slots=1, wait_s=0.3))
+    assert not waiting.stop and not waiting.assignments and "learner" in waiting.waiting_for
+    resumed = server.learner(5)
+    version = resumed.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+    resumed.publish(policy_version=version, parent=NO_VERSION)
+    asyncio.run(new.served(version, "f"))
+    assert asyncio.run(new.acquire(slots=1, wait_s=5)).assignments
+
+
+@pytest.mark.slow
+def test_a_full_disk_pauses_admission_with_the_reason_and_the_run_goes_on_when_there_is_space(server: Server) -> None:
+    learner, worker = begin(server)
+    orders = asyncio.run(worker.acquire(slots=1, wait_s=5)).assignments
+    server.disk.fail_with = errno.ENOSPC
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    pending = asyncio.run_coroutine_threadsafe(worker.insert(group(orders[0], [0] * 3)), loop)
+    with pytest.raises(NoProgress, match="the disk is full"):
+        learner.lease(step=0, rank=0, world=1, wait_s=1.5)
+    assert not pending.done()
+    server.disk.fail_with = 0
+    assert pending.result(10).status == "accepted"
+    with contextlib.suppress(NoProgress):
+        asyncio.run(fill(worker, 3))
+    assert learner.lease(step=0, rank=0, world=1, wait_s=5).plan.step == 0
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_learner_does_not_wait_for_ever_for_a_disk_that_does_not_answer() -> None:
+    server = Server(wait_timeout_s=1.0)
+    server.start()
+    learner, _ = begin(server)
+    server.disk.open.clear()
+    with pytest.raises(
+        NoProgress, match=r"nothing became durable at the replay server for 1 s: the disk of the journal"
+    ):
+        learner.announce({"epoch": 1})
+    server.close()
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_server_gives_up_at_its_deadline_and_names_it() -> None:
+    server = Server(wait_timeout_s=2.5)
+    server.start()
+    learner, _ = begin(server)
+    server.kill()
+    with pytest.raises(NoProgress, match=server.config.address):
+        learner.snapshot()
+    server.start()
+    server.close()

@@ -1,0 +1,122 @@
+"""What comes over the wire is decoded or refused, and costs nobody else anything; `fuzz.py` has the long runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import WireError
+from asyncrl.replay import wire
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.desk import Answer, Desk, Session
+from asyncrl.replay.payload import encode_group
+from asyncrl.types import NO_VERSION, DropReason
+
+from .fuzz import VOCABULARY, fuzz_decoders, fuzz_server
+from .helpers import Clock, group, settings, trajectory
+
+
+def test_mutated_frames_are_decoded_or_refused() -> None:
+    counts = fuzz_decoders(20_000, seed=1)
+    assert sum(counts.values()) == 20_000
+    assert all(counts[f"{name}_{end}"] > 100 for name in ("insert", "blob", "plan") for end in ("decoded", "refused"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_hundred_thousand_mutated_frames_are_decoded_or_refused() -> None:
+    assert sum(fuzz_decoders(200_000, seed=2).values()) == 200_000
+
+
+@pytest.mark.timeout(60)
+def test_an_honest_worker_loses_nothing_beside_a_hostile_one() -> None:
+    seen = fuzz_server(10_000, seed=3)
+    assert seen["expelled"] > 10
+    assert seen["good_groups"] > 100
+    assert seen["trained_groups"] > seen["good_groups"] - 4
+
+
+class Door:
+    """A desk with one order taken by worker `w`."""
+
+    def __init__(self) -> None:
+        self.core = ReplayCore(settings(), Clock())
+        self.desk = Desk(self.core)
+        self.core.hello("w", "a")
+        self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="l")
+        self.core.publish(policy_version=0, parent=NO_VERSION)
+        self.core.announce({"vocabulary": VOCABULARY})
+        self.core.served("w", "a", 0, "f")
+        self.worker = Session("worker", "w", "a", b"id", 0.0)
+        self.order = self.core.acquire("w", "a", 1).assignments[0]
+
+    def insert(self, header, layout, frames) -> Answer:
+        body = [wire.encode_group_header(header), layout]
+        reply = self.desk.handle(self.worker, "insert", wire.unpack(wire.pack(body)), frames)
+        assert isinstance(reply, Answer)
+        return reply
+
+
+LIES = {
+    "length": lambda t: replace(t, length=t.length + 1),
+    "prompt": lambda t: replace(t, prompt_length=t.prompt_length - 1),
+    "reward": lambda t: replace(t, reward=9.0),
+    "fewer loss tokens": lambda t: replace(t, version_tokens=((0, 2),)),
+    "more loss tokens": lambda t: replace(t, prompt_length=0, version_tokens=((0, 4),)),
+    "version": lambda t: replace(t, version_tokens=((7, 3),)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_its_arrays_contradict_never_reaches_the_learner(lie) -> None:
+    door = Door()
+    encoded = encode_group(group(door.order, [0, 0, 0]))
+    first, *others = encoded.header.trajectories
+    header = replace(encoded.header, trajectories=(LIES[lie](first), *others))
+    if lie == "version":  # The arrays carry no versions; the header alone can be wrong about them.
+        assert door.insert(header, encoded.layout, encoded.frames).body[0] == "rejected"
+    else:
+        with pytest.raises(WireError):
+            door.insert(header, encoded.layout, encoded.frames)
+    assert door.core.state.ledger.dropped[DropReason.REJECTED] == 1
+    assert door.core.state.in_flight == 0
+
+
+def poisoned(what: str):
+    good = trajectory([0, 0, 0])
+    if what == "vocabulary":
+        return replace(good, token_ids=np.array([1, 2, 3, 4, VOCABULARY], np.int32))
+    logprobs = good.behavior_logprobs.copy()
+    logprobs[3] = {"nan": np.nan, "infinite": -np.inf, "positive": 0.1}[what]
+    return replace(good, behavior_logprobs=logprobs)
+
+
+@pytest.mark.parametrize("what", ["vocabulary", "nan", "infinite", "positive"])
+def test_values_that_cannot_be_trained_on_are_refused_at_the_door(what, monkeypatch) -> None:
+    monkeypatch.setattr("asyncrl.replay.payload._check_values", lambda *arrays: None)  # a sender without scruples
+    door = Door()
+    encoded = encode_group(replace(group(door.order, [0]), trajectories=(trajectory([0] * 3), poisoned(what))))
+    monkeypatch.undo()
+    with pytest.raises(WireError, match=r"token_ids|behavior_logprobs"):
+        door.insert(encoded.header, encoded.layout, encoded.frames)
+    assert door.core.state.ledger.dropped[DropReason.REJECTED] == 1
+
+
+def test_another_worker_s_group_is_not_ended_by_a_malformed_insert() -> None:
+    door = Door()
+    encoded = encode_group(group(door.order, [0, 0, 0]))
+    door.core.hello("x", "b")
+    door.worker = Session("worker", "x", "b", b"id2", 0.0)
+    with pytest.raises(WireError):
+        door.insert(encoded.header, encoded.layout, encoded.frames[:-1])
+    assert door.core.state.in_flight == 1
+
+
+def test_texts_that_the_learner_could_not_read_are_refused() -> None:
+    door = Door()
+    encoded = encode_group(group(door.order, [0, 0, 0]))
+    bad = b"\xc1" * len(encoded.frames[0])
+    with pytest.raises(WireError, match="msgpack"):
+        door.insert(encoded.header, encoded.layout, [bad, *encoded.frames[1:]])
