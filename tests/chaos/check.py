@@ -1,0 +1,157 @@
+"""The verdict over a chaos run: the clients' own histories against the journal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.replay import events as ev
+from asyncrl.replay.audit import audit
+from asyncrl.replay.recovery import read_journal
+
+from .learner import train
+from .settings import ChaosSettings
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    invoked: int = 0
+    acked: int = 0
+    unknown: int = 0
+    """Inserts whose answer nobody heard: they may count or not."""
+    steps: int = 0
+    trained: int = 0
+    rollbacks: int = 0
+    max_staleness: int = 0
+    lost: list[int] = field(default_factory=list)
+    """Acknowledged groups that are neither trained nor dropped with a reason."""
+    twice: list[int] = field(default_factory=list)
+    fenced: list[int] = field(default_factory=list)
+    """Groups trained from data whose sender was told that it was refused."""
+    split: list[int] = field(default_factory=list)
+    audit: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not (self.lost or self.twice or self.fenced or self.split or self.audit or self.wrong)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def surviving(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Step -> what was trained in it, in the history that the last learner stands on."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if row["what"] == "restore":
+            steps = {step: what for step, what in steps.items() if step < row["next_step"]}
+        elif row["what"] == "trained":
+            steps[row["step"]] = row
+    return steps
+
+
+def check(settings: ChaosSettings) -> Verdict:
+    """Everything the harness promises; see `Verdict`."""
+    verdict = Verdict()
+    learner = lines(settings.root / "history" / "learner.jsonl")
+    steps = surviving(learner)
+    verdict.steps, verdict.rollbacks = len(steps), sum(row["what"] == "restore" for row in learner) - 1
+    trained = [group for what in steps.values() for group in what["groups"]]
+    verdict.trained = len(trained)
+    check_training(settings, verdict, steps, trained)
+    check_learner(verdict, learner)
+    acked, refused, attempts = client_histories(settings, verdict)
+    dropped: set[int] = set()
+    sealed: dict[int, list[int]] = {}
+    for _, event in read_journal(settings.journal):
+        if isinstance(event, ev.Dropped):
+            dropped.add(event.group_id)
+        elif isinstance(event, ev.Sealed):
+            sealed[event.step] = list(event.members)
+    known = {group["group"] for group in trained} | dropped
+    verdict.lost = sorted({group for group, _ in acked} - known)
+    accepted = {nonce for _, nonce in acked}
+    verdict.fenced = [
+        g["group"]
+        for g in trained
+        for nonce in g["nonces"]
+        if nonce in refused - accepted or attempts.get(nonce) != g["attempt"]
+    ]
+    for step, what in steps.items():
+        ids = [group["group"] for group in what["groups"]]
+        if sealed.get(step) != ids:
+            verdict.wrong.append(f"step {step} was trained on {ids}, the journal has {sealed.get(step)}")
+    books = audit(read_journal(settings.journal))
+    if not books.balances:
+        verdict.audit = "; ".join(books.violations[:3])
+    if books.trained_steps != len(steps) or books.trained != len(trained):
+        verdict.wrong.append(f"the audit has {books.trained_steps} steps, the learner {len(steps)}")
+    return verdict
+
+
+def check_training(
+    settings: ChaosSettings, verdict: Verdict, steps: dict[int, dict[str, Any]], trained: list[dict[str, Any]]
+) -> None:
+    """Once each, whole, within the bound, and the weights are those of exactly this."""
+    if sorted(steps) != list(range(len(steps))):
+        verdict.wrong.append(f"steps are missing: {sorted(set(range(max(steps))) - set(steps))[:5]}")
+    seen: set[int] = set()
+    for group in trained:
+        names = {group["group"], *(-1 - nonce for nonce in group["nonces"])}
+        if names & seen:
+            verdict.twice.append(group["group"])
+        seen |= names
+        whole = group["size"] == settings.group_size and len(group["nonces"]) == 1
+        if not whole or group["members"] != sorted(set(group["members"])):
+            verdict.split.append(group["group"])
+        if group["content"] != [group["group"]]:
+            verdict.wrong.append(f"group {group['group']} was trained with the content of {group['content']}")
+        verdict.max_staleness = max(verdict.max_staleness, group["staleness"])
+    if verdict.max_staleness > settings.max_staleness:
+        verdict.wrong.append(f"a token of staleness {verdict.max_staleness} was trained")
+    digest = ""
+    for step in sorted(steps):
+        digest = train(digest, [group["group"] for group in steps[step]["groups"]])
+        if digest != steps[step]["digest"]:
+            verdict.wrong.append(f"the weights after step {step} are not those of its history")
+            return
+
+
+def check_learner(verdict: Verdict, rows: list[dict[str, Any]]) -> None:
+    """It was refused nothing, and a step that it leased again had the groups of the first time."""
+    planned: dict[int, list[int]] = {}
+    for row in rows:
+        if row["what"] == "error":
+            verdict.wrong.append(f"the learner was refused: {row['kind']}: {row['error'][:200]}")
+        elif row["what"] == "leased":
+            before = planned.get(row["step"], [])
+            kept = [group for group in before if group in row["groups"]]
+            if row["groups"][: len(kept)] != kept or (before and len(kept) < len(before) and not verdict.rollbacks):
+                verdict.wrong.append(f"step {row['step']} was {before}, leased again it is {row['groups']}")
+            planned[row["step"]] = row["groups"]
+
+
+def client_histories(
+    settings: ChaosSettings, verdict: Verdict
+) -> tuple[set[tuple[int, int]], set[int], dict[int, int]]:
+    """`(acknowledged (group, nonce), refused nonces, attempt of every nonce that was sent)`."""
+    attempts: dict[int, int] = {}
+    acked: set[tuple[int, int]] = set()
+    refused: set[int] = set()
+    for path in sorted((settings.root / "history").glob("w*.jsonl")):
+        open_inserts = 0
+        for row in lines(path):
+            open_inserts += {"invoke": 1, "ok": -1, "fail": -1}.get(row["what"], 0)
+            verdict.invoked += row["what"] == "invoke"
+            attempts[row["nonce"]] = row["attempt"]
+            if row["what"] == "ok":
+                acked.add((row["group"], row["nonce"]))
+            elif row["what"] == "fail":
+                refused.add(row["nonce"])
+        verdict.unknown += open_inserts
+    verdict.acked = len(acked)
+    return acked, refused, attempts

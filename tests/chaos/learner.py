@@ -1,0 +1,117 @@
+"""A verifiable learner: its weights are a hash of everything it was trained on, in order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.replay.base import Lease
+from asyncrl.replay.client import LearnerClient
+from asyncrl.types import NO_VERSION
+
+from .settings import DIGEST, ChaosSettings, History
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights:
+    step: int | None = None
+    """Last trained."""
+    version: int = NO_VERSION
+    digest: str = ""
+    snapshot: dict[str, Any] = field(default_factory=dict)
+
+
+def train(digest: str, group_ids: list[int]) -> str:
+    """The weights after a step. The order within a batch is that of arrival, so it does not count."""
+    return hashlib.sha256(f"{digest}/{sorted(group_ids)}".encode()).hexdigest()[:16]
+
+
+def load(path: Path) -> Weights:
+    return Weights(**msgpack.unpackb(path.read_bytes(), strict_map_key=False)) if path.exists() else Weights()
+
+
+def save(path: Path, weights: Weights) -> None:
+    aside = path.with_suffix(".tmp")
+    with aside.open("wb") as file:
+        file.write(msgpack.packb(asdict(weights)))
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def groups_of(lease: Lease) -> list[dict[str, Any]]:
+    """What is noted of each group: id, nonces, members, the oldest trained token's staleness."""
+    rows = []
+    for place, header in enumerate(lease.plan.groups):
+        found = [t for (group, _), t in sorted(lease.trajectories.items()) if group == place]
+        ages = [lease.plan.staleness[v] for t in header.trajectories for v, _ in t.version_tokens]
+        rows.append(
+            {
+                "group": header.group_id,
+                "attempt": header.attempt,
+                "size": len(header.trajectories),
+                "content": sorted({int(t.token_ids[2]) for t in found}),
+                "nonces": sorted({int(t.token_ids[0]) for t in found}),
+                "members": [int(t.token_ids[1]) for t in found],
+                "staleness": max([age for age in ages if age <= lease.plan.max_staleness], default=0),
+            }
+        )
+    return rows
+
+
+def run(settings: ChaosSettings) -> None:
+    history = History(settings.root / "history" / "learner.jsonl")
+    client = LearnerClient(settings.address, rank=0, run_digest=DIGEST, config=settings.replay())
+    weights = load(settings.root / "checkpoint")
+    snapshot = weights.snapshot or None
+    restored = client.restore(step=weights.step, policy_version=weights.version, snapshot=snapshot)
+    history.note("restore", next_step=restored.next_step, digest=weights.digest)
+    version = restored.next_version
+    client.publish(policy_version=version, parent=weights.version)
+    client.announce({"version": version})
+    step = restored.next_step
+    while not _over(settings, step):
+        lease = client.lease(step=step, rank=0, world=1, wait_s=60.0)
+        rows = groups_of(lease)
+        history.note("leased", step=step, groups=[row["group"] for row in rows])
+        digest = train(weights.digest, [row["group"] for row in rows])
+        version += 1
+        client.trained(step=step, policy_version=version)
+        history.note("trained", step=step, version=version, groups=rows, digest=digest)
+        client.announce({"version": version})
+        weights = Weights(step=step, version=version, digest=digest)
+        step += 1
+        if step % settings.save_every == 0:
+            _checkpoint(settings, client, weights)
+    _checkpoint(settings, client, weights)
+    client.finish()
+    history.note("finished", step=step, digest=weights.digest)
+    client.close()
+
+
+def _checkpoint(settings: ChaosSettings, client: LearnerClient, weights: Weights) -> None:
+    if weights.step is not None:
+        weights.snapshot = client.snapshot()
+        save(settings.root / "checkpoint", weights)
+        client.commit(step=weights.step)
+
+
+def _over(settings: ChaosSettings, step: int) -> bool:
+    return step >= settings.steps if settings.steps else (settings.root / "stop").exists()
+
+
+if __name__ == "__main__":
+    here = ChaosSettings.load(sys.argv[1])
+    try:
+        run(here)
+    except AsyncRLError as error:
+        History(here.root / "history" / "learner.jsonl").note("error", kind=type(error).__name__, error=str(error))
+        print(f"learner: {type(error).__name__}: {error}", flush=True)
+        sys.exit(1)

@@ -1,0 +1,156 @@
+"""The replay as it ought to be: a small model of dictionaries, told every event and compared with the real state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.replay import events as ev
+from asyncrl.replay.state import ReplayState
+from asyncrl.types import NO_VERSION
+
+
+class Model:
+    def __init__(self) -> None:
+        self.groups: dict[int, dict[str, Any]] = {}
+        """Open groups and trained, uncommitted ones: `state`, `prompt`, `attempt`, `step`, `tokens`."""
+        self.finals: dict[int, str] = {}
+        """Groups that were committed, or dropped (with the reason)."""
+        self.steps: dict[int, dict[str, Any]] = {}
+        """Sealed, uncommitted steps: `members`, `trained`, `evicted`."""
+        self.parents: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.version = NO_VERSION
+        self.trained_steps, self.committed_step, self.cursor, self.next_id = 0, -1, 0, 0
+        self.readmitted: list[int] = []
+
+    def apply(self, event: ev.Event) -> None:
+        name = f"_{type(event).__name__.lower()}"
+        if hasattr(self, name):
+            getattr(self, name)(event)
+
+    def compare(self, state: ReplayState) -> None:
+        """Raises AssertionError where the real state is another one."""
+        real = {
+            entry.group_id: {"state": entry.state.value, "prompt": entry.prompt_index, "attempt": entry.attempt}
+            for entry in state.ledger.entries.values()
+        }
+        mine = {g: {k: group[k] for k in ("state", "prompt", "attempt")} for g, group in self.groups.items()}
+        assert real == mine, f"{real} != {mine}"
+        buffer = state.buffer
+        for trained, steps in ((False, buffer.untrained), (True, buffer.trained)):
+            real_steps = {n: ([e.group_id for e in s.members], s.evicted) for n, s in steps.items()}
+            my_steps = {n: (s["members"], s["evicted"]) for n, s in self.steps.items() if s["trained"] is trained}
+            assert real_steps == my_steps, f"{real_steps} != {my_steps}"
+        for number, step in buffer.untrained.items():
+            if step.plan is not None:
+                ages = {
+                    v: self.distance(v, step.plan.policy_version) + self.steps[number]["ahead"]
+                    for v in step.plan.staleness
+                }
+                assert step.plan.staleness == ages
+        assert list(state.readmitted) == self.readmitted
+        numbers = (state.trained_steps, state.committed_step, state.cursor, state.next_group_id, state.version)
+        assert numbers == (self.trained_steps, self.committed_step, self.cursor, self.next_id, self.version)
+        assert state.tree.newest == max(self.parents, default=NO_VERSION)
+        dropped = sum(reason != "committed" for reason in self.finals.values())
+        assert state.ledger.admitted == self.next_id == len(self.groups) + len(self.finals)
+        assert sum(state.ledger.dropped.values()) == dropped
+
+    def distance(self, a: int, b: int) -> int:
+        length = 0
+        while a != b:
+            a, b = max(a, b), min(a, b)
+            length, a = length + self.lengths[a], self.parents[a]
+        return length
+
+    def _published(self, event: ev.Published) -> None:
+        self._publish(event.policy_version, event.parent, 0)
+
+    def _publish(self, version: int, parent: int, length: int) -> None:
+        assert version > max(self.parents, default=NO_VERSION), "a version number was used twice"
+        root = min(self.parents, default=NO_VERSION)
+        self.parents[version], self.lengths[version] = (root if parent == NO_VERSION else parent), length
+        self.version = version
+
+    def _issued(self, event: ev.Issued) -> None:
+        group = self.groups.get(event.group_id)
+        if group is None:
+            assert event.group_id == self.next_id, "a group id was used twice"
+            self.next_id += 1
+            if self.readmitted:
+                assert self.readmitted.pop(0) == event.prompt_index
+            else:
+                assert event.prompt_index == self.cursor
+                self.cursor += 1
+            group = self.groups[event.group_id] = {"prompt": event.prompt_index, "attempt": -1}
+            group |= {"state": "in_flight", "held": False, "step": None, "tokens": None}
+        assert group["state"] == "in_flight" and not group["held"] and event.attempt == group["attempt"] + 1
+        group |= {"attempt": event.attempt, "held": True}
+
+    def _returned(self, event: ev.Returned) -> None:
+        assert self.groups[event.group_id]["held"]
+        self.groups[event.group_id]["held"] = False
+
+    def _inserted(self, event: ev.Inserted) -> None:
+        group = self.groups[event.header.group_id]
+        assert group["held"] and group["attempt"] == event.header.attempt, "a fenced attempt was taken"
+        tokens = [run for trajectory in event.header.trajectories for run in trajectory.version_tokens]
+        group |= {"state": "inserted", "held": False, "tokens": tokens}
+
+    def _dropped(self, event: ev.Dropped) -> None:
+        group = self.groups.pop(event.group_id)
+        assert group["state"] != "trained"
+        self.finals[event.group_id] = event.reason.value
+        if group["step"] is not None:
+            self.steps[group["step"]]["members"].remove(event.group_id)
+        if event.readmit:
+            self.readmitted.append(group["prompt"])
+
+    def _sealed(self, event: ev.Sealed) -> None:
+        planned = self.steps.get(event.step, {"members": []})["members"]
+        assert list(event.members[: len(planned)]) == planned, "a step was planned anew"
+        for group_id in event.members:
+            assert self.groups[group_id]["step"] in (None, event.step), "a group is in two steps"
+            self.groups[group_id] |= {"state": "leased", "step": event.step}
+        step = {"members": list(event.members), "trained": False, "evicted": False, "ahead": event.ahead}
+        self.steps[event.step] = step | {"version": event.policy_version}
+
+    def _trained(self, event: ev.Trained) -> None:
+        step = self.steps[event.step]
+        assert event.step == self.trained_steps and not step["trained"]
+        for group_id in step["members"]:
+            assert self.groups[group_id]["state"] == "leased"
+            self.groups[group_id]["state"] = "trained"
+            for version, _ in self.groups[group_id]["tokens"]:
+                promised = self.distance(version, step["version"]) + step["ahead"]
+                assert self.distance(version, self.version) == promised, "staleness at training is not what was judged"
+        step["trained"] = True
+        self._publish(event.policy_version, self.version, 1)
+        self.trained_steps += 1
+
+    def _evicted(self, event: ev.Evicted) -> None:
+        self.steps[event.step]["evicted"] = True
+
+    def _committed(self, event: ev.Committed) -> None:
+        for number in [n for n in self.steps if n <= event.step]:
+            for group_id in self.steps.pop(number)["members"]:
+                assert self.groups.pop(group_id)["state"] == "trained"
+                self.finals[group_id] = "committed"
+        self.committed_step = event.step
+
+    def _restored(self, event: ev.Restored) -> None:
+        assert self.committed_step <= event.step
+        for number in [n for n, step in self.steps.items() if step["trained"] and n > event.step]:
+            step = self.steps[number]
+            for group_id in step["members"]:
+                self.groups[group_id]["state"] = "leased"
+                if step["evicted"]:
+                    self.groups[group_id] |= {"state": "in_flight", "held": False, "step": None, "tokens": None}
+            step["trained"] = False
+            if step["evicted"]:
+                del self.steps[number]
+        self.trained_steps = event.step + 1
+        self.version = event.policy_version if event.policy_version in self.parents else NO_VERSION
+
+    def _reloaded(self, event: ev.Reloaded) -> None:
+        raise AssertionError("the server had forgotten what the learner's checkpoint rests on")

@@ -1,0 +1,110 @@
+"""`python -m tests.chaos.run --seconds N --seed S`: chaos for N seconds, then the verdict, in figures.
+
+`--counts worker=100,server=20,...` instead of `--seconds` runs until so many of each fault have happened;
+`--failpoints N` crashes the server at each of the first N passes of every failpoint, one run for each kind of point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from .check import Verdict
+from .harness import Harness, free_address, running
+from .power import POINTS, lose_power
+from .settings import ChaosSettings
+
+WEIGHTS = {"worker": 5, "server": 2, "learner": 2, "everything": 1, "power": 5, "pause": 1}
+
+
+def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dict[str, int] | None = None) -> None:
+    """Faults at random moments until the time is up or every count is reached."""
+    until = time.monotonic() + seconds
+    harness.wait_for_steps(2)
+    left = dict(counts or {})
+    while left if counts else time.monotonic() < until:
+        kinds = [kind for kind in WEIGHTS if not counts or kind in left]
+        kind = random.choices(kinds, [left.get(kind, 0) if counts else WEIGHTS[kind] for kind in kinds])[0]
+        if kind in left:
+            left[kind] -= 1
+            left = {name: count for name, count in left.items() if count}
+        harness.wait(random.random() * 0.05)
+        harness.fault(kind)
+        if kind == "pause" or random.random() < 0.3:
+            harness.wait(random.choice((0.0, 0.2, 1.0)))  # The next fault may hit a process that has just begun.
+        else:
+            harness.wait_for_steps(random.choice((1, 2, 4)))
+
+
+def failpoints(settings: ChaosSettings, seed: int, passes: int) -> list[tuple[str, Verdict]]:
+    """At each of the first `passes` passes of each point in turn: crash, lose the power, start again, go on."""
+    verdicts = []
+    for point in POINTS:
+        here = replace(settings, folder=f"{settings.folder}/{point.replace(' ', '-')}", address=free_address())
+        with running(here, seed) as harness:
+            for count in range(1, passes + 1):
+                harness.wait_for_steps(1)
+                harness.kill("server")
+                replace(here, failpoint=point, failpoint_count=count).save()
+                harness.start("server")
+                until = time.monotonic() + 20
+                while harness.processes["server"].poll() is None and time.monotonic() < until:
+                    harness.resume_the_paused()
+                    time.sleep(0.02)
+                if harness.processes["server"].poll() is not None:
+                    harness.faults[point] += 1
+                    harness.lost_bytes += lose_power(here.journal, harness.random)
+                here.save()
+            harness.wait_for_steps(2)
+            verdicts.append((f"{point}: {harness.faults[point]} crashes", harness.finish()))
+    return verdicts
+
+
+def describe(name: str, verdict: Verdict) -> str:
+    bad = {
+        k: getattr(verdict, k) for k in ("lost", "twice", "fenced", "split", "audit", "wrong") if getattr(verdict, k)
+    }
+    return (
+        f"{name}; inserts {verdict.invoked}, acknowledged {verdict.acked}, outcome unknown {verdict.unknown}; "
+        f"steps {verdict.steps}, groups trained {verdict.trained}, learner restarts {verdict.rollbacks}, "
+        f"max staleness {verdict.max_staleness}; lost {len(verdict.lost)}, trained twice {len(verdict.twice)}, "
+        f"fenced data trained {len(verdict.fenced)}, split {len(verdict.split)}, "
+        f"audit {'DOES NOT BALANCE' if verdict.audit else 'balances'}: {f'FAIL {bad}' if bad else 'PASS'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Chaos for the replay.")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--counts", default="", help="fault=number,...: worker server learner everything power pause")
+    parser.add_argument("--failpoints", type=int, default=0, metavar="N")
+    parser.add_argument("--mutant", default="")
+    given = parser.parse_args()
+    counts = {
+        name: int(number) for name, _, number in (item.partition("=") for item in given.counts.split(",") if item)
+    }
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        settings = ChaosSettings(
+            folder=str(Path(scratch) / "run"), address=free_address(), sync_delay_s=0.01, mutant=given.mutant
+        )
+        if given.failpoints:
+            found = failpoints(settings, given.seed, given.failpoints)
+        else:
+            with running(settings, given.seed) as harness:
+                chaos(harness, Random(given.seed), seconds=given.seconds, counts=counts)
+                verdict = harness.finish()
+                faults = ", ".join(f"{name} {count}" for name, count in sorted(harness.faults.items()))
+                found = [(f"faults: {faults}; {harness.lost_bytes} un-synced bytes destroyed", verdict)]
+        for name, verdict in found:
+            print(describe(name, verdict))
+    return 0 if all(verdict.passed for _, verdict in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The real replay server on a disk that can lose power, with a failpoint and, on demand, one planted mistake."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.replay import events as ev
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.desk import Session
+from asyncrl.replay.outbox import Outbox
+from asyncrl.replay.payload import Frame
+from asyncrl.replay.rollout_side import RolloutSide
+from asyncrl.replay.server import ReplayServer
+from asyncrl.replay.serving import run_server
+
+from .power import Failpoint, PowerDisk
+from .settings import DIGEST, ChaosSettings
+
+
+def ack_before_fsync() -> None:
+    def promise(self: Outbox, session: Session, request: int, frames: Sequence[Frame]) -> None:
+        self.send(session.identity, frames)
+
+    Outbox.promise = promise
+
+
+def early_manifest() -> None:
+    """Only the batch leaves before its plan is durable."""
+    answer = ReplayServer._answer
+
+    def early(self: ReplayServer, session: Session, request: int, verb: str, reply: Any) -> None:
+        if verb == "lease":
+            self.outbox.send(session.identity, [self._envelope("ok", request, reply.body), *reply.frames])
+        else:
+            answer(self, session, request, verb, reply)
+
+    ReplayServer._answer = early
+
+
+def no_dedup() -> None:
+    """A group that comes again is admitted as a new one."""
+    insert = RolloutSide.insert
+
+    def twice(self: RolloutSide, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
+        reply = insert(self, worker, incarnation, header, payload)
+        if reply.status == "duplicate":
+            state, member = self.state, self.workers.live[worker]
+            number, prompt = state.next_group_id, state.next_prompt()
+            self._record(ev.Issued(number, prompt, 0, worker, incarnation, state.version, member.served))
+            self._record(ev.Inserted(replace(header, group_id=number, prompt_index=prompt, attempt=0), payload))
+        return reply
+
+    RolloutSide.insert = twice
+
+
+def no_fencing() -> None:
+    """Whoever comes first with a group is believed, whatever attempt it was."""
+    insert, refuse = RolloutSide.insert, RolloutSide._refuse_replaced
+
+    def anybody(self: RolloutSide, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
+        entry = self.state.held.get(header.group_id)
+        if entry is not None and entry.worker in self.workers.live:
+            header = replace(header, attempt=entry.attempt, worker=entry.worker)
+            return insert(self, entry.worker, entry.incarnation, header, payload)
+        return insert(self, worker, incarnation, header, payload)
+
+    RolloutSide.insert = anybody
+    RolloutSide._refuse_replaced = lambda self, worker, incarnation: (
+        refuse(self, worker, incarnation) if worker.startswith("learner") else None
+    )
+
+
+def group_split() -> None:
+    """Groups that pass the door lose a member."""
+    record = ReplayCore._record
+
+    def split(self: ReplayCore, event: ev.Event) -> None:
+        if isinstance(event, ev.Inserted) and event.header.group_id % 7 == 3:
+            event = replace(event, header=replace(event.header, trajectories=event.header.trajectories[:-1]))
+        record(self, event)
+
+    ReplayCore._record = split
+
+
+MUTANTS = {
+    "ack_before_fsync": ack_before_fsync,
+    "early_manifest": early_manifest,
+    "no_dedup": no_dedup,
+    "no_fencing": no_fencing,
+    "group_split": group_split,
+}
+
+
+def with_reply_failpoints(failpoint: Failpoint) -> None:
+    send = Outbox.send
+
+    def watched(self: Outbox, identity: bytes, frames: Sequence[Frame]) -> None:
+        failpoint.pass_by("reply before")
+        send(self, identity, frames)
+        failpoint.pass_by("reply after")
+
+    Outbox.send = watched
+
+
+def main() -> None:
+    settings = ChaosSettings.load(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    failpoint = Failpoint(settings.failpoint, settings.failpoint_count)
+    with_reply_failpoints(failpoint)
+    if settings.mutant:
+        MUTANTS[settings.mutant]()
+    disk = PowerDisk(settings.journal, settings.sync_delay_s, failpoint)
+    run_server(settings.replay(), settings.admission(), "chaos", DIGEST, 7, disk=disk)
+
+
+if __name__ == "__main__":
+    main()

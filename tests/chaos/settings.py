@@ -1,0 +1,87 @@
+"""What the processes of a chaos run share: one JSON file in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.schema import JournalConfig, ReplayConfig
+from asyncrl.types import StalePolicy
+
+DIGEST = "chaos"
+HEARTBEAT_S = 0.1
+SILENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosSettings:
+    folder: str
+    address: str
+    workers: int = 2
+    groups_per_step: int = 4
+    group_size: int = 2
+    max_staleness: int = 2
+    pipeline_depth: int = 1
+    steps: int = 0
+    """0: until the file `stop` is there."""
+    save_every: int = 3
+    sync_delay_s: float = 0.0
+    repeats: float = 0.1
+    """Share of the groups that a worker sends twice."""
+    slowest_s: float = 0.03
+    """What some groups take to be made."""
+    mutant: str = ""
+    failpoint: str = ""
+    failpoint_count: int = 0
+
+    @property
+    def root(self) -> Path:
+        return Path(self.folder)
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    def save(self) -> None:
+        (self.root / "chaos.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: str) -> ChaosSettings:
+        return cls(**json.loads((Path(folder) / "chaos.json").read_text()))
+
+    def replay(self) -> ReplayConfig:
+        return ReplayConfig(
+            address=self.address,
+            max_staleness=self.max_staleness,
+            pipeline_depth=self.pipeline_depth,
+            heartbeat_s=HEARTBEAT_S,
+            heartbeat_timeout_s=SILENCE_S,
+            wait_timeout_s=60.0,
+            journal=JournalConfig(retain="all", segment_mb=1),
+        )
+
+    def admission(self) -> AdmissionSettings:
+        return AdmissionSettings(
+            groups_per_step=self.groups_per_step,
+            group_size=self.group_size,
+            max_staleness=self.max_staleness,
+            pipeline_depth=self.pipeline_depth,
+            max_in_flight=64,
+            stale_policy=StalePolicy.MASK,
+            max_attempts=1000,
+        )
+
+
+class History:
+    """What a client saw, one JSON line each, in the file as soon as it happened: the oracle's only source."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(self, what: str, **values: Any) -> None:
+        os.write(self._file, (json.dumps({"what": what, **values}) + "\n").encode())

@@ -1,0 +1,351 @@
+"""The pure core under faults, in virtual time, judged after every event by a small model (`model.py`).
+
+    python -m tests.chaos.simulate --seeds 100000 [--first 0]
+
+Clients talk to the core over a network that loses, repeats and reorders; the journal is a list whose un-synced end a
+power loss destroys; a reply leaves only when the events it rests on are synced. Workers die, come back as zombies and
+are replaced; the learner dies and goes back to its checkpoint; the disk is full for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from random import Random
+from typing import Any
+
+from asyncrl.errors import FencedError
+from asyncrl.replay import events as ev
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.audit import Audit, audit
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.image import state_image
+from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, TrajectoryHeader
+
+from .virtual import HEARTBEAT_TIMEOUT_S, Client, Request, VirtualServer
+
+
+class World(VirtualServer):
+    """Clients and faults."""
+
+    syncs = (3, 10, 30)
+    power_losses = (0, 1, 2)
+    """Weights among all actions, to choose from per seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = Random(seed)
+        bound = rng.choice((0, 1, 2, 3))
+        settings = AdmissionSettings(
+            groups_per_step=rng.choice((1, 2, 3)),
+            group_size=rng.choice((1, 2)),
+            max_staleness=bound,
+            pipeline_depth=rng.randint(0, bound),
+            max_in_flight=rng.choice((2, 16)),
+            stale_policy=rng.choice(tuple(StalePolicy)),
+            readmit_dropped=rng.random() < 0.5,
+            max_attempts=rng.choice((1, 2, 3)),
+        )
+        super().__init__(settings, rng.choice((4, 1000)), rng)
+        self.acked: set[int] = set()
+        """Groups whose insertion was acknowledged."""
+        self.history: dict[int, tuple[int, ...]] = {}
+        """The learner's own: step -> groups, of its surviving history."""
+        self.planned: dict[int, tuple[int, ...]] = {}
+        self.checkpoint: tuple[int, int] | None = None
+        self.published = NO_VERSION
+        """Newest weights that left the learner: after the replay has acknowledged their number."""
+        self.incarnations = 0
+        self.workers = [self._client(f"w{n}") for n in range(rng.choice((1, 2, 3)))]
+        self.learner = self._client("learner")
+
+    # ---- the clients
+
+    def _client(self, name: str) -> Client:
+        self.incarnations += 1
+        client = Client(name=name, incarnation=f"i{self.incarnations}")
+        return client
+
+    def _hello(self, client: Client) -> None:
+        """Nothing else is said before its answer is there."""
+        client.welcome = False
+        if not any(request.verb == "hello" for request in client.open.values()):
+            self._ask(client, "hello")
+
+    def _ask(self, client: Client, verb: str, *arguments: Any) -> None:
+        client.numbers += 1
+        request = client.open[client.numbers] = Request(client, client.numbers, verb, arguments)
+        self.network.append(request)
+
+    def resend(self) -> None:
+        client = self.random.choice([*self.workers, self.learner])
+        if client.open and client.welcome:  # Before the answer to its hello a client says nothing else.
+            self._note("resent request")
+            self.network.append(self.random.choice(list(client.open.values())))
+
+    def answer(self) -> None:
+        """One answer reaches its client, or is lost."""
+        self.release()
+        if not self.answers:
+            return
+        boot, request, answer = self.answers.pop(self.random.randrange(len(self.answers)))
+        client = request.client
+        if boot < client.boot:
+            return  # What an earlier server said is read before the words of its successor, or never.
+        if self.random.random() < 0.05 or request.number not in client.open:
+            return
+        if not client.alive:
+            return
+        if isinstance(answer, UnknownPeer):
+            self._hello(client)
+            return  # the request stays open and is sent again
+        del client.open[request.number]
+        if isinstance(answer, Exception):
+            self._refused(request, answer)
+        else:
+            getattr(self, f"_on_{request.verb}", lambda *_: None)(client, answer, request)
+
+    def _refused(self, request: Request, error: Exception) -> None:
+        """Only what was overtaken by later requests may be refused."""
+        if request.client is self.learner and request.verb in ("restore", "trained", "publish"):
+            raise AssertionError(f"{request.verb}{request.arguments} was refused: {error}") from error
+
+    def step_worker(self) -> None:
+        worker = self.random.choice(self.workers)
+        choice = self.random.random()
+        if not worker.welcome:
+            self._hello(worker)
+            return
+        if worker.served != self.published and choice < 0.4:
+            worker.served = self.published
+            for _, versions in worker.tasks:
+                versions.append(worker.served)
+            self._ask(worker, "served", worker.served)
+        elif worker.tasks and choice < 0.75:
+            assignment, versions = worker.tasks.pop(self.random.randrange(len(worker.tasks)))
+            if self.random.random() < 0.1:
+                self._ask(worker, "fail", assignment.group_id, assignment.attempt, DropReason.FAILED_REWARD)
+            else:
+                self._ask(worker, "insert", self._header(worker, assignment, versions), b"payload")
+        elif not any(request.verb == "acquire" for request in worker.open.values()):
+            self._ask(worker, "acquire", self.random.randint(1, 4))
+
+    def _header(self, worker: Client, assignment: Assignment, versions: list[int]) -> GroupHeader:
+        runs = tuple((version, 1) for version in versions[: self.random.randint(1, len(versions))])
+        trajectory = TrajectoryHeader(length=1 + len(runs), prompt_length=1, reward=0.0, version_tokens=runs)
+        return GroupHeader(
+            group_id=assignment.group_id,
+            prompt_index=assignment.prompt_index,
+            attempt=assignment.attempt,
+            worker=worker.name,
+            trajectories=(trajectory,) * self.settings.group_size,
+            nbytes=1,
+        )
+
+    def _on_hello(self, client: Client, answer: Any, request: Request) -> None:
+        if not client.welcome:
+            client.boot = self.boots
+            self.network += [open_request for open_request in client.open.values() if open_request is not request]
+        client.welcome = True
+
+    def _on_acquire(self, worker: Client, acquired: Any, request: Request) -> None:
+        worker.tasks += [(assignment, [worker.served]) for assignment in acquired.assignments]
+
+    def _on_insert(self, worker: Client, reply: Any, request: Request) -> None:
+        assert reply.status != "rejected", reply.reason
+        if reply.status in ("accepted", "duplicate"):
+            self.acked.add(request.arguments[0].group_id)
+
+    def step_learner(self) -> None:
+        """Whatever comes next in the loop restore, publish, lease, trained, now and then a checkpoint and a commit."""
+        learner = self.learner
+        if not learner.welcome:
+            self._hello(learner)
+        if learner.open:
+            return
+        if learner.phase == "restore":
+            self._ask(learner, "restore", *(self.checkpoint or (None, NO_VERSION)))
+        elif learner.phase == "publish":
+            parent = self.checkpoint[1] if self.checkpoint else NO_VERSION
+            self._ask(learner, "publish", learner.version, parent)
+        elif learner.phase == "lease":
+            self._ask(learner, "lease", learner.next_step)
+            if self.random.random() < 0.3:
+                self._ask(learner, "lease", learner.next_step + 1)
+        elif learner.phase == "trained":
+            self._ask(learner, "trained", learner.next_step, learner.version + 1)
+
+    def _on_restore(self, learner: Client, restored: Any, request: Request) -> None:
+        learner.next_step, learner.version, learner.phase = restored.next_step, restored.next_version, "publish"
+        self.history = {step: groups for step, groups in self.history.items() if step < restored.next_step}
+        for event in self.journal:
+            if isinstance(event, ev.Evicted):  # Its payloads were given up for memory: it is made anew.
+                self.planned.pop(event.step, None)
+
+    def _on_publish(self, learner: Client, answer: Any, request: Request) -> None:
+        learner.phase, self.published = "lease", learner.version
+
+    def _on_lease(self, learner: Client, groups: tuple[int, ...] | None, request: Request) -> None:
+        step = request.arguments[0]
+        if groups is None or learner.phase not in ("lease", "trained"):
+            return
+        if step in self.planned:
+            kept = [group for group in self.planned[step] if group in groups]
+            assert list(groups[: len(kept)]) == kept, f"step {step} was {self.planned[step]}, now it is {groups}"
+        self.planned[step] = groups
+        if step == learner.next_step and learner.phase == "lease":
+            learner.plan, learner.phase = groups, "trained"
+
+    def _on_trained(self, learner: Client, reply: Any, request: Request) -> None:
+        step, version = request.arguments
+        if step != learner.next_step:
+            return
+        self.history[step] = learner.plan
+        trained = [group for groups in self.history.values() for group in groups]
+        assert len(trained) == len(set(trained)), "a group was trained twice"
+        learner.next_step, learner.version, learner.phase = step + 1, version, "lease"
+        self.published = version
+        if self.random.random() < 0.3:
+            self.checkpoint = (step, version)
+            if self.random.random() < 0.8:
+                self._ask(learner, "commit", step)
+
+    # ---- faults
+
+    def kill_worker(self) -> None:
+        """Replaced at once or noticed by its silence; what it had under way arrives later, from the grave."""
+        self._note("worker killed")
+        place = self.random.randrange(len(self.workers))
+        dead = self.workers[place]
+        for assignment, versions in dead.tasks:
+            self._ask(dead, "insert", self._header(dead, assignment, versions), b"zombie")
+        dead.alive = False
+        if self.random.random() < 0.5:
+            self.pass_time(silent=dead)
+        self.workers[place] = self._client(dead.name)
+
+    def pass_time(self, silent: Client | None = None) -> None:
+        self.now += HEARTBEAT_TIMEOUT_S + 1
+        for worker in self.workers:
+            if worker is not silent and worker.alive:
+                with contextlib.suppress(UnknownPeer, FencedError):
+                    self.core.heartbeat(worker.name, worker.incarnation, {})
+        self.core.expire()
+
+    def pause_worker(self) -> None:
+        self._note("worker paused")
+        self.pass_time(silent=self.random.choice(self.workers))
+
+    def kill_learner(self) -> None:
+        self._note("learner killed")
+        self.learner.alive = False
+        self.learner = self._client("learner")
+        committed = self.checkpoint[0] if self.checkpoint else -1
+        # What was planned but never trained may still be told to nobody: it stays comparable.
+        self.history = {step: groups for step, groups in self.history.items() if step <= committed}
+
+    def power_loss(self) -> None:
+        super().power_loss()
+        for client in (*self.workers, self.learner):
+            client.welcome = False
+        self.check_acknowledged()
+
+    def check_acknowledged(self) -> None:
+        """No acknowledged group is forgotten: it is stored, trained, or was dropped with a reason."""
+        model = self.core.model
+        for group_id in self.acked:
+            known = model.finals.get(group_id) or model.groups.get(group_id)
+            assert known, f"group {group_id} was acknowledged and is unknown"
+        lost = [step for step in self.history if step >= model.trained_steps]
+        assert not lost, f"steps {lost} were acknowledged as trained and are forgotten"
+
+    # ---- a run
+
+    def run(self, actions: int) -> None:
+        rng = self.random
+        weights = {
+            self.deliver: 30,
+            self.answer: 30,
+            self.step_worker: 14,
+            self.step_learner: 14,
+            self.sync: rng.choice(self.syncs),
+            self.snapshot: 1,
+            self.resend: 2,
+            self.kill_worker: rng.choice((0, 1)),
+            self.pause_worker: rng.choice((0, 1)),
+            self.kill_learner: rng.choice((0, 1)),
+            self.power_loss: rng.choice(self.power_losses),
+            self.disk_full: rng.choice((0, 0, 1)),
+        }
+        for action in rng.choices(list(weights), list(weights.values()), k=actions):
+            action()
+        self.recover()
+
+    def recover(self, steps: int = 2, rounds: int = 600) -> None:
+        """All is well again: steps must be trained, everything acknowledged must be there."""
+        if self.full:
+            self.disk_full()
+        goal = self.learner.next_step + steps
+        for number in range(rounds):
+            self.step_worker()
+            self.step_learner()
+            if number % 40 == 39:
+                everybody = (*self.workers, self.learner)
+                self.network += [
+                    r for client in everybody for r in client.open.values() if client.welcome or r.verb == "hello"
+                ]
+                for client in (*self.workers, self.learner):
+                    self._hello(client)
+            for _ in range(4):
+                self.deliver()
+                self.sync()
+                self.answer()
+            if self.learner.next_step >= goal and self.learner.phase == "lease":
+                self.check_acknowledged()
+                return
+        raise AssertionError(f"nobody moves: {self.core.explain(self.learner.next_step)}")
+
+    def audit(self) -> Audit:
+        """From the durable journal alone."""
+        names = ("max_staleness", "groups_per_step", "group_size")
+        run = {"settings": {name: getattr(self.settings, name) for name in names}}
+        first = ev.Snapshotted(run, -1, state_image(ReplayCore(self.settings, lambda: 0.0).state), ())
+        return audit(enumerate([first, *self.journal[: self.durable]]))
+
+
+def run_seed(seed: int, actions: int = 300, world: type[World] = World) -> World:
+    simulated = world(seed)
+    try:
+        simulated.run(actions)
+        found = simulated.audit()
+        assert found.balances, found.violations
+    except BaseException as error:
+        error.add_note(f"seed={seed} actions={actions} settings={simulated.settings} faults={simulated.faults}")
+        raise
+    return simulated
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description="Simulate the replay core under faults.")
+    arguments.add_argument("--seeds", type=int, default=100_000)
+    arguments.add_argument("--first", type=int, default=0)
+    given = arguments.parse_args()
+    faults: dict[str, int] = {}
+    steps = acked = events = 0
+    started = time.monotonic()
+    for seed in range(given.first, given.first + given.seeds):
+        simulated = run_seed(seed)
+        steps += len(simulated.history)
+        acked += len(simulated.acked)
+        events += len(simulated.journal)
+        for name, count in simulated.faults.items():
+            faults[name] = faults.get(name, 0) + count
+    print(
+        f"{given.seeds} seeds in {time.monotonic() - started:.0f} s: {events} events, {acked} groups acknowledged, "
+        f"{steps} steps trained; faults: {dict(sorted(faults.items()))}; 0 lost, 0 trained twice, audits balance"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Two things the simulation found: requests that arrive after later ones must change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncrl.errors import FencedError, ReplayError
+from asyncrl.replay import wire
+from asyncrl.replay.client import LearnerClient
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.wire import Envelope
+from asyncrl.types import NO_VERSION
+from tests.replay.helpers import replay_config, running_server, settings
+
+
+class RawWorker:
+    """Speaks frame by frame, so that it can say things twice and late."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(address)
+        self.run = ""
+
+    def say(self, verb: str, number: int, body: Any, acknowledged: int = 0) -> None:
+        body = body if verb == "hello" else [acknowledged, body]
+        envelope = Envelope(run=self.run, verb=verb, request=number, incarnation="raw", body=body)
+        self.socket.send(wire.encode_envelope(envelope))
+
+    def hear(self, wait_s: float = 5.0) -> Envelope | None:
+        return wire.decode_envelope(self.socket.recv_multipart()[0]) if self.socket.poll(int(wait_s * 1000)) else None
+
+    def ask(self, *what: Any) -> Any:
+        self.say(*what)
+        answer = self.hear()
+        assert answer is not None and answer.verb == "ok", answer
+        return answer.body
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def test_a_copy_of_an_answered_request_gives_no_orders_to_nobody() -> None:
+    config = replay_config(heartbeat_timeout_s=20.0)
+    with running_server(config, settings()):
+        learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
+        learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+        learner.publish(policy_version=0, parent=NO_VERSION)
+        worker = RawWorker(config.address)
+        try:
+            worker.run = worker.ask("hello", 1, ["worker", "w", "d", NO_VERSION, ""])[0]
+            worker.ask("served", 2, [0, "f"], 2)
+            assert len(worker.ask("acquire", 3, [1, 0.0], 3)[0]) == 1
+            worker.ask("members", 4, None, 4)
+            worker.say("acquire", 3, [1, 0.0], 3)
+            assert worker.hear(0.5) is None
+        finally:
+            worker.close()
+            learner.close()
+
+
+def core_with_learner() -> ReplayCore:
+    core = ReplayCore(settings(), lambda: 0.0)
+    core.hello_learner("rank 0", "old")
+    core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="old")
+    core.publish(policy_version=0, parent=NO_VERSION)
+    return core
+
+
+def test_a_publication_that_comes_again_after_later_ones_takes_no_version_back() -> None:
+    core = core_with_learner()
+    core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="old")
+    core.publish(policy_version=1, parent=0)
+    core.publish(policy_version=0, parent=NO_VERSION)
+    assert core.state.version == 1
+    with pytest.raises(ReplayError):
+        core.publish(policy_version=1, parent=7)
+
+
+def test_the_late_restore_of_a_dead_learner_does_not_fence_its_successor() -> None:
+    core = core_with_learner()
+    core.hello_learner("rank 0", "new")
+    with pytest.raises(FencedError):
+        core.check_rank("rank 0", "old")
+    with pytest.raises(FencedError):
+        core.hello_learner("rank 0", "old")
+    core.check_rank("rank 0", "new")
+    core.check_rank("rank 1", "other")

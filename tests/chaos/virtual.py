@@ -1,0 +1,213 @@
+"""The server of the simulation: the pure core behind a network of lists, with a list for a journal."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from asyncrl.errors import FencedError, ReplayError
+from asyncrl.replay import events as ev
+from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.image import load_image, state_image
+from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.types import NO_VERSION, Assignment
+
+from .model import Model
+
+HEARTBEAT_TIMEOUT_S = 10.0
+ONCE = ("acquire", "insert", "trained", "restore")
+"""Verbs whose answer a server remembers for a request that comes again; see `asyncrl.replay.desk.ONCE`."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    client: Client
+    number: int
+    verb: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One incarnation of a worker or of the learner."""
+
+    name: str
+    incarnation: str
+    alive: bool = True
+    welcome: bool = False
+    boot: int = 0
+    """Of the server that welcomed it."""
+    numbers: int = 0
+    open: dict[int, Request] = field(default_factory=dict)
+    # worker
+    served: int = NO_VERSION
+    tasks: list[tuple[Assignment, list[int]]] = field(default_factory=list)
+    # learner
+    next_step: int = 0
+    version: int = NO_VERSION
+    phase: str = "restore"
+    plan: tuple[int, ...] = ()
+    snapshot: dict[str, Any] = field(default_factory=dict)
+
+
+class WatchedCore(ReplayCore):
+    """Compares itself with the model after every event."""
+
+    model: Model
+
+    def _record(self, event: ev.Event) -> None:
+        super()._record(event)
+        self.model.apply(event)
+        self.model.compare(self.state)
+
+
+class VirtualServer:
+    """Requests wait in `network`, replies in `held_back` until they are covered by a sync, then in `answers`."""
+
+    core_type: type[WatchedCore] = WatchedCore
+    forgetful = False
+    """The server does not remember what it answered (planted mistakes)."""
+
+    def __init__(self, settings: AdmissionSettings, max_bytes: int, random: Random) -> None:
+        self.settings, self.max_bytes, self.random = settings, max_bytes, random
+        self.now = 0.0
+        self.faults: dict[str, int] = {}
+        self.journal: list[ev.Event] = []
+        self.durable = 0
+        self.full = False
+        self.base: tuple[int, dict[str, Any], dict[int, bytes]] | None = None
+        """A snapshot of the state: events before it, image, payloads."""
+        self.network: list[Request] = []
+        self.boots = 0
+        self.answers: list[tuple[int, Request, Any]] = []
+        """Under way to their clients, with the boot of the server that gave them."""
+        self.held_back: list[tuple[int, Request, Any]] = []
+        """Replies that wait for the sync that covers them."""
+        self.remembered: dict[tuple[str, int], Any] = {}
+        self._boot()
+
+    def _note(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def _append(self, event: ev.Event) -> None:
+        self.journal.append(event)
+
+    def _boot(self) -> None:
+        """Recover from what is durable: a snapshot and the events after it, or all events."""
+        core = self.core_type(
+            self.settings,
+            lambda: self.now,
+            max_bytes=self.max_bytes,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            journal=self._append,
+        )
+        core.model = Model()
+        for event in self.journal:
+            core.model.apply(event)
+        first = 0
+        if self.base is not None:
+            first, image, payloads = self.base
+            load_image(core.state, copy.deepcopy(image))
+            for group_id, payload in payloads.items():
+                core.state.ledger.entries[group_id].payload = payload
+        for event in self.journal[first:]:
+            core.state.apply(event)
+        core.model.compare(core.state)
+        self.core = core
+        core.take_over()
+        core.paused = "the disk is full" if self.full else ""
+
+    def sync(self) -> None:
+        if not self.full:
+            self.durable = len(self.journal)
+
+    def release(self) -> None:
+        """Replies leave whose events are durable."""
+        ready = [item for item in self.held_back if item[0] <= self.durable]
+        self.held_back = [item for item in self.held_back if item[0] > self.durable]
+        self.answers += [(self.boots, request, answer) for _, request, answer in ready]
+
+    def snapshot(self) -> None:
+        entries = self.core.state.ledger.entries.values()
+        payloads = {entry.group_id: entry.payload for entry in entries if entry.payload is not None}
+        if self.durable == len(self.journal):
+            self.base = (self.durable, copy.deepcopy(state_image(self.core.state)), payloads)
+
+    def power_loss(self) -> None:
+        self._note("power loss")
+        self.boots += 1
+        del self.journal[self.durable + self.random.randint(0, len(self.journal) - self.durable) :]
+        self.durable = len(self.journal)  # What survived by luck is on the disk now.
+        self.held_back.clear()
+        self.remembered.clear()
+        self.network.clear()  # What was under way to the dead server dies with its connections.
+        self._boot()
+
+    def disk_full(self) -> None:
+        if not self.full:
+            self._note("disk full")
+        self.full = not self.full
+        self.core.paused = "the disk is full" if self.full else ""
+
+    def deliver(self) -> None:
+        """One request reaches the server, any of those under way; sometimes it will come again."""
+        if not self.network:
+            return
+        place = self.random.randrange(len(self.network))
+        request = self.network[place]
+        if self.random.random() < 0.8:
+            del self.network[place]
+        if request.verb == "hello" and not request.client.alive:
+            return  # The first words of a dead process never arrive: its connection was not open yet.
+        key = (request.client.incarnation, request.number)
+        if key in self.remembered and not self.forgetful:
+            self._note("repeated request")
+            self.held_back.append((*self.remembered[key][:1], request, self.remembered[key][1]))
+            return
+        try:
+            answer = self._serve(request)
+        except (FencedError, UnknownPeer, ReplayError) as error:
+            answer = error
+        if request.verb in ONCE and not isinstance(answer, Exception):
+            self.remembered[key] = (self._promised(request), answer)
+        self.held_back.append((self._promised(request), request, answer))
+
+    def _promised(self, request: Request) -> int:
+        """How much of the journal must be synced before the answer may leave."""
+        return len(self.journal)
+
+    def _serve(self, request: Request) -> Any:
+        client, core, arguments = request.client, self.core, request.arguments
+        if request.verb == "hello" and client.name == "learner":
+            return core.hello_learner("rank 0", client.incarnation)
+        if request.verb == "hello":
+            return core.hello(client.name, client.incarnation, client.served)
+        if client.name == "learner":
+            core.check_rank("rank 0", client.incarnation)
+        if request.verb in ("publish", "lease", "trained", "commit"):
+            core.check_learner(client.incarnation)
+        if request.verb == "served":
+            return core.served(client.name, client.incarnation, arguments[0], "f")
+        if request.verb == "acquire":
+            return core.acquire(client.name, client.incarnation, arguments[0], request.number)
+        if request.verb == "fail":
+            return core.fail(client.name, client.incarnation, *arguments)
+        if request.verb == "insert":
+            entry = core.state.held.get(arguments[0].group_id)
+            mine = entry and (entry.attempt, entry.incarnation) == (arguments[0].attempt, client.incarnation)
+            reply = core.insert(client.name, client.incarnation, *arguments)
+            assert mine or reply.status != "accepted", "a fenced group was taken"
+            return reply
+        if request.verb == "restore":
+            step, version = arguments
+            return core.restore(step=step, policy_version=version, snapshot=None, incarnation=client.incarnation)
+        if request.verb == "lease":
+            plan = core.lease(arguments[0])
+            return None if plan is None else tuple(group.group_id for group in plan.groups)
+        if request.verb == "commit":
+            return core.commit(arguments[0])
+        names = {"publish": ("policy_version", "parent"), "trained": ("step", "policy_version")}[request.verb]
+        return getattr(core, request.verb)(**dict(zip(names, arguments, strict=True)))
