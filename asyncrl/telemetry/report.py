@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from asyncrl.config import Config
+from asyncrl.schema import Config
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import accuracies, clock, who_waits
+from asyncrl.telemetry.staleness_table import staleness_table
 
 Row = Mapping[str, Any]
 
@@ -65,6 +66,9 @@ def summary(rows: Sequence[Row]) -> str:
             f"accuracy on {name}: {values[0]:.3f} at step {steps[0]} -> {values[-1]:.3f} at step {steps[-1]} "
             f"(best {values[best]:.3f} at step {steps[best]})"
         )
+    ages = staleness_table(rows)
+    if ages:
+        lines += ["learner against the data it trained on, by age of the token in policy versions:", *ages]
     waiting = who_waits(_mean_idle(rows))
     return "\n".join([*lines, waiting] if waiting else lines)
 

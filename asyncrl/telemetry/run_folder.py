@@ -1,6 +1,7 @@
 """The run folder: whose it is, and what an earlier run left there.
 
-    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  logs/  ckpt/  hf/  curves.png
+    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  curves.png
+                      journal/  logs/  ckpt/  hf/
 
 `run.json` holds the id of the run. All processes of one run carry the same id, so the first one prepares the folder
 and the others find it prepared.
@@ -14,16 +15,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config, config_to_dict, to_yaml
+from asyncrl.config import JOURNAL_DIR, config_to_dict, to_yaml
 from asyncrl.errors import RunFolderError
+from asyncrl.schema import Config
 
 RUN_FILE = "run.json"
 LOG_DIR = "logs"
 SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
 
 
-def prepare_run_folder(config: Config, run_id: str) -> Path:
-    """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id.
+def prepare_run_folder(config: Config, run_id: str, *, keep: tuple[str, ...] = ()) -> Path:
+    """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
+    the names of what other processes of the new run may have begun.
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
@@ -34,7 +37,9 @@ def prepare_run_folder(config: Config, run_id: str) -> Path:
         return folder
     refuse_used_folder(config)
     if config.overwrite and owner_of(folder) is not None:
-        shutil.rmtree(folder)
+        for entry in folder.iterdir():
+            if entry.name not in keep:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
     (folder / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n")
     write_config(config, folder)
@@ -44,8 +49,9 @@ def prepare_run_folder(config: Config, run_id: str) -> Path:
 def refuse_used_folder(config: Config) -> None:
     """Raises RunFolderError as `prepare_run_folder` does for a new run; changes nothing."""
     folder = Path(config.run.dir).resolve()
-    # A rollout pool that was started before the learner has opened its logs already.
-    if not folder.exists() or (folder.is_dir() and all(entry.name == LOG_DIR for entry in folder.iterdir())):
+    # A rollout pool that was started before the learner has opened its logs already, a replay server its journal.
+    early = (LOG_DIR, JOURNAL_DIR)
+    if not folder.exists() or (folder.is_dir() and all(entry.name in early for entry in folder.iterdir())):
         return
     if not folder.is_dir():
         raise RunFolderError(f"run.dir={config.run.dir} is a file. Give another run.dir or run.name")

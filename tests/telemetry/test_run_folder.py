@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import load_config
 from asyncrl.errors import RunFolderError
+from asyncrl.schema import Config
 from asyncrl.telemetry.run_folder import prepare_run_folder, redacted
 
 
@@ -42,7 +43,11 @@ def test_resume_keeps_what_is_in_the_folder(tmp_path: Path) -> None:
 def test_overwrite_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
     folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
     (folder / "metrics.jsonl").write_text("gone\n")
-    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "two")
+    (folder / "journal").mkdir()
+    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "two", keep=("journal",))
+    assert (folder / "journal").is_dir(), "the new run's replay server writes there already"
+    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "three")
+    assert not (folder / "journal").exists()
     assert not (folder / "metrics.jsonl").exists()
 
 

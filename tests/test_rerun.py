@@ -1,0 +1,60 @@
+"""Which settings a rerun takes over, and which it may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import config_to_dict, load_config
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.replay.retained import read_surviving
+from asyncrl.rerun import name_of, rerun_config, written
+from asyncrl.telemetry.run_folder import write_config
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    paths = [f"{key}={tmp_path / 'model'}" for key in ("model.path", "data.path")]
+    reward = "reward.function=asyncrl.rewards.exact_match:exact_match"
+    recorded = [reward, "learner.lr=7e-5", "loss=ppo", "loss.kl_coef=0"]
+    config = load_config([*paths, *recorded, "replay.max_staleness=3", "learner.steps=9"])
+    write_config(config, tmp_path)
+    return tmp_path
+
+
+def test_a_rerun_without_settings_has_those_of_the_run(run: Path) -> None:
+    config = rerun_config(run, [])
+    assert (config.learner.lr, config.learner.steps, config.replay.max_staleness) == (7e-5, 9, 3)
+    assert Path(config.run.dir) == run / "rerun-same"
+    ppo = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=ppo", "loss.kl_coef=0"])
+    assert config_to_dict(config)["loss"] == config_to_dict(ppo)["loss"]
+
+
+def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:
+    config = rerun_config(run, ["loss=no_correction", "learner.lr=1e-3", "replay.max_staleness=1"])
+    plain = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=no_correction"])
+    assert config_to_dict(config)["loss"] == config_to_dict(plain)["loss"]
+    assert (config.learner.lr, config.replay.max_staleness, config.learner.steps) == (1e-3, 1, 9)
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.group_size=2", "learner.groups_per_step=4", "model.path=other", "run.dir=x", "seed=3"]
+)
+def test_what_the_data_was_made_with_cannot_be_changed(run: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=f"a rerun cannot set {override.partition('=')[0]}"):
+        rerun_config(run, [override])
+
+
+def test_what_is_no_run_or_has_no_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        rerun_config(tmp_path, [])
+    with pytest.raises(JournalError, match="has no journal"):
+        read_surviving(tmp_path / "journal")
+
+
+def test_names_and_values_are_written_as_one_would_type_them() -> None:
+    assert name_of([]) == name_of(["overwrite=true"]) == "same"
+    assert name_of(["loss=ppo", "learner.lr=1e-3"]) == "loss-ppo-learner.lr-1e-3"
+    assert [written(value) for value in (None, True, 0.5, "a b", [1, "c"])] == ["null", "true", "0.5", "'a b'", "[1,c]"]
