@@ -1,6 +1,6 @@
 """What does a publication cost, by phase, beside a bare broadcast of the same bytes?
 
-    python benchmarks/weights.py [--parameters 150000 10000000 100000000] [--receivers 1] [--rounds 5]
+    python benchmarks/weights.py [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
 
 One learner process, receivers in processes of their own, gloo on loopback. Prints one JSON line.
 """
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
@@ -20,13 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.schema import WeightsConfig
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.snapshot import BackgroundPublisher
 
 TIMEOUT_S = 60.0
-BUCKET = 64 << 20
 
 
 class Member(NamedTuple):
@@ -86,15 +89,29 @@ class Rendezvous:
         self.board.record(policy_version, time.time(), self.loads[-1])
 
 
-def receiver(board: Any, worker: str) -> None:
+class Table(torch.nn.Module):
+    """Like a transformer of so many parameters: 12 tensors per layer, 2 to 24 layers."""
+
+    def __init__(self, parameters: int, *, random: bool) -> None:
+        super().__init__()
+        layers = 2 if parameters < 1_000_000 else 24
+        each = parameters // (layers * 12)
+        make = torch.randn if random else torch.zeros
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ParameterDict({f"w{j}": torch.nn.Parameter(make(each), requires_grad=False) for j in range(12)})
+            for _ in range(layers)
+        )
+
+
+def receiver(board: Any, worker: str, parameters: int) -> None:
     torch.set_num_threads(1)
     loads: list[float] = []
-    model: dict[str, torch.Tensor] = {}
+    table = ParameterTable(Table(parameters, random=False))
 
-    def load(_: int, tensors: dict[str, torch.Tensor]) -> None:
+    def load(_: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        table.check(tensors)
         started = time.perf_counter()
-        for name, tensor in tensors.items():
-            model.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        table.load(tensors)
         loads.append(time.perf_counter() - started)
 
     board.join(worker)
@@ -105,22 +122,26 @@ def receiver(board: Any, worker: str) -> None:
     subscriber.close()
 
 
-def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) -> None:
+def chunks(nbytes: int, bucket: int) -> list[torch.Tensor]:
+    return [torch.zeros(min(bucket, nbytes - start), dtype=torch.uint8) for start in range(0, nbytes, bucket)]
+
+
+def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int, bucket: int) -> None:
     torch.set_num_threads(1)
     store = connect_store("127.0.0.1", port, TIMEOUT_S)
     group = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=0, rank=rank, world=world, timeout_s=TIMEOUT_S)
-    buffers = [torch.zeros(min(BUCKET, nbytes - start), dtype=torch.uint8) for start in range(0, nbytes, BUCKET)]
+    buffers = chunks(nbytes, bucket)
     for _ in range(rounds):
         for buffer in buffers:
             group.wait(group.broadcast(buffer))
 
 
-def bare_broadcast(nbytes: int, receivers: int, rounds: int) -> float:
-    """Median seconds of broadcasting `nbytes` in the same buckets, with nothing else."""
+def bare_broadcast(nbytes: int, receivers: int, rounds: int, bucket: int) -> list[float]:
+    """Seconds of broadcasting `nbytes` in the same buckets, with nothing else."""
     store, port = host_store("127.0.0.1", TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=bare_receiver, args=(port, rank, receivers + 1, nbytes, rounds + 1), daemon=True)
+        context.Process(target=bare_receiver, args=(port, rank, receivers + 1, nbytes, rounds + 1, bucket), daemon=True)
         for rank in range(1, receivers + 1)
     ]
     for process in others:
@@ -128,7 +149,7 @@ def bare_broadcast(nbytes: int, receivers: int, rounds: int) -> float:
     group = WeightGroup(
         store, backend="gloo", host="127.0.0.1", epoch=0, rank=0, world=receivers + 1, timeout_s=TIMEOUT_S
     )
-    buffers = [torch.zeros(min(BUCKET, nbytes - start), dtype=torch.uint8) for start in range(0, nbytes, BUCKET)]
+    buffers = chunks(nbytes, bucket)
     seconds = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -137,14 +158,7 @@ def bare_broadcast(nbytes: int, receivers: int, rounds: int) -> float:
         seconds.append(time.perf_counter() - started)
     for process in others:
         process.join(30)
-    return statistics.median(seconds[1:])
-
-
-def model_of(parameters: int) -> dict[str, torch.Tensor]:
-    """Like a transformer: 12 tensors per layer, 2 to 24 layers."""
-    layers = 2 if parameters < 1_000_000 else 24
-    each = parameters // (layers * 12)
-    return {f"model.layers.{i}.w{j}": torch.randn(each) for i in range(layers) for j in range(12)}
+    return seconds[1:]
 
 
 def wait_all(board: Any, version: int, receivers: int) -> tuple[float, float]:
@@ -158,15 +172,28 @@ def wait_all(board: Any, version: int, receivers: int) -> tuple[float, float]:
     raise TimeoutError(f"version {version} was not served by {receivers} receivers in {TIMEOUT_S} s")
 
 
-def measure(parameters: int, receivers: int, rounds: int) -> dict[str, float]:
+def fingerprint_seconds(nbytes: int, bucket: int) -> float:
+    buffers = chunks(nbytes, bucket)
+    started = time.perf_counter()
+    for buffer in buffers:
+        bucket_fingerprint(buffer)
+    return time.perf_counter() - started
+
+
+def measure(parameters: int, receivers: int, rounds: int, bucket: int) -> dict[str, float]:
+    """Medians over `rounds` updates, with as many bare broadcasts before and after."""
     context = multiprocessing.get_context("spawn")
-    model = model_of(parameters)
+    model = dict(Table(parameters, random=True).named_parameters())
+    nbytes = sum(tensor.nbytes for tensor in model.values())
+    bare = bare_broadcast(nbytes, receivers, rounds, bucket)
     rows = []
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
         sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
-        publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=TIMEOUT_S)
-        others = [context.Process(target=receiver, args=(board, f"w{i}"), daemon=True) for i in range(receivers)]
+        publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
+        others = [
+            context.Process(target=receiver, args=(board, f"w{i}", parameters), daemon=True) for i in range(receivers)
+        ]
         for process in others:
             process.start()
         for version in range(rounds + 2):
@@ -180,27 +207,29 @@ def measure(parameters: int, receivers: int, rounds: int) -> dict[str, float]:
         for process in others:
             process.kill()
             process.join(10)
-    names = ("publish_held_s", "gather_s", "wire_s", "load_s", "publish_to_served_s")
-    medians = {
-        name: round(statistics.median(column), 5)
-        for name, column in zip(names, zip(*rows[2:], strict=True), strict=True)
+    bare += bare_broadcast(nbytes, receivers, rounds, bucket)
+    names = ("learner_stall_s", "gather_s", "wire_s", "engine_stall_s", "update_s")
+    medians = dict(zip(names, map(statistics.median, zip(*rows[2:], strict=True)), strict=True))
+    medians |= {"bare_broadcast_s": statistics.median(bare), "fingerprint_s": fingerprint_seconds(nbytes, bucket)}
+    ratios = {
+        "beyond_gather_over_bare": (medians["update_s"] - medians["gather_s"]) / medians["bare_broadcast_s"],
+        "engine_stall_over_update": medians["engine_stall_s"] / medians["update_s"],
+        "learner_stall_over_update": medians["learner_stall_s"] / medians["update_s"],
+        "fingerprint_over_wire": medians["fingerprint_s"] / medians["wire_s"],
     }
-    nbytes = sum(tensor.nbytes for tensor in model.values())
-    return {"parameters": parameters, "bytes": nbytes, **medians}
+    rounded = {name: float(f"{value:.4g}") for name, value in (medians | ratios).items()}
+    return {"parameters": parameters, "bytes": nbytes, **rounded}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parameters", type=int, nargs="+", default=[150_000, 10_000_000, 100_000_000])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[10_000_000, 100_000_000, 500_000_000])
     parser.add_argument("--receivers", type=int, default=1)
+    parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = []
-    for parameters in args.parameters:
-        row = measure(parameters, args.receivers, args.rounds)
-        bare = bare_broadcast(int(row["bytes"]), args.receivers, args.rounds)
-        results.append(row | {"bare_broadcast_s": round(bare, 5)})
+    results = [measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20) for parameters in args.parameters]
     print(json.dumps({"benchmark": "weights", "receivers": args.receivers, "results": results}))
 
 

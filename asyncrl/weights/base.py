@@ -14,6 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.weights.canary import Canary
+
+
+class StagedTensors(dict[str, torch.Tensor]):
+    """Tensors in staging. An engine may keep them instead of copying, and says so: staging then goes on elsewhere."""
+
+    kept = False
+
+
 LoadWeights = Callable[[int, Mapping[str, torch.Tensor]], None]
 """`load(policy_version, tensors)`: swap all tensors into the engine at once; blocks until it serves them."""
 
@@ -47,11 +56,14 @@ class PublishStats:
 
 
 class Publisher(Protocol):
-    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
         """Snapshot `(name, shard or tensor)` pairs under this version and send them in the background.
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
-        (bounded) for the previous send to finish first. Raises WeightsError if nobody could be served in time.
+        (bounded) for the previous send to finish first. `canary` goes with the version, to be proven by the engines.
+        Raises WeightsError if nobody could be served in time.
         """
         ...
 
@@ -67,6 +79,11 @@ class Subscriber(Protocol):
 
     @property
     def policy_version(self) -> int: ...
+
+    @property
+    def proven(self) -> bool:
+        """Whether what the engine makes now may leave the worker: false while a version waits for its canary."""
+        ...
 
     def check(self) -> None:
         """Raise the error that stopped the thread, if one did."""

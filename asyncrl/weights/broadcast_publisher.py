@@ -11,20 +11,28 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import PublisherRendezvous
+from asyncrl.weights.delta import DeltaChoice, Encoded, encode
 from asyncrl.weights.group import WeightGroup, host_store
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_key
+from asyncrl.weights.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_answer, wait_key
 from asyncrl.weights.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 Peer = tuple[str, str]
 """(worker, incarnation)."""
+REPORTED = ("load_s", "stall_s", "canary_max", "canary_mean")
+"""What engines say of a version they serve: the worst of them becomes a metric, until the next that says it."""
+_STATS = (
+    "wire_s", "wire_bytes", "delta_s", "update_s", "engines", "resends", "dropped", "refused",
+    "canary_failed", "epoch", "bytes",
+)  # fmt: skip
 _MAX_ATTEMPTS = 8
 _GRACE_S = 2.0
 """What a living member gets to say hello or accept; one that missed it comes back by itself."""
@@ -36,6 +44,7 @@ class BroadcastSender:
     Args:
         host: address the store binds, and at which the workers reach it.
         backend: `gloo` or `nccl`; subscribers learn it from the board.
+        delta: `weights.delta`.
     """
 
     def __init__(
@@ -47,23 +56,33 @@ class BroadcastSender:
         backend: str = "gloo",
         device: torch.device | None = None,
         poll_members_s: float = 1.0,
+        delta: str = "never",
     ) -> None:
         self._rendezvous = rendezvous
         self._host, self._timeout_s = host, timeout_s
         self._backend, self._device = backend, device
         self._poll_members_s = poll_members_s
+        self._delta = DeltaChoice(delta)
+        self._base: int | None = None
+        """Version that every member of this epoch has staged, whole."""
         self._store, self._port = host_store(host, timeout_s)
         self._publisher = secrets.token_hex(8)
         self._epoch = 0
         self._event = 0
         self._group: WeightGroup | None = None
         self._members: list[Peer] = []
+        self._seats: dict[Peer, int] = {}
+        """First rank of each member; an engine with several processes occupies as many ranks."""
         self._hellos_seen = 0
         self._next_look = 0.0
-        self._stats = dict.fromkeys(("wire_s", "engines", "resends", "dropped", "refused", "epoch", "bytes"), 0.0)
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
         self._announce()
 
-    def send(self, snapshot: Snapshot) -> None:
+    @property
+    def keeps_previous(self) -> bool:
+        return self._delta.possible
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         live = self._live()
         if not set(self._members) <= set(live) or self._waiting(live):
             self._dissolve()
@@ -73,7 +92,7 @@ class BroadcastSender:
                 return
             broken = ""
             try:
-                if self._broadcast(snapshot):
+                if self._broadcast(snapshot, previous):
                     return
             except RuntimeError as error:
                 broken = str(error).splitlines()[0]
@@ -131,7 +150,7 @@ class BroadcastSender:
             return
         self._post_event({"kind": "next"})
         self._group.abort()
-        self._group = None
+        self._group = self._base = None
         expected, self._members = set(self._members) & set(self._live()), []
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
         # Waits for the members of the old epoch; who stays silent is left out.
@@ -146,7 +165,7 @@ class BroadcastSender:
         while peers:
             self._epoch += 1
             self._event = 0
-            accepted = self._invite(peers, manifest)
+            accepted, world = self._invite(peers, manifest)
             together = accepted == peers
             post(self._store, f"{self._epoch}/go", together)
             if not together:
@@ -156,7 +175,7 @@ class BroadcastSender:
             try:
                 self._group = WeightGroup(
                     self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0,
-                    world=len(peers) + 1, timeout_s=self._timeout_s, device=self._device,
+                    world=world, timeout_s=self._timeout_s, device=self._device,
                 )  # fmt: skip
             except RuntimeError as error:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
@@ -168,17 +187,22 @@ class BroadcastSender:
             return True
         return False
 
-    def _invite(self, peers: Sequence[Peer], manifest: Manifest) -> list[Peer]:
-        """Invite all; those who accepted within the grace."""
+    def _invite(self, peers: Sequence[Peer], manifest: Manifest) -> tuple[list[Peer], int]:
+        """Invite all; those who accepted within the grace, and the size of the group."""
         wire = manifest.to_wire()
-        for rank, peer in enumerate(peers, 1):
-            hello = fetch(self._store, hello_key(*peer))
+        hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
+        world, self._seats = 1, {}
+        for peer, hello in hellos.items():
+            self._seats[peer] = world
+            world += int(hello["width"])
+        for peer, hello in hellos.items():
             self._store.delete_key(hello_key(*peer))
-            message = {"epoch": self._epoch, "rank": rank, "world": len(peers) + 1, "manifest": wire}
-            post(self._store, invite_key(*peer, hello), message)
+            message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, "manifest": wire}
+            post(self._store, invite_key(*peer, hello["hello"]), message)
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        keys = {peer: f"{self._epoch}/accept/{rank}" for rank, peer in enumerate(peers, 1)}
-        return [peer for peer in peers if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
+        keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in peers}
+        came = [peer for peer in peers if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
+        return came, world
 
     def _rejoined(self, peers: Sequence[Peer]) -> list[Peer]:
         """Those of `peers` that say hello again after a failed formation."""
@@ -199,47 +223,74 @@ class BroadcastSender:
             self._store.delete_key(f"{self._epoch}/event/{self._event - 2}")
             self._store.delete_key(f"{self._epoch}/prints/{self._event - 2}")
 
-    def _broadcast(self, snapshot: Snapshot) -> bool:
+    def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
         """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
-        group = self._group
-        assert group is not None
         started = time.perf_counter()
-        self._post_event({"kind": "send", "policy_version": snapshot.policy_version})
-        prints = []
-        for index, buffer in enumerate(snapshot.buffers):
-            work = group.broadcast(buffer)
-            prints.append(snapshot.fingerprint(index))  # hashed while it is on the wire
-            group.wait(work)
-        post(self._store, f"{self._epoch}/prints/{self._event}", prints)
-        self._stats["wire_s"] = time.perf_counter() - started
-        answers = [self._answer(rank) for rank in range(1, group.world)]
+        deltas = self._encode(snapshot, previous)
+        self._transmit(snapshot, deltas)
+        answers = [self._answer(peer) for peer in self._members]
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
                 log.warning("weights: %s received version %d damaged: %s", worker, snapshot.policy_version, detail)
         served = sum(verdict == "ok" for verdict, _ in answers)
-        refused = [i for i, (verdict, _) in enumerate(answers) if verdict == "fail"]
+        refused = [i for i, (verdict, _) in enumerate(answers) if verdict in ("fail", "unproven")]
         if refused:
             # Its own thread has stopped and its worker will fail with the reason; the others must not wait for it.
             self._stats["refused"] += len(refused)
+            self._stats["canary_failed"] += sum(verdict == "unproven" for verdict, _ in answers)
             who = f"{self._members[refused[0]][0]}: {answers[refused[0]][1]}"
             self._members = [peer for i, peer in enumerate(self._members) if i not in refused]
             raise WeightsError(f"refused by the engine of {who}")
+        reports = [detail for verdict, detail in answers if verdict == "ok"]
+        for name in REPORTED:
+            values = [float(report[name]) for report in reports if name in report]
+            self._stats |= {name: max(values)} if values else {}
         self._stats |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
-        return served == len(answers)
+        self._stats["update_s"] = time.perf_counter() - started
+        complete = served == len(answers)
+        self._base = snapshot.policy_version if complete else None
+        return complete
 
-    def _answer(self, rank: int) -> tuple[str, str]:
-        """What `rank` says about the last event. Waits for it as long as it shows life every `timeout_s`."""
-        key, beat = f"{self._epoch}/ack/{self._event}/{rank}", f"{self._epoch}/beat/{self._event}/{rank}"
-        last = self._store.add(beat, 0)
-        deadline = time.monotonic() + self._timeout_s
-        while not wait_key(self._store, key, min(0.5, self._timeout_s)):
-            count = self._store.add(beat, 0)
-            if count != last:
-                last, deadline = count, time.monotonic() + self._timeout_s
-            elif time.monotonic() > deadline:
-                worker = self._members[rank - 1][0]
-                raise WeightsError(f"waited {self._timeout_s} s for {worker} to acknowledge")
-        verdict, detail = fetch(self._store, key)
-        for used in (key, beat):
-            self._store.delete_key(used)
-        return verdict, detail
+    def _encode(self, snapshot: Snapshot, previous: Snapshot | None) -> list[Encoded]:
+        """What changed since the version that all members have; none when this one has to go, or does better, whole."""
+        started = time.perf_counter()
+        deltas: list[Encoded] = []
+        if previous is not None and previous.policy_version == self._base and self._delta.wanted():
+            buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
+            deltas = [encode(new, old, bucket.element_bytes) for new, old, bucket in buckets]
+        self._stats["delta_s"] = time.perf_counter() - started
+        return deltas
+
+    def _transmit(self, snapshot: Snapshot, deltas: Sequence[Encoded]) -> None:
+        """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way."""
+        group = self._group
+        assert group is not None
+        canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
+        event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
+        if deltas:
+            event |= {"base": self._base, "delta": [delta.header() for delta in deltas]}
+        # Whoever does not get through this one whole has nothing that a delta could start from.
+        self._base = None
+        started = time.perf_counter()
+        self._post_event(event)
+        payloads, prints = [delta.payload for delta in deltas] or snapshot.buffers, []
+        for index, payload in enumerate(payloads):
+            work = group.broadcast(payload) if len(payload) else None
+            prints.append(snapshot.fingerprint(index))  # hashed while it is on the wire
+            if work is not None:
+                group.wait(work)
+        post(self._store, f"{self._epoch}/prints/{self._event}", prints)
+        seconds = time.perf_counter() - started
+        self._stats |= {"wire_s": seconds, "wire_bytes": float(sum(map(len, payloads)))}
+        if deltas:
+            self._delta.sent_delta(self._stats["delta_s"], seconds)
+        else:
+            self._delta.sent_full(seconds)
+
+    def _answer(self, peer: Peer) -> tuple[str, Any]:
+        """What `peer` says about the last event."""
+        rank = self._seats[peer]
+        ack, beat = f"{self._epoch}/ack/{self._event}/{rank}", f"{self._epoch}/beat/{self._event}/{rank}"
+        return wait_answer(
+            self._store, ack, beat, who=peer[0], timeout_s=self._timeout_s, alive=lambda: peer in self._live()
+        )

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import AsyncRLError, WeightsError
+from asyncrl.errors import AsyncRLError, ModelMismatchError, WeightsError
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
-from asyncrl.weights.fingerprint import bucket_fingerprint, chain
-from asyncrl.weights.group import WeightGroup, connect_store
+from asyncrl.weights.canary import Proof
+from asyncrl.weights.fingerprint import chain
+from asyncrl.weights.group import connect_store
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.protocol import fetch, hello_key, invite_key, post, wait_key
+from asyncrl.weights.staging import Receiver, Seat, Staging
 from asyncrl.weights.subscriber import SubscriberThread
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ _LOOK_S = 1.0
 
 
 class BroadcastSubscriber(SubscriberThread):
-    """Implements `weights.base.Subscriber`. `device` is where nccl receives; gloo receives in host memory."""
+    """Implements `weights.base.Subscriber`. `receiver` is where the bytes land; without one, in this process."""
 
     def __init__(
         self,
@@ -41,18 +44,20 @@ class BroadcastSubscriber(SubscriberThread):
         worker: str,
         incarnation: str,
         timeout_s: float,
-        device: torch.device | None = None,
+        receiver: Receiver | None = None,
+        proof: Proof | None = None,
+        stall_s: Callable[[], float] | None = None,
+        admit: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
-        super().__init__(rendezvous, load, "subscriber")
+        super().__init__(rendezvous, load, "subscriber", proof, stall_s)
+        self._admit = admit
         self._worker, self._incarnation = worker, incarnation
         self._timeout_s = timeout_s
-        self._device = device
+        self._receiver = receiver or Staging()
         self._revision = -1
         self._board: dict[str, Any] = {}
         self._hello = 0
         self._lost = ""
-        self._staging: list[torch.Tensor] = []
-        self._staged: Manifest | None = None
         self._thread.start()
 
     def _run(self) -> None:
@@ -65,6 +70,8 @@ class BroadcastSubscriber(SubscriberThread):
             try:
                 store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
                 self._attend(store)
+            except ModelMismatchError:
+                raise
             except (WeightsError, dist.DistError) as error:
                 if self._lost != self._board["publisher"]:
                     self._lost = self._board["publisher"]
@@ -85,6 +92,8 @@ class BroadcastSubscriber(SubscriberThread):
             invite = self._say_hello(store)
             if invite is None:
                 return
+            if self._admit is not None:
+                self._admit(Manifest.from_wire(invite["manifest"]).shapes())
             epoch, rank = int(invite["epoch"]), int(invite["rank"])
             post(store, f"{epoch}/accept/{rank}", True)
             if not wait_key(store, f"{epoch}/go", self._timeout_s, self._closed) or not fetch(store, f"{epoch}/go"):
@@ -95,28 +104,27 @@ class BroadcastSubscriber(SubscriberThread):
 
     def _join(self, store: dist.TCPStore, invite: dict[str, Any]) -> bool:
         """One epoch, from joining to its end; false when the publisher is done or replaced."""
-        group = None
-        epoch = int(invite["epoch"])
-        manifest = Manifest.from_wire(invite["manifest"])
+        seat = Seat(
+            host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
+            epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
+            timeout_s=self._timeout_s, manifest=invite["manifest"],
+        )  # fmt: skip
         try:
-            group = WeightGroup(
-                store, backend=self._board["backend"], host=self._board["host"], epoch=epoch, rank=int(invite["rank"]),
-                world=int(invite["world"]), timeout_s=self._timeout_s, device=self._device,
-            )  # fmt: skip
-            return self._follow(store, group, manifest)
+            self._receiver.join(seat)
+            return self._follow(store, seat)
         except RuntimeError as error:
             if isinstance(error, AsyncRLError):
                 raise  # the server or the engine said no: that is not the group breaking
-            log.warning("weights: epoch %d ended: %s", epoch, str(error).splitlines()[0])
+            log.warning("weights: epoch %d ended: %s", seat.epoch, str(error).splitlines()[0])
             return True
         finally:
-            if group is not None:
-                group.abort()
+            self._receiver.leave()
 
     def _say_hello(self, store: dist.TCPStore) -> dict[str, Any] | None:
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
-        post(store, hello_key(self._worker, self._incarnation), self._hello)
+        message = {"hello": self._hello, "width": self._receiver.width}
+        post(store, hello_key(self._worker, self._incarnation), message)
         store.add("hellos", 1)
         key = invite_key(self._worker, self._incarnation, self._hello)
         while not wait_key(store, key, _LOOK_S, self._closed):
@@ -126,59 +134,51 @@ class BroadcastSubscriber(SubscriberThread):
         store.delete_key(key)
         return invite
 
-    def _follow(self, store: dist.TCPStore, group: WeightGroup, manifest: Manifest) -> bool:
+    def _follow(self, store: dist.TCPStore, seat: Seat) -> bool:
         """Serve one epoch until it ends; false when the publisher said goodbye or another one took over."""
-        self._stats["epoch"] = float(group.epoch)
+        self._stats["epoch"] = float(seat.epoch)
         self._stats["epochs"] += 1
         number = 1
         while not self._closed.is_set():
-            key = f"{group.epoch}/event/{number}"
+            key = f"{seat.epoch}/event/{number}"
             if not wait_key(store, key, _LOOK_S, self._closed):
                 if self._look(wait_s=0.0):
                     return False
                 continue
             event = fetch(store, key)
             if event["kind"] != "send":
-                store.add(f"{group.epoch}/gone", 1)
+                store.add(f"{seat.epoch}/gone", 1)
                 return event["kind"] == "next"
-            self._receive(store, group, manifest, number, int(event["policy_version"]))
+            self._receive(store, seat, number, event)
             number += 1
         return False
 
-    def _receive(
-        self, store: dist.TCPStore, group: WeightGroup, manifest: Manifest, number: int, policy_version: int
-    ) -> None:
+    def _receive(self, store: dist.TCPStore, seat: Seat, number: int, event: dict[str, Any]) -> None:
         """One version: all bytes into staging, then verify, load, acknowledge."""
         started = time.perf_counter()
-        if self._staged != manifest:
-            # gloo receives in host memory whatever the engine's device is.
-            target = self._device if self._board["backend"] == "nccl" and self._device is not None else "cpu"
-            self._staging, self._staged = manifest.allocate(target), manifest
-        prints = []
-        works = [group.broadcast(self._staging[0])]
-        for index, buffer in enumerate(self._staging):
-            group.wait(works[index])
-            if index + 1 < len(self._staging):
-                works.append(group.broadcast(self._staging[index + 1]))  # arrives while this one is hashed
-            prints.append(bucket_fingerprint(buffer))
-        if not wait_key(store, f"{group.epoch}/prints/{number}", self._timeout_s, self._closed):
+        policy_version = int(event["policy_version"])
+        prints = self._receiver.receive(event)
+        if not wait_key(store, f"{seat.epoch}/prints/{number}", self._timeout_s, self._closed):
             raise RuntimeError(f"waited {self._timeout_s} s for the fingerprints of version {policy_version}")
-        expected = fetch(store, f"{group.epoch}/prints/{number}")
+        expected = fetch(store, f"{seat.epoch}/prints/{number}")
         self._stats["receive_s"] += time.perf_counter() - started
-        ack, beat = f"{group.epoch}/ack/{number}/{group.rank}", f"{group.epoch}/beat/{number}/{group.rank}"
+        ack, beat = f"{seat.epoch}/ack/{number}/{seat.rank}", f"{seat.epoch}/beat/{number}/{seat.rank}"
         if prints != expected:
             self._stats["nacks"] += 1
             differing = [i for i, (ours, theirs) in enumerate(zip(prints, expected, strict=True)) if ours != theirs]
             post(store, ack, ("bad", f"buckets {differing} differ"))
             return
         try:
-            self._serve(policy_version, chain(prints), manifest.views(self._staging), lambda: _beat(store, beat))
+            report = self._serve(
+                policy_version, chain(prints), self._receiver.staged(), lambda: _beat(store, beat),
+                canary=event.get("canary"), epoch=seat.epoch,
+            )  # fmt: skip
         except WeightsError as error:
-            post(store, ack, ("fail", str(error)))
+            post(store, ack, ("fail" if self.proven else "unproven", str(error)))
             self._failure = error
             self._closed.set()
             return
-        post(store, ack, ("ok", ""))
+        post(store, ack, ("ok", report))
 
 
 def _beat(store: dist.Store, key: str) -> None:

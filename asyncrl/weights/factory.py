@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
 from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Subscriber, SubscriberRendezvous
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files import FilesSender, FilesSubscriber
 from asyncrl.weights.snapshot import BackgroundPublisher, Sender
+from asyncrl.weights.staging import Receiver, Staging
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PHASES = 10
@@ -34,7 +37,12 @@ def make_publisher(
     sender: Sender | None = None
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(
-            rendezvous, host=weights.host, timeout_s=weights.timeout_s, backend=backend, device=device
+            rendezvous,
+            host=weights.host,
+            timeout_s=weights.timeout_s,
+            backend=backend,
+            device=device,
+            delta=weights.delta,
         )
     elif rank == 0 and weights.transport == "files":
         sender = FilesSender(rendezvous, Path(run_dir) / "weights")
@@ -50,17 +58,44 @@ def make_publisher(
 
 
 def make_subscriber(
-    config: Config, rendezvous: SubscriberRendezvous, worker: str, incarnation: str, load: LoadWeights
+    config: Config,
+    rendezvous: SubscriberRendezvous,
+    worker: str,
+    incarnation: str,
+    load: LoadWeights,
+    receiver: Receiver | None = None,
+    score: Score | None = None,
+    stall_s: Callable[[], float] | None = None,
+    admit: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
 ) -> Subscriber:
-    """The worker's end; its thread runs from here to `close`."""
+    """The worker's end; its thread runs from here to `close`.
+
+    Args:
+        receiver: the engine's own, if it has one.
+        score: the engine's; None (an engine without a model) proves nothing.
+        stall_s: seconds the engine was halted for loads, since its start.
+        admit: raises for names, shapes or dtypes (tensors on `meta`) that the engine's model has not, before any
+            memory is taken for them.
+    """
     weights = config.weights
+    proof = None
+    if score is not None:
+        proof = Proof(score=score, engine_dtype=config.engine.dtype, verify_every=weights.verify_every)
     if weights.transport == "files":
-        return FilesSubscriber(rendezvous, load)
+        return FilesSubscriber(rendezvous, load, proof, stall_s)
     if weights.transport != "broadcast":
         raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
     device = torch.device("cuda") if torch.cuda.is_available() else None
     return BroadcastSubscriber(
-        rendezvous, load, worker=worker, incarnation=incarnation, timeout_s=weights.timeout_s, device=device
+        rendezvous,
+        load,
+        worker=worker,
+        incarnation=incarnation,
+        timeout_s=weights.timeout_s,
+        receiver=receiver or Staging(device),
+        proof=proof,
+        stall_s=stall_s,
+        admit=admit,
     )
 
 

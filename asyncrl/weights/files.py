@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import LoadWeights, PublisherRendezvous, SubscriberRendezvous
+from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
 from asyncrl.weights.snapshot import Snapshot
 from asyncrl.weights.subscriber import SubscriberThread
@@ -32,6 +34,8 @@ class FilesSender:
         WeightsError: the directory cannot be written.
     """
 
+    keeps_previous = False
+
     def __init__(self, rendezvous: PublisherRendezvous, directory: Path, keep: int = 3) -> None:
         self._rendezvous = rendezvous
         self._directory = directory
@@ -41,7 +45,7 @@ class FilesSender:
         directory.mkdir(parents=True, exist_ok=True)
         rendezvous.announce({"weights": self._board})
 
-    def send(self, snapshot: Snapshot) -> None:
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         started = time.perf_counter()
         tensors = snapshot.manifest.views(snapshot.buffers)
         fingerprint = tensors_fingerprint(tensors)
@@ -56,7 +60,10 @@ class FilesSender:
             raise WeightsError(
                 f"weights could not be written to {path}: {error}. Free space, or fix its rights."
             ) from error
-        announced = {"policy_version": snapshot.policy_version, "file": path.name, "fingerprint": fingerprint}
+        announced: dict[str, Any] = {"policy_version": snapshot.policy_version, "file": path.name}
+        announced["fingerprint"] = fingerprint
+        if snapshot.canary is not None:
+            announced["canary"] = snapshot.canary.to_wire()
         self._rendezvous.announce({"weights": self._board | announced})
         for old in sorted(self._directory.glob("v*.safetensors"))[: -self._keep]:
             old.unlink(missing_ok=True)
@@ -76,8 +83,14 @@ class FilesSender:
 class FilesSubscriber(SubscriberThread):
     """Implements `weights.base.Subscriber`: watches the board for the newest file."""
 
-    def __init__(self, rendezvous: SubscriberRendezvous, load: LoadWeights) -> None:
-        super().__init__(rendezvous, load, "files")
+    def __init__(
+        self,
+        rendezvous: SubscriberRendezvous,
+        load: LoadWeights,
+        proof: Proof | None = None,
+        stall_s: Callable[[], float] | None = None,
+    ) -> None:
+        super().__init__(rendezvous, load, "files", proof, stall_s)
         self._thread.start()
 
     def _run(self) -> None:
@@ -110,7 +123,8 @@ class FilesSubscriber(SubscriberThread):
             self._stats["nacks"] += 1
             log.warning("weights: %s is damaged; still serving version %d", path, self._policy_version)
             return False
-        self._serve(policy_version, announced["fingerprint"], tensors, beat=lambda: None)
+        canary = announced.get("canary")
+        self._serve(policy_version, announced["fingerprint"], tensors, beat=lambda: None, canary=canary)
         return True
 
 

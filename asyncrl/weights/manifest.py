@@ -40,6 +40,11 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
 
+    @property
+    def element_bytes(self) -> int:
+        """Width of one number of its first tensor: what a delta counts in."""
+        return self.entries[0].dtype.itemsize
+
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """`{name: tensor}` over the bytes of `buffer` [nbytes] uint8, without copying."""
         return {
@@ -59,6 +64,10 @@ class Manifest:
     def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """One uint8 buffer per bucket."""
         return [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in self.buckets]
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Every tensor, by name, without data (on `meta`)."""
+        return self.views(self.allocate("meta"))
 
     def views(self, buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Every tensor, by name, over the bytes of all buckets."""

@@ -19,6 +19,7 @@ import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import PublishStats
+from asyncrl.weights.canary import Canary
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.gather import gather_into, plan, unique_tensors
 from asyncrl.weights.manifest import Manifest
@@ -31,6 +32,7 @@ class Snapshot:
     policy_version: int
     manifest: Manifest
     buffers: Sequence[torch.Tensor]
+    canary: Canary | None = None
     fingerprints: list[str] = field(default_factory=list)
     """Per bucket; filled while sending, and kept for re-sends."""
 
@@ -44,7 +46,12 @@ class Snapshot:
 class Sender(Protocol):
     """One transport's end in the learner. All methods run on the publisher's thread, `stats` on any."""
 
-    def send(self, snapshot: Snapshot) -> None:
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether `send` wants the version before, at the price of a third snapshot in memory."""
+        ...
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         """Bring `snapshot` to everyone who is there. What can be retried is retried in here."""
         ...
 
@@ -89,6 +96,7 @@ class BackgroundPublisher:
         self._free: list[list[torch.Tensor]] = []
         self._pending: Snapshot | None = None
         self._current: Snapshot | None = None
+        self._previous: Snapshot | None = None
         self._closing = False
         self._failure: Exception | None = None
         self._condition = threading.Condition()
@@ -96,7 +104,9 @@ class BackgroundPublisher:
         if sender is not None:
             self._thread.start()
 
-    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
         started = time.perf_counter()
         named = unique_tensors(tensors)
         manifest = self._manifest_of(named)
@@ -110,7 +120,7 @@ class BackgroundPublisher:
             # The sender's thread has a stream of its own: without this it could send half-written buffers.
             torch.cuda.synchronize(self._device)
         with self._condition:
-            self._pending = Snapshot(policy_version=policy_version, manifest=manifest, buffers=buffers)
+            self._pending = Snapshot(policy_version=policy_version, manifest=manifest, buffers=buffers, canary=canary)
             self._condition.notify_all()
         return PublishStats(
             gather_s=time.perf_counter() - waited, wait_previous_s=waited - started, nbytes=manifest.nbytes
@@ -132,7 +142,8 @@ class BackgroundPublisher:
             self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
             self._names = names
             if self._sender is not None:
-                self._free = [self._manifest.allocate(self._device) for _ in range(2)]
+                sets = 3 if self._sender.keeps_previous else 2
+                self._free = [self._manifest.allocate(self._device) for _ in range(sets)]
         elif names != self._names:
             raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
         return self._manifest
@@ -154,6 +165,13 @@ class BackgroundPublisher:
                 )
             return self._free.pop()
 
+    def _make_current(self, fresh: Snapshot, keep: bool) -> None:
+        """The oldest version's buffers become free."""
+        oldest, self._previous = (self._previous, self._current) if keep else (self._current, None)
+        if oldest is not None:
+            self._free.append(list(oldest.buffers))
+        self._current = fresh
+
     def _main(self) -> None:
         assert self._sender is not None
         try:
@@ -164,12 +182,10 @@ class BackgroundPublisher:
                         break
                     fresh, self._pending = self._pending, None
                     if fresh is not None:
-                        if self._current is not None:
-                            self._free.append(list(self._current.buffers))
-                        self._current = fresh
+                        self._make_current(fresh, self._sender.keeps_previous)
                         self._condition.notify_all()
                 if fresh is not None:
-                    self._sender.send(fresh)
+                    self._sender.send(fresh, self._previous)
                 else:
                     self._sender.idle(self._current)
         except Exception as error:  # thread boundary: the learner gets it at its next publish

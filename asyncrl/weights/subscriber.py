@@ -8,33 +8,53 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
 
-import torch
-
-from asyncrl.errors import WeightsError
+from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
+from asyncrl.weights.canary import Canary, Proof
 
 log = logging.getLogger(__name__)
+Done = TypeVar("Done")
+
+_COUNTERS = (
+    "loads", "nacks", "receive_s", "load_s", "epoch", "epochs", "lost_publisher", "canary_checked", "canary_failed",
+)  # fmt: skip
 
 
 class SubscriberThread:
     """Implements `weights.base.Subscriber`; a transport overrides `_run`, which ends when `_closed` is set."""
 
-    def __init__(self, rendezvous: SubscriberRendezvous, load: LoadWeights, name: str) -> None:
+    def __init__(
+        self,
+        rendezvous: SubscriberRendezvous,
+        load: LoadWeights,
+        name: str,
+        proof: Proof | None = None,
+        stall_s: Callable[[], float] | None = None,
+    ) -> None:
         self._rendezvous = rendezvous
         self._load = load
+        self._proof, self._stall_s = proof, stall_s
+        self._proven = True
+        self._proven_epoch = -1
         self._policy_version = NO_VERSION
         self._fingerprint = ""
         self._closed = threading.Event()
         self._failure: Exception | None = None
-        self._stats = dict.fromkeys(("loads", "nacks", "receive_s", "load_s", "epoch", "epochs", "lost_publisher"), 0.0)
+        self._stats = dict.fromkeys(_COUNTERS, 0.0)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights-load")
         self._thread = threading.Thread(target=self._main, name=f"weights-{name}", daemon=True)
 
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def proven(self) -> bool:
+        """False from the moment a version that has to be proven is loaded, until its canary has passed."""
+        return self._proven
 
     def check(self) -> None:
         if self._failure is not None:
@@ -63,31 +83,79 @@ class SubscriberThread:
         self,
         policy_version: int,
         fingerprint: str,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Any,
         beat: Callable[[], None],
-    ) -> None:
-        """Load verified tensors into the engine and tell the server. `beat` is called while the engine takes its time
-        (it finishes evaluations first), so that the publisher does not take this worker for dead.
+        *,
+        canary: Mapping[str, Any] | None = None,
+        epoch: int = 0,
+    ) -> dict[str, float]:
+        """Load verified tensors into the engine, prove that it serves them, and tell the server.
+
+        Args:
+            beat: called while the engine takes its time (it finishes evaluations first), so that the publisher does
+                not take this worker for dead.
+            canary: as from `Canary.to_wire`.
+            epoch: of the group they came through; the first version of each is proven.
+
+        Returns:
+            What the learner may want to know: `load_s`, `stall_s`, `canary_max`, `canary_mean`.
 
         Raises:
-            WeightsError: the engine refused them; it still serves what it served.
+            WeightsError: the engine refused them, and serves what it served; or it disagrees with the learner, and
+                this worker must serve no more.
         """
-        if (policy_version, fingerprint) == (self._policy_version, self._fingerprint):
-            return
-        started = time.perf_counter()
-        loading: Future[None] = self._loader.submit(self._load, policy_version, tensors)
-        # Waits for the engine, which bounds its own wait for pinned requests.
+        known = (policy_version, fingerprint) == (self._policy_version, self._fingerprint)
+        due = canary is not None and self._proof is not None and self._proof_due(policy_version, epoch)
+        if known and not due:
+            return {}
+        self._proven = not due
+        report: dict[str, float] = {}
+        if not known:
+            started, halted = time.perf_counter(), self._halted_s()
+            try:
+                self._wait_for(self._loader.submit(self._load, policy_version, tensors), beat)
+            except WeightsError:
+                self._proven = True  # it serves what it served
+                raise
+            report["load_s"] = time.perf_counter() - started
+            report["stall_s"] = self._halted_s() - halted
+            self._stats["load_s"] += report["load_s"]
+            self._stats["loads"] += 1
+        if due and canary is not None and self._proof is not None:
+            report |= self._prove(self._proof, policy_version, Canary.from_wire(canary), beat)
+            self._proven, self._proven_epoch = True, epoch
+        self._policy_version, self._fingerprint = policy_version, fingerprint
+        if not known:
+            self._rendezvous.served(policy_version, fingerprint)
+        return report
+
+    def _halted_s(self) -> float:
+        return self._stall_s() if self._stall_s is not None else 0.0
+
+    def _proof_due(self, policy_version: int, epoch: int) -> bool:
+        if self._policy_version == NO_VERSION or epoch != self._proven_epoch:
+            return True
+        every = self._proof.verify_every if self._proof is not None else 0
+        return every > 0 and policy_version % every == 0
+
+    def _prove(self, proof: Proof, policy_version: int, canary: Canary, beat: Callable[[], None]) -> dict[str, float]:
+        self._stats["canary_checked"] += 1
+        try:
+            found = self._wait_for(self._loader.submit(proof.prove, policy_version, canary), beat)
+        except (WeightsError, GenerationError) as error:
+            self._stats["canary_failed"] += 1
+            log.error("weights: the canary failed: %s", error)
+            raise WeightsError(f"version {policy_version} is not served: {error}") from error
+        return {"canary_max": found.max, "canary_mean": found.mean}
+
+    def _wait_for(self, work: Future[Done], beat: Callable[[], None]) -> Done:
+        """Waits for the engine, which bounds its own waits for pinned requests."""
         while True:
             try:
-                loading.result(timeout=0.5)
-                break
+                return work.result(timeout=0.5)
             except FutureTimeout:
-                if loading.done():
+                if work.done():
                     raise
                 if self._closed.is_set():
                     raise WeightsError("the subscriber was closed while the engine was loading") from None
                 beat()
-        self._policy_version, self._fingerprint = policy_version, fingerprint
-        self._stats["load_s"] += time.perf_counter() - started
-        self._stats["loads"] += 1
-        self._rendezvous.served(policy_version, fingerprint)

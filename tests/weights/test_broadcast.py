@@ -6,12 +6,16 @@ import os
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
-from asyncrl.weights import broadcast_publisher, broadcast_subscriber
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.errors import ModelMismatchError, WeightsError
+from asyncrl.weights import broadcast_publisher, staging
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.group import WeightGroup
 from asyncrl.weights.snapshot import BackgroundPublisher
@@ -20,6 +24,7 @@ from tests.weights.board import BoardManager, WorkerRendezvous
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 TIMEOUT_S = 4.0
 BUCKET = 1 << 12
+PROBES = random_probes(1000, seed=0)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -59,14 +64,14 @@ class DyingGroup(WeightGroup):
         return super().broadcast(buffer)
 
 
-def make_publisher(board) -> BackgroundPublisher:
-    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2)
+def make_publisher(board, delta: str = "never") -> BackgroundPublisher:
+    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta)
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=30.0)
 
 
 def subscriber_process(board, worker: str, incarnation: str, group: str, load_s: float, lifetime_s: float) -> None:
     torch.set_num_threads(1)
-    broadcast_subscriber.WeightGroup = {"plain": WeightGroup, "corrupt": CorruptingGroup, "dying": DyingGroup}[group]
+    staging.WeightGroup = {"plain": WeightGroup, "corrupt": CorruptingGroup, "dying": DyingGroup}[group]
 
     def load(version: int, tensors: dict[str, torch.Tensor]) -> None:
         time.sleep(load_s)
@@ -147,8 +152,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def publishing(board) -> Iterator[BackgroundPublisher]:
-    publisher = make_publisher(board)
+def publishing(board, delta: str = "never") -> Iterator[BackgroundPublisher]:
+    publisher = make_publisher(board, delta)
     try:
         yield publisher
     finally:
@@ -248,6 +253,122 @@ def test_a_stalled_member_is_left_out_within_the_timeout_and_returns_by_itself(c
         assert cluster.wait_served("a", 2) - started < 3 * TIMEOUT_S
         os.kill(stalled.pid, signal.SIGCONT)
         cluster.wait_served("b", 2)
+
+
+def changed(tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """The next version: a few numbers of some tensors are others."""
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["layers.1.w"][version % 40, 3] = float(version)
+    tensors["layers.4.w"][:, version % 25] = -float(version)
+    return tensors
+
+
+def test_a_delta_is_the_same_bytes_and_a_newcomer_and_a_damaged_member_get_the_whole(cluster):
+    cluster.worker("a")
+    tensors = weights(0)
+    with publishing(cluster.board, delta="always") as publisher:
+        for version in range(1, 8):
+            tensors = changed(tensors, version)
+            if version == 4:
+                cluster.worker("b", group="corrupt")
+                cluster.wait_served("b", 3)
+            publisher.publish(version, tensors.items())
+            for name in ("a", "b") if version >= 4 else ("a",):
+                cluster.wait_served(name, version)
+                assert cluster.bytes_of(name, version) == [fingerprint_of(tensors)]
+            sent, whole = (publisher.stats()[f"weights/{name}"] for name in ("wire_bytes", "bytes"))
+            assert sent == whole if version == 1 else sent < whole / 10
+        assert publisher.stats()["weights/resends"] == 1
+
+
+def proving_process(board, worker: str, stuck: bool) -> None:
+    """Its engine is a table; a stuck one keeps the row of layer 3 that it got first."""
+    torch.set_num_threads(1)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def load(version: int, staged: dict[str, torch.Tensor]) -> None:
+        for name, tensor in staged.items():
+            if not (stuck and name == "layers.3.w" and name in tensors):
+                tensors[name] = tensor.clone()
+
+    board.join(worker, "1")
+    subscriber = BroadcastSubscriber(
+        WorkerRendezvous(board, worker), load, worker=worker, incarnation="1", timeout_s=TIMEOUT_S,
+        proof=Proof(score=lambda _: score(tensors), engine_dtype="float32", verify_every=2),
+    )  # fmt: skip
+    deadline = time.monotonic() + 80
+    while time.monotonic() < deadline and not board.notes("stop"):
+        try:
+            subscriber.check()
+        except WeightsError as error:
+            board.note(f"{worker}/error", str(error))
+            return
+        time.sleep(0.02)
+
+
+def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    return [
+        np.array([float(tensors[f"layers.{i % 6}.w"][i % 40, 0]) for i in ids[1:].tolist()], np.float32)
+        for ids in PROBES
+    ]
+
+
+def test_an_engine_that_keeps_one_old_tensor_is_found_by_the_canary_and_the_others_serve_on(cluster):
+    cluster._start(proving_process, (cluster.board, "good", False))
+    cluster._start(proving_process, (cluster.board, "stuck", True))
+    with publishing(cluster.board) as publisher:
+        for version in range(4):
+            canary = Canary(
+                sequences=PROBES,
+                logprobs=tuple(score(weights(version))),
+                learner_dtype="float32",
+                wire_dtype="float32",
+            )
+            publisher.publish(version, weights(version).items(), canary)
+            cluster.wait_served("good", version)
+            if version == 0:
+                cluster.wait_served("stuck", version)
+        deadline = time.monotonic() + 20
+        while not cluster.board.notes("stuck/error"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert publisher.stats()["weights/refused"] == publisher.stats()["weights/canary_failed"] == 1
+        assert publisher.stats()["weights/canary_max"] == 0.0
+    (error,) = cluster.board.notes("stuck/error")
+    assert "version 2 is not served" in error and "Probe 0" in error
+    assert {version for worker, version, _, _ in cluster.board.served() if worker == "stuck"} == {0, 1}
+
+
+def refusing_process(board) -> None:
+    torch.set_num_threads(1)
+    layer = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(40, 24))})
+    table = ParameterTable(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])}))
+    board.join("other", "1")
+    subscriber = BroadcastSubscriber(
+        WorkerRendezvous(board, "other"), lambda version, tensors: None, worker="other", incarnation="1",
+        timeout_s=TIMEOUT_S, admit=table.check,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            subscriber.check()
+        except ModelMismatchError as error:
+            board.note("other/error", str(error))
+            return
+        time.sleep(0.02)
+
+
+def test_a_worker_with_another_model_refuses_the_invitation_with_the_first_name_and_takes_no_memory(cluster):
+    cluster._start(refusing_process, (cluster.board,))
+    with publishing(cluster.board) as publisher:
+        publisher.publish(1, weights(1).items())
+        deadline = time.monotonic() + 30
+        while not cluster.board.notes("other/error"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    (error,) = cluster.board.notes("other/error")
+    assert error == "parameter 'layers.0.w' has shape (40, 25), the engine's model needs (40, 24)"
+    assert not cluster.board.served()
 
 
 def test_broadcast_publisher_has_no_default_group_of_its_own():

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
 from asyncrl.weights.factory import make_publisher, make_subscriber
 from tests.weights.board import Board, WorkerRendezvous
 

@@ -1,0 +1,157 @@
+"""The canary: learner and engine score the same few tokens, and must agree before a version counts as served.
+
+    learner at v: log-probs of the probes --with v--> engine, after loading v: its log-probs --compare--> served
+
+Fingerprints prove what arrived; only this proves what the engine made of it (a tied head that was not re-tied, experts
+packed from old weights, a tensor the loader skipped).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import WeightsError
+
+Score = Callable[[Sequence[NDArray[np.int32]]], list[NDArray[np.float32]]]
+"""`engines.base.Engine.score`."""
+MAX_PROBES, MAX_TOKENS = 64, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Largest |difference| of a log-prob that is rounding, over all probe tokens and on average."""
+
+    max: float
+    mean: float
+
+
+FULL = Tolerance(max=2e-3, mean=2e-4)
+HALF = Tolerance(max=0.75, mean=0.1)
+"""Measured against a float32 learner on tiny Qwen2, Qwen3 and Llama models, random and trained, 4 probes of 24 tokens:
+
+    wire       engine     max              mean               with one tensor wrong (rows shuffled, a vector halved)
+    float32    float32    1e-6             1e-7 to 2e-7       max 0.02 (a small bias) to 10, mean 4e-3 to 1.7
+    bfloat16   float32    0.018 to 0.058   5e-3 to 1.1e-2     the same
+    bfloat16   bfloat16   0.029 to 0.15    6e-3 to 2e-2       the same
+
+With room for deeper models. In float32 a tensor that is one small step old is found; in bfloat16 a wrong matrix or norm
+is, and a slightly old one is not: where that matters, verify in float32."""
+
+
+def tolerance(*dtypes: str) -> Tolerance:
+    """By the dtypes of learner, wire and engine."""
+    return FULL if set(dtypes) == {"float32"} else HALF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Probe tokens, and what the learner's model at this version thinks of them."""
+
+    sequences: tuple[NDArray[np.int32], ...]
+    """[T] each."""
+    logprobs: tuple[NDArray[np.float32], ...]
+    """[T - 1] each: of tokens 1.., at temperature 1."""
+    learner_dtype: str
+    wire_dtype: str
+
+    def to_wire(self) -> dict[str, Any]:
+        """msgpack-able; read back by `from_wire`."""
+        return {
+            "sequences": [ids.astype("<i4").tobytes() for ids in self.sequences],
+            "logprobs": [values.astype("<f4").tobytes() for values in self.logprobs],
+            "dtypes": [self.learner_dtype, self.wire_dtype],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Canary:
+        """Raises WeightsError when the arrays do not fit each other, or are more than a canary ever is."""
+        try:
+            sequences = tuple(np.frombuffer(data, "<i4").astype(np.int32) for data in wire["sequences"])
+            logprobs = tuple(np.frombuffer(data, "<f4").astype(np.float32) for data in wire["logprobs"])
+            learner_dtype, wire_dtype = map(str, wire["dtypes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"a canary came damaged: {error!r}") from error
+        fits = [len(ids) == len(values) + 1 for ids, values in zip(sequences, logprobs, strict=False)]
+        if len(sequences) != len(logprobs) or not fits or not all(fits) or len(fits) > MAX_PROBES:
+            raise WeightsError(f"a canary has {len(sequences)} probes and {len(logprobs)} results that do not fit them")
+        if max(map(len, sequences)) > MAX_TOKENS:
+            raise WeightsError(f"a canary's probe has more than {MAX_TOKENS} tokens")
+        return cls(sequences=sequences, logprobs=logprobs, learner_dtype=learner_dtype, wire_dtype=wire_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """|engine - learner| over all probe tokens. A log-prob that is no number differs infinitely."""
+
+    max: float
+    mean: float
+    probe: int
+    """The first probe with a difference of its own above the bound asked for; else the one with the largest."""
+    token: int
+    """Of that probe, the token with its largest difference."""
+    learner: float
+    engine: float
+
+
+def compare(canary: Canary, scored: Sequence[NDArray[np.float32]], bound: float = math.inf) -> Difference:
+    """Raises WeightsError when `scored` is not one array per probe, of its length."""
+    if [len(values) for values in scored] != [len(values) for values in canary.logprobs]:
+        raise WeightsError(f"the engine scored {[len(v) for v in scored]} tokens of probes it was given")
+    parts = [_differences(ours, theirs) for ours, theirs in zip(canary.logprobs, scored, strict=True)]
+    largest = [float(part.max()) for part in parts]
+    probe = next((i for i, value in enumerate(largest) if value > bound), int(np.argmax(largest)))
+    token = int(np.argmax(parts[probe]))
+    return Difference(
+        max=max(largest),
+        mean=float(np.concatenate(parts).mean()),
+        probe=probe,
+        token=token + 1,
+        learner=float(canary.logprobs[probe][token]),
+        engine=float(scored[probe][token]),
+    )
+
+
+def _differences(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(theirs.astype(np.float64) - ours.astype(np.float64))
+    return np.where(np.isnan(apart), math.inf, apart)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How a worker proves what its engine serves.
+
+    Args:
+        score: of the engine, at the version it just loaded.
+        verify_every: versions between two proofs; 0 is only the first of this worker and after every (re)join.
+    """
+
+    score: Score
+    engine_dtype: str
+    verify_every: int = 0
+
+    def prove(self, policy_version: int, canary: Canary) -> Difference:
+        """Raises WeightsError, with the first probe that is off, when the engine disagrees with the learner."""
+        allowed = tolerance(canary.learner_dtype, canary.wire_dtype, self.engine_dtype)
+        found = compare(canary, self.score(canary.sequences), allowed.max)
+        if found.max > allowed.max or found.mean > allowed.mean:
+            raise WeightsError(
+                f"the engine does not serve version {policy_version} as the learner has it: log-probs of the canary "
+                f"differ by up to {found.max:.3g} (mean {found.mean:.3g}), allowed are {allowed.max:g} (mean "
+                f"{allowed.mean:g}) for {canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
+                f"Probe {found.probe}, token {found.token}: learner {found.learner:.4f}, engine {found.engine:.4f}. "
+                "`asyncrl verify` shows which engine loads this model right"
+            )
+        return found
+
+
+def random_probes(vocabulary: int, seed: int, *, count: int = 4, length: int = 24) -> tuple[NDArray[np.int32], ...]:
+    """The same for a seed, wherever they are made: token ids drawn evenly from the vocabulary, [length] each."""
+    keys = np.random.Philox(key=[seed % 2**64, 0xCA9A]).random_raw(count * length)
+    return tuple((keys % vocabulary).astype(np.int32).reshape(count, length))

@@ -1,0 +1,169 @@
+"""Membership under fire: workers and learner killed or frozen in every phase of an update.
+
+    python -m tests.weights.chaos [--only kill@load]      all injections, one after another; one line of JSON each
+
+A learner publishes without pause to two steady workers; each injection adds a victim (or replaces the learner) that
+kills or stops itself at a given moment. Measured: how long until every steady worker serves something newer. Watched
+all along, in every worker: that no moment serves tensors of two versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.weights.board import BoardManager
+from tests.weights.chaos_processes import TIMEOUT_S, Injection, learner_process, worker_process
+
+LIMIT_S = 3 * TIMEOUT_S + 2 * 2.0
+"""A broadcast with the silent one, its acknowledgement, a group formed without it; and twice the publisher's grace."""
+STEADY = ("a", "b")
+WORKER_PHASES = (
+    "before hello", "after hello", "before accept", "after accept", "bucket 0", "bucket 3", "fingerprint",
+    "before load", "mid load", "after load", "before ack", "after ack",
+)  # fmt: skip
+LEARNER_PHASES = ("after invite", "before go", "after event", "bucket 0", "bucket 3", "after prints")
+INJECTIONS = (
+    *(Injection("kill", "worker", phase) for phase in WORKER_PHASES),
+    *(Injection("stop", "worker", phase) for phase in WORKER_PHASES if not phase.startswith("after a")),
+    *(Injection("kill", "learner", phase) for phase in LEARNER_PHASES),
+    Injection("kill", "worker", "bucket 3", delta=True),
+    Injection("kill", "learner", "bucket 3", delta=True),
+)
+_SHORT_NAMES = (
+    "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
+    "kill@worker: bucket 3 (delta)",
+)  # fmt: skip
+SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
+
+
+class Cluster:
+    def __init__(self, board: Any, delta: str) -> None:
+        self.board, self._delta = board, delta
+        # One process imports torch, and all others are forked from it.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.weights.chaos_processes"])
+        self.processes: list[Any] = []
+        self.learner = self.start_learner(None)
+        for name in STEADY:
+            self.start_worker(name, "1", None)
+
+    def start_worker(self, name: str, incarnation: str, injection: Injection | None) -> Any:
+        return self._start(worker_process, self.board, name, incarnation, injection)
+
+    def start_learner(self, injection: Injection | None) -> Any:
+        first = max(self.board.notes("published"), default=-1) + 3  # what was being sent has no note yet
+        self.learner = self._start(learner_process, self.board, first, injection, self._delta)
+        return self.learner
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> Any:
+        process = self._context.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def wait_newer(self, workers: tuple[str, ...], since: float, limit_s: float) -> float:
+        """Seconds from `since` until each of `workers` serves a version that none of them served before it."""
+        newest = max((version for _, version, _, when in self.board.served() if when <= since), default=-1)
+        while time.time() - since < limit_s:
+            times = {w: when for w, version, _, when in reversed(self.board.served()) if version > newest + 1}
+            if set(workers) <= set(times):
+                return max(times[worker] for worker in workers) - since
+            time.sleep(0.02)
+        last = {worker: [v for w, v, _, _ in self.board.served() if w == worker][-3:] for worker in workers}
+        raise AssertionError(f"after {limit_s} s: served {last}, failed {self.board.notes('failed')}")
+
+    def wait(self, what: Callable[[], bool], limit_s: float, why: str) -> None:
+        deadline = time.monotonic() + limit_s
+        while not what():
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {why}; {self.board.notes('failed')}"
+            time.sleep(0.02)
+
+    def inject(self, injection: Injection, number: int) -> float:
+        """Seconds until all steady workers serve on, and the victim or its successor with them."""
+        before = len(self.board.notes("fired"))
+        victim, name = None, f"v{number}"
+        if injection.who == "worker":
+            victim = self.start_worker(name, "1", injection)
+        else:
+            self.learner.kill()
+            self.start_learner(injection)
+        self.wait(lambda: len(self.board.notes("fired")) > before, 30.0, f"{injection.name} came to pass")
+        fired = self.board.notes("fired")[-1]
+        if victim is None:
+            self.learner.join(10)
+            self.start_learner(None)
+            return self.wait_newer(STEADY, fired, LIMIT_S)
+        took = self.wait_newer(STEADY, fired, LIMIT_S)
+        if injection.action == "kill":
+            victim.join(10)
+            self.board.leave(name, "1")
+            victim, incarnation = self.start_worker(name, "2", None), "2"
+        else:
+            os.kill(victim.pid, signal.SIGCONT)
+            incarnation = "1"
+        self.wait_newer((name, *STEADY), time.time(), 4 * LIMIT_S)
+        self.board.note(f"stop/{name}", True)
+        victim.join(15)
+        self.board.leave(name, incarnation)
+        return took
+
+    def check(self) -> dict[str, int]:
+        """No mixed weights, no failed canary, one fingerprint per version whoever serves it, versions only grow."""
+        assert not self.board.notes("mixed"), self.board.notes("mixed")[:3]
+        assert not self.board.notes("failed"), self.board.notes("failed")[:3]
+        served = self.board.served()
+        prints: dict[int, set[str]] = {}
+        for _, version, fingerprint, _ in served:
+            prints.setdefault(version, set()).add(fingerprint)
+        assert all(len(found) == 1 for found in prints.values())
+        for worker in STEADY:
+            versions = [version for who, version, _, _ in served if who == worker]
+            assert versions == sorted(set(versions))
+        return {"versions_served": len(prints), "loads": len(served)}
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+@contextmanager
+def cluster(delta: str = "never") -> Iterator[Cluster]:
+    with BoardManager() as manager:
+        running = Cluster(manager.Board(), delta)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            running.wait_newer(STEADY, time.time(), 60.0)
+            yield running
+        finally:
+            running.close()
+
+
+def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None]) -> None:
+    for delta in (False, True):
+        chosen = [injection for injection in injections if injection.delta == delta]
+        if not chosen:
+            continue
+        with cluster("always" if delta else "never") as running:
+            for number, injection in enumerate(chosen):
+                took = running.inject(injection, number)
+                report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": LIMIT_S})
+            report({"transfers": "delta" if delta else "full", **running.check()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="part of the name of the injections to run")
+    only = parser.parse_args().only
+    run(tuple(i for i in INJECTIONS if only in i.name), lambda row: print(json.dumps(row), flush=True))
+
+
+if __name__ == "__main__":
+    main()

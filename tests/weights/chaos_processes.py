@@ -1,0 +1,189 @@
+"""The processes of the chaos run: a learner and workers that a trap kills or stops in the phase it was set for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.weights import broadcast_publisher, broadcast_subscriber, staging
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.canary import Canary, Proof, random_probes
+from asyncrl.weights.group import WeightGroup
+from asyncrl.weights.snapshot import BackgroundPublisher
+from tests.weights.board import WorkerRendezvous
+
+TIMEOUT_S = 3.0
+PAUSE_S = 0.05
+LAYERS = 6
+PROBES = random_probes(1000, seed=0)
+
+
+@dataclass(frozen=True)
+class Injection:
+    action: str
+    """`kill` or `stop` (SIGSTOP)."""
+    who: str
+    """`worker` or `learner`."""
+    phase: str
+    """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`..."""
+    delta: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.action}@{self.who}: {self.phase}{' (delta)' if self.delta else ''}"
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Several buckets; every number tells its version and layer, and a delta is most of a row."""
+    tensors = {f"layers.{i}.w": torch.full((40, 25), float(i)) for i in range(LAYERS)}
+    for tensor in tensors.values():
+        tensor[:, 0] = float(version)
+    return tensors
+
+
+def versions_in(tensors: dict[str, torch.Tensor]) -> set[float]:
+    return {float(value) for tensor in tensors.values() for value in tensor[:, 0].unique()}
+
+
+def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    """Every probe token's answer is one number of one tensor: an old row anywhere shows."""
+    return [
+        np.array([-float(tensors[f"layers.{i % LAYERS}.w"][i % 40, 0]) for i in ids[1:].tolist()], np.float32)
+        for ids in PROBES
+    ]
+
+
+class Trap:
+    """Fires once, in this process, when its phase comes after `armed` is set."""
+
+    def __init__(self, board: Any, injection: Injection | None) -> None:
+        self._board, self._injection = board, injection
+        self.armed = injection is not None and injection.phase.split()[-1] in ("hello", "accept", "invite", "go")
+        self._bucket = 0
+
+    def at(self, phase: str) -> None:
+        if self._injection is None or not self.armed or phase != self._injection.phase:
+            return
+        number = signal.SIGKILL if self._injection.action == "kill" else signal.SIGSTOP
+        self._injection = None
+        self._board.note("fired", time.time())
+        os.kill(os.getpid(), number)
+
+    def post(self, store: Any, key: str, message: Any) -> None:
+        kind = next((part for part in key.split("/") if part.isalpha() and len(part) > 1), key)
+        self.at(f"before {kind}")
+        if kind == "event":
+            self._bucket = 0
+        _post(store, key, message)
+        self.at(f"after {kind}")
+
+    def group(self) -> type[WeightGroup]:
+        trap = self
+
+        class TrappedGroup(WeightGroup):
+            def broadcast(self, buffer: torch.Tensor) -> Any:
+                trap.at(f"bucket {trap._bucket}")
+                trap._bucket += 1
+                return super().broadcast(buffer)
+
+        return TrappedGroup
+
+    def received(self) -> None:
+        self._bucket = 0
+
+
+_post = broadcast_subscriber.post
+
+
+class Engine:
+    """A table of tensors, swapped under a lock, and a thread that looks at it all the time as a decode step would."""
+
+    def __init__(self, board: Any, worker: str, trap: Trap) -> None:
+        self._board, self._worker, self._trap = board, worker, trap
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def load(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        self._trap.received()
+        self._trap.at("before load")
+        with self._lock:
+            for i, (name, tensor) in enumerate(tensors.items()):
+                if i == LAYERS // 2:
+                    self._trap.at("mid load")
+                self._tensors[name] = tensor.clone()
+        self._trap.at("after load")
+
+    def score(self, sequences: Any) -> list[np.ndarray]:
+        with self._lock:
+            return score(self._tensors)
+
+    def _look(self) -> None:
+        while True:
+            with self._lock:
+                served = versions_in(self._tensors)
+            if len(served) > 1:
+                self._board.note("mixed", (self._worker, sorted(served)))
+            time.sleep(0.01)
+
+
+def worker_process(board: Any, worker: str, incarnation: str, injection: Injection | None) -> None:
+    torch.set_num_threads(1)
+    trap = Trap(board, injection)
+    broadcast_subscriber.post = trap.post
+    staging.WeightGroup = trap.group()
+    hashed = staging.bucket_fingerprint
+
+    def fingerprint(buffer: torch.Tensor) -> str:
+        trap.at("fingerprint")
+        return hashed(buffer)
+
+    staging.bucket_fingerprint = fingerprint
+    engine = Engine(board, worker, trap)
+    board.join(worker, incarnation)
+    subscriber = BroadcastSubscriber(
+        WorkerRendezvous(board, worker),
+        engine.load,
+        worker=worker,
+        incarnation=incarnation,
+        timeout_s=TIMEOUT_S,
+        proof=Proof(score=engine.score, engine_dtype="float32", verify_every=1),
+    )
+    while not board.notes(f"stop/{worker}"):
+        try:
+            subscriber.check()
+        except Exception as error:
+            board.note("failed", f"{worker}: {error}")
+            raise
+        trap.armed = trap.armed or (injection is not None and subscriber.stats()["weights/loads"] >= 2)
+        time.sleep(0.02)
+    subscriber.close()
+
+
+def learner_process(board: Any, first: int, injection: Injection | None, delta: str) -> None:
+    torch.set_num_threads(1)
+    trap = Trap(board, injection)
+    broadcast_publisher.post = trap.post
+    broadcast_publisher.WeightGroup = trap.group()
+    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta)
+    publisher = BackgroundPublisher(
+        sender, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=10 * TIMEOUT_S, idle_s=0.005
+    )
+    version = first
+    while not board.notes("stop/learner"):
+        tensors = weights(version)
+        canary = Canary(sequences=PROBES, logprobs=tuple(score(tensors)), learner_dtype="float32", wire_dtype="float32")
+        publisher.publish(version, tensors.items(), canary)
+        board.note("published", version)
+        trap.armed = trap.armed or (injection is not None and version >= first + 3)
+        version += 1
+        time.sleep(PAUSE_S)
+    publisher.close()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.errors import ModelMismatchError
+from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, read_scaling, scaling_tensor
+from asyncrl.weights.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.manifest import Manifest
+
+
+def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:
+    tensors = {SCALING: scaling_tensor(rank, alpha)}
+    for i in range(2):
+        name_a, name_b = peft_names(f"model.layers.{i}.mlp.up_proj")
+        tensors |= {name_a: torch.randn(rank, 5), name_b: torch.randn(8, rank)}
+    return tensors
+
+
+def test_the_scaling_survives_a_bfloat16_wire_exactly():
+    tensors = unique_tensors(adapter(rank=13, alpha=501).items())
+    manifest = Manifest.from_wire(plan(tensors, torch.bfloat16, 1 << 20).to_wire())
+    buffers = manifest.allocate()
+    gather_into(manifest, tensors, buffers)
+    arrived = manifest.views(buffers)
+    assert read_scaling(arrived) == (13, 501)
+    pairs = read_pairs(arrived)
+    assert list(pairs) == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    assert {pair.a.dtype for pair in pairs.values()} == {torch.bfloat16}
+
+
+def test_what_an_adapter_adds_is_the_scaled_product():
+    tensors = adapter()
+    pair = read_pairs(tensors)["model.layers.1.mlp.up_proj"]
+    a, b = (tensors[name] for name in peft_names("model.layers.1.mlp.up_proj"))
+    weight = torch.randn(8, 5)
+    torch.testing.assert_close(pair.added_to(weight, 7 / 3), weight + 7 / 3 * b @ a)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(SCALING), "has no adapter"),
+        (lambda tensors: tensors.pop(peft_names("model.layers.0.mlp.up_proj")[1]), r"up_proj' only lora_A\.weight"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(1)}), r"'model\.norm\.weight' belongs to no"),
+    ],
+)
+def test_an_update_that_is_no_whole_adapter_is_refused_by_name(change, message):
+    tensors = adapter()
+    change(tensors)
+    with pytest.raises(ModelMismatchError, match=message):
+        read_pairs(tensors)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.weights.canary import FULL, HALF, Canary, Proof, compare, random_probes, tolerance
+from asyncrl.weights.files import FilesSender, FilesSubscriber
+from asyncrl.weights.snapshot import BackgroundPublisher
+from tests.weights.board import Board, WorkerRendezvous
+
+PROBES = random_probes(97, seed=3)
+
+
+def canary_of(values: list[np.ndarray], dtype: str = "float32") -> Canary:
+    logprobs = tuple(value.astype(np.float32) for value in values)
+    return Canary(sequences=PROBES, logprobs=logprobs, learner_dtype=dtype, wire_dtype="float32")
+
+
+def zeros() -> list[np.ndarray]:
+    return [np.zeros(len(ids) - 1, np.float32) for ids in PROBES]
+
+
+def test_probes_are_the_same_for_a_seed_and_within_the_vocabulary():
+    assert all(np.array_equal(a, b) for a, b in zip(PROBES, random_probes(97, seed=3), strict=True))
+    assert not np.array_equal(PROBES[0], random_probes(97, seed=4)[0])
+    assert {ids.dtype.name for ids in PROBES} == {"int32"}
+    assert max(ids.max() for ids in PROBES) < 97 and min(ids.min() for ids in PROBES) >= 0
+
+
+def test_a_canary_survives_the_wire_to_the_bit():
+    canary = canary_of([np.random.default_rng(i).normal(size=len(ids) - 1) for i, ids in enumerate(PROBES)])
+    back = Canary.from_wire(canary.to_wire())
+    for name in ("sequences", "logprobs"):
+        for ours, theirs in zip(getattr(canary, name), getattr(back, name), strict=True):
+            assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
+    assert (back.learner_dtype, back.wire_dtype) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda wire: wire.pop("logprobs"),
+        lambda wire: wire["sequences"].pop(),
+        lambda wire: wire["logprobs"].__setitem__(0, b"\0" * 4),
+        lambda wire: wire["logprobs"].__setitem__(0, b"\0" * 5),
+        lambda wire: wire.update(sequences=[], logprobs=[]),
+        lambda wire: wire.update(sequences=[b"\0" * 40000], logprobs=[b"\0" * 39996]),
+        lambda wire: wire.update(dtypes=["float32"]),
+    ],
+)
+def test_a_damaged_canary_is_a_weights_error(damage):
+    wire = canary_of(zeros()).to_wire()
+    damage(wire)
+    with pytest.raises(WeightsError):
+        Canary.from_wire(wire)
+
+
+def test_the_difference_names_the_first_probe_over_the_bound_and_its_worst_token():
+    scored = zeros()
+    scored[1][4], scored[1][7], scored[3][0] = 0.5, -1.5, 9.0
+    found = compare(canary_of(zeros()), scored, bound=0.1)
+    assert (found.max, found.probe, found.token, found.engine, found.learner) == (9.0, 1, 8, -1.5, 0.0)
+    assert found.mean == pytest.approx(11.0 / sum(len(ids) - 1 for ids in PROBES))
+    assert compare(canary_of(zeros()), scored).probe == 3
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_logprob_that_is_no_number_never_passes(value):
+    scored = zeros()
+    scored[0][0] = value
+    with pytest.raises(WeightsError, match="differ by up to inf"):
+        Proof(score=lambda _: scored, engine_dtype="bfloat16").prove(1, canary_of(zeros()))
+
+
+def test_the_tolerance_is_that_of_the_coarsest_dtype():
+    assert tolerance("float32", "float32", "float32") == FULL
+    for i in range(3):
+        dtypes = ["float32"] * 3
+        dtypes[i] = "bfloat16"
+        assert tolerance(*dtypes) == HALF
+    proof = Proof(score=lambda _: [array + 0.01 for array in zeros()], engine_dtype="float32")
+    with pytest.raises(WeightsError, match=r"version 7 .* up to 0\.01 .* Probe 0, token 1: learner 0\.0000, engine"):
+        proof.prove(7, canary_of(zeros()))
+    assert replace(proof, engine_dtype="bfloat16").prove(7, canary_of(zeros())).max == pytest.approx(0.01)
+
+
+def test_an_answer_of_another_shape_is_refused():
+    with pytest.raises(WeightsError, match="scored"):
+        compare(canary_of(zeros()), zeros()[:-1])
+
+
+class TableEngine:
+    """Scores from a table of one row per version; a stuck one goes on with what it loaded first."""
+
+    def __init__(self, stuck: bool = False) -> None:
+        self.stuck = stuck
+        self.value: float | None = None
+        self.scored = 0
+
+    def load(self, version: int, tensors) -> None:
+        if self.value is None or not self.stuck:
+            self.value = float(tensors["w"][0])
+
+    def score(self, sequences):
+        self.scored += 1
+        return [np.full(len(ids) - 1, self.value, np.float32) for ids in sequences]
+
+
+class FilesPair:
+    """Both ends of the files transport, and an engine."""
+
+    def __init__(self, folder, engine, verify_every: int) -> None:
+        board = Board()
+        self.board = board
+        self.publisher = BackgroundPublisher(
+            FilesSender(board, folder), wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=10
+        )
+        proof = Proof(score=engine.score, engine_dtype="float32", verify_every=verify_every)
+        self.subscriber = FilesSubscriber(WorkerRendezvous(board, "a"), engine.load, proof)
+
+    def publish(self, version: int) -> None:
+        values = [np.full(len(ids) - 1, float(version)) for ids in PROBES]
+        self.publisher.publish(version, [("w", torch.full((4,), float(version)))], canary_of(values))
+
+    def wait(self, version: int) -> None:
+        deadline = time.monotonic() + 10
+        while self.subscriber.policy_version != version and time.monotonic() < deadline:
+            self.subscriber.check()
+            time.sleep(0.005)
+        assert self.subscriber.policy_version == version
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.subscriber.close()
+
+
+def test_the_first_version_and_every_nth_are_proven(tmp_path):
+    engine = TableEngine()
+    pair = FilesPair(tmp_path, engine, verify_every=3)
+    for version in range(7):
+        pair.publish(version)
+        pair.wait(version)
+    assert engine.scored == 3, "versions 0, 3 and 6"
+    assert pair.subscriber.proven
+    pair.close()
+
+
+def test_an_engine_that_keeps_old_weights_is_never_reported_as_serving_and_lets_nothing_out(tmp_path):
+    engine = TableEngine(stuck=True)
+    pair = FilesPair(tmp_path, engine, verify_every=1)
+    pair.publish(0)
+    pair.wait(0)
+    pair.publish(1)
+    deadline = time.monotonic() + 10
+    with pytest.raises(WeightsError, match=r"version 1 is not served: .* learner 1\.0000, engine 0\.0000"):
+        while time.monotonic() < deadline:
+            pair.subscriber.check()
+            time.sleep(0.005)
+    assert not pair.subscriber.proven
+    assert pair.subscriber.policy_version == 0
+    assert [version for _, version, _, _ in pair.board.served()] == [0]
+    assert pair.subscriber.stats()["weights/canary_failed"] == 1
+    pair.close()
+
+
+def test_an_engine_that_cannot_score_does_not_serve(tmp_path):
+    engine = TableEngine()
+    engine.score = lambda sequences: (_ for _ in ()).throw(GenerationError("out of memory"))
+    pair = FilesPair(tmp_path, engine, verify_every=0)
+    pair.publish(0)
+    deadline = time.monotonic() + 10
+    with pytest.raises(WeightsError, match="out of memory"):
+        while time.monotonic() < deadline:
+            pair.subscriber.check()
+            time.sleep(0.005)
+    assert not pair.board.served()
+    pair.close()

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.weights.chaos import INJECTIONS, LIMIT_S, SHORT, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def test_every_phase_has_an_injection_and_the_short_run_has_every_kind():
+    assert len(INJECTIONS) == 30
+    kinds = {(injection.action, injection.who) for injection in INJECTIONS}
+    assert {(injection.action, injection.who) for injection in SHORT} == kinds and len(SHORT) == 5
+
+
+def test_workers_and_learner_killed_or_frozen_in_an_update_hang_nobody_and_mix_no_weights():
+    rows = []
+    run(SHORT, rows.append)
+    took = [row["recovered_s"] for row in rows if "recovered_s" in row]
+    assert len(took) == len(SHORT)
+    assert max(took) < LIMIT_S
