@@ -1,9 +1,10 @@
-"""How many tokens per second does the transformers engine make, beside a bare loop over the same model?
+"""How many tokens per second does the transformers engine make, beside a bare loop over the same model, and while a
+learner publishes a version in every round?
 
     python benchmarks/engine.py [--prompts 32] [--n 8] [--new 10] [--rounds 20]
 
 The bare loop is the least one can do: one padded batch, prefill, DynamicCache, multinomial, no requests, no versions.
-Prints one JSON line.
+Versions come from a process of its own through the broadcast. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import time
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,7 +26,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.runner import ModelRunner
 from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.learner.model import PolicyModel
 from asyncrl.types import SamplingParams
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.snapshot import BackgroundPublisher
+from benchmarks.weights import TIMEOUT_S, BoardManager, Rendezvous
 
 
 def tiny_model() -> torch.nn.Module:
@@ -61,6 +69,53 @@ async def engine_round(engine: TransformersEngine, prompts: np.ndarray, n: int, 
     return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
+def learner_process(board: Any, wanted: Any) -> None:
+    """Publishes another version each time one is wanted."""
+    torch.set_num_threads(1)
+    policy = PolicyModel(tiny_model())  # pyright: ignore[reportArgumentType]
+    publisher = BackgroundPublisher(
+        BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S),
+        wire_dtype=torch.float32,
+        bucket_bytes=64 << 20,
+        wait_s=TIMEOUT_S,
+    )
+    while True:
+        version = wanted.get()
+        publisher.publish(version, policy.named_hf_parameters())
+
+
+class Updates:
+    """An engine's subscriber, and the learner that it listens to."""
+
+    def __init__(self, engine: TransformersEngine, board: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._wanted = context.Queue()
+        self._learner = context.Process(target=learner_process, args=(board, self._wanted), daemon=True)
+        self._learner.start()
+        self._version = 0
+        board.join("w")
+        self._subscriber = BroadcastSubscriber(
+            Rendezvous(board, [0.0]), engine.load_weights, worker="w", incarnation="1", timeout_s=TIMEOUT_S
+        )
+
+    def publish(self) -> None:
+        self._version += 1
+        self._wanted.put(self._version)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._subscriber.policy_version != self._version:
+            self._subscriber.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"version {self._version} was not served in {TIMEOUT_S} s")
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._subscriber.close()
+        self._learner.kill()
+        self._learner.join(10)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", type=int, default=32)
@@ -73,16 +128,23 @@ async def main() -> None:
     model = tiny_model().eval()
     prompts = np.random.default_rng(0).integers(3, 260, (args.prompts, 7))
     engine = TransformersEngine(ModelRunner(model, torch.device(args.device), args.prompts * args.n))
-    bare, ours = [], []
-    for round_ in range(args.rounds + 2):
-        started = time.perf_counter()
-        made = bare_loop(model, prompts, args.n, args.new) if args.device == "cpu" else 0
-        middle = time.perf_counter()
-        tokens = await engine_round(engine, prompts, args.n, args.new, 1000 * round_)
-        if round_ >= 2:
-            bare.append(made / (middle - started))
-            ours.append(tokens / (time.perf_counter() - middle))
+    bare, quiet, updated = [], [], []
+    with BoardManager() as manager:
+        updates = Updates(engine, manager.Board())  # pyright: ignore
+        for round_ in range(args.rounds + 2):
+            started = time.perf_counter()
+            made = bare_loop(model, prompts, args.n, args.new) if args.device == "cpu" else 0
+            bare.append(made / (time.perf_counter() - started))
+            for rates, publishes in ((quiet, False), (updated, True)):
+                started = time.perf_counter()
+                if publishes:
+                    updates.publish()
+                tokens = await engine_round(engine, prompts, args.n, args.new, 1000 * round_)
+                rates.append(tokens / (time.perf_counter() - started))
+            await asyncio.to_thread(updates.wait)
+        updates.close()
     await engine.close()
+    medians = [float(np.median(rates[2:])) for rates in (bare, quiet, updated)]
     print(
         json.dumps(
             {
@@ -90,8 +152,10 @@ async def main() -> None:
                 "device": args.device,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "rows": args.prompts * args.n,
-                "engine_tokens_per_s": round(float(np.median(ours))),
-                "bare_loop_tokens_per_s": round(float(np.median(bare))),
+                "engine_tokens_per_s": round(medians[1]),
+                "bare_loop_tokens_per_s": round(medians[0]),
+                "updating_every_round_tokens_per_s": round(medians[2]),
+                "updating_over_not": round(medians[2] / medians[1], 3),
             }
         )
     )

@@ -1,15 +1,18 @@
-"""The engine seam: tokens in, tokens out. `transformers`, `fake` and (later) vLLM implement it."""
+"""The engine seam: tokens in, tokens out. `vllm`, `transformers` and `fake` implement it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:  # the fake engine needs no torch
+    from asyncrl.weights.staging import Receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,24 @@ class Engine(Protocol):
         """
         ...
 
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """[T] token ids -> [T - 1] log-probs of tokens 1.., teacher-forced at temperature 1, under the served version.
+        Any thread; blocks.
+
+        Raises:
+            GenerationError: the engine is closed or failed, or a sequence can never fit it.
+        """
+        ...
+
     def stats(self) -> dict[str, float]:
         """Counters since start: `generated_tokens`, `decode_steps`, `running`, `waiting`, `load_s`..."""
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class OwnProcesses(Protocol):
+    """An engine whose model lives in processes of its own: broadcast weights go there without a detour."""
+
+    def receiver(self) -> Receiver: ...

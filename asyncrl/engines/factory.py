@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
-from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.runner import ModelRunner
 from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,11 +36,19 @@ def make_engine(config: Config) -> Engine:
     engine = config.engine
     if engine.name == "fake":
         return FakeEngine()
+    if engine.name == "vllm":
+        # Imported now: vLLM is an optional package, and takes seconds to import.
+        module = "asyncrl.engines.vllm_lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm"
+        return importlib.import_module(module).make_vllm_engine(config)
     if engine.name != "transformers":
-        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of transformers, fake")
+        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, fake")
     if engine.dtype not in _DTYPES:
         raise ConfigError(f"engine.dtype={engine.dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
     runner = ModelRunner.from_pretrained(
-        config.model.path, _DTYPES[engine.dtype], engine_device(engine.device), engine.max_sequences
+        config.model.path,
+        _DTYPES[engine.dtype],
+        engine_device(engine.device),
+        engine.max_sequences,
+        adapters=config.model.lora_rank > 0,
     )
     return TransformersEngine(runner, threads=engine.threads)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.noise import mix
@@ -38,7 +39,8 @@ class FakeEngine:
         self._pinned = 0
         self._loads_waiting = 0
         self._closed = False
-        self._stats = dict.fromkeys(("generated_tokens", "decode_steps", "running", "loads", "load_s", "busy_s"), 0.0)
+        names = ("generated_tokens", "decode_steps", "running", "loads", "load_s", "stall_s", "busy_s")
+        self._stats = dict.fromkeys(names, 0.0)
 
     @property
     def policy_version(self) -> int:
@@ -73,6 +75,13 @@ class FakeEngine:
             finally:
                 self._loads_waiting -= 1
                 self._stats["load_s"] += time.monotonic() - started
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        version = self._policy_version
+        return [
+            np.array([-(mix(version, *ids[: i + 1].tolist()) % 1000 + 1) / 500 for i in range(1, len(ids))], np.float32)
+            for ids in sequences
+        ]
 
     def stats(self) -> dict[str, float]:
         return {**self._stats, "waiting": 0.0}

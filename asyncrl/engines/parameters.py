@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl.errors import WeightsError
+from asyncrl.errors import ModelMismatchError
+from asyncrl.weights.base import StagedTensors
 
 
 class ParameterTable:
@@ -21,31 +22,44 @@ class ParameterTable:
         """Refuse what would not fit, before anything is changed.
 
         Raises:
-            WeightsError: a parameter unknown, missing or of another shape or kind of dtype; names the first one.
+            ModelMismatchError: a parameter unknown, missing or of another shape or kind of dtype; names the first one.
         """
         for name, tensor in tensors.items():
             target = self._target(name)
             if target is None:
-                raise WeightsError(f"unknown parameter {name!r}: the engine's model has no such name. Same model.path?")
+                raise ModelMismatchError(
+                    f"unknown parameter {name!r}: the engine's model has no such name. Same model.path?"
+                )
             if target.shape != tensor.shape:
                 got, want = tuple(tensor.shape), tuple(target.shape)
-                raise WeightsError(f"parameter {name!r} has shape {got}, the engine's model needs {want}")
+                raise ModelMismatchError(f"parameter {name!r} has shape {got}, the engine's model needs {want}")
             if target.is_floating_point() != tensor.is_floating_point():
-                raise WeightsError(
+                raise ModelMismatchError(
                     f"parameter {name!r} has dtype {tensor.dtype}, which does not cast to {target.dtype}"
                 )
         given = {id(self._target(name)) for name in tensors}
         for name, parameter in self._required.items():
             if id(parameter) not in given:
-                raise WeightsError(f"parameter {name!r} is missing: an update carries every parameter of the model")
+                raise ModelMismatchError(
+                    f"parameter {name!r} is missing: an update carries every parameter of the model"
+                )
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy all of them in place (cast and moved as needed); `check` has passed before."""
+        """Copy all of them in place (cast and moved as needed); `check` has passed before.
+
+        Staged tensors that need neither cast nor move take the place of the parameters' memory: the engine stands still
+        meanwhile, and no copy is the shortest.
+        """
+        keep = isinstance(tensors, StagedTensors)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 target = self._target(name)
                 assert target is not None
-                target.copy_(tensor)
+                if keep and (tensor.dtype, tensor.device) == (target.dtype, target.device):
+                    tensors.kept = True
+                    target.data = tensor
+                else:
+                    target.copy_(tensor)
 
     def _target(self, name: str) -> torch.Tensor | None:
         found = self._by_name.get(name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from asyncrl.engines.kv import SlotCache, check_mergeable
+from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.sampling import sample
 from asyncrl.errors import ConfigError
@@ -18,7 +21,9 @@ _ROUND_COLUMNS = 8
 class ModelRunner:
     """A Hugging Face causal LM with the slots its running sequences live in."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, max_sequences: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, max_sequences: int, *, adapters: bool = False
+    ) -> None:
         check_mergeable(model)
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         self.device = device
@@ -28,13 +33,19 @@ class ModelRunner:
         self.num_layers = int(config.num_hidden_layers)
         self.max_sequences = max_sequences
         self.slots = SlotCache(self.num_layers, max_sequences, device)
-        self.parameters = ParameterTable(self.model)
+        self.parameters = AdapterTable(self.model) if adapters else ParameterTable(self.model)
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype: torch.dtype, device: torch.device, max_sequences: int) -> ModelRunner:
-        """Load from a directory or hub name; code shipped with a checkpoint is never run."""
+    def from_pretrained(
+        cls, path: str, dtype: torch.dtype, device: torch.device, max_sequences: int, *, adapters: bool = False
+    ) -> ModelRunner:
+        """Load from a directory or hub name; code shipped with a checkpoint is never run.
+
+        Args:
+            adapters: updates are adapters for these weights, not weights.
+        """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        return cls(model, device, max_sequences)
+        return cls(model, device, max_sequences, adapters=adapters)
 
     def prefill(self, prompts: list[NDArray[np.int32]]) -> tuple[DynamicCache, torch.Tensor]:
         """Keys of all `prompts`, padded on the right, and the logits [P, V] after each one's last token.
@@ -80,6 +91,16 @@ class ModelRunner:
         tokens, logprobs = sample(logits, self._tensor(temperature), self._tensor(uniform), any_greedy)
         both = torch.stack([tokens, logprobs.view(torch.int32).to(torch.int64)]).cpu().numpy()
         return both[0], both[1].astype(np.int32).view(np.float32)
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """[T] token ids -> [T - 1] log-probs of tokens 1.. at temperature 1, by plain forwards without a cache."""
+        scored = []
+        for ids in sequences:
+            tokens = self._tensor(ids.astype(np.int64))
+            logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+            logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+            scored.append(logprobs.cpu().numpy())
+        return scored
 
     def check_model(self) -> None:
         """Prove that slots, mask and positions mean to this model what they mean to us.

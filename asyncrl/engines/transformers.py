@@ -12,24 +12,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.batch import RunningBatch
-from asyncrl.engines.requests import Inbox, LoadJob, Pending
+from asyncrl.engines.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, prefill_chunks
 from asyncrl.engines.runner import ModelRunner
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.types import NO_VERSION, Completion
 
-_PREFILL_PROMPTS = 32
-_PREFILL_TOKENS = 16384
 _POLL_S = 0.5
 _COUNTERS: tuple[str, ...] = (
     "generated_tokens", "prefill_tokens", "prefill_rows", "decode_steps", "decode_rows", "requests", "loads",
-    "cancelled", "busy_s", "load_s",
+    "cancelled", "busy_s", "load_s", "stall_s",
 )  # fmt: skip
 
 
@@ -50,6 +49,8 @@ class TransformersEngine:
         self._inbox = Inbox()
         self._admitted: list[Pending] = []
         """Out of the inbox, not yet in the batch: without it a failing prefill would leave its callers waiting."""
+        self._scoring: Job | None = None
+        """Out of the inbox, like them."""
         self._policy_version = NO_VERSION
         self._stats: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._ready = threading.Event()
@@ -62,7 +63,10 @@ class TransformersEngine:
         return self._policy_version
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        self._check_request(request)
+        runner = self._runner
+        check_request(
+            request, vocabulary=runner.vocabulary, max_length=runner.max_length, max_sequences=runner.max_sequences
+        )
         loop = asyncio.get_running_loop()
         pending = Pending(request, loop, loop.create_future())
         self._inbox.put(pending)
@@ -74,7 +78,7 @@ class TransformersEngine:
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self._runner.parameters.check(tensors)
-        job = LoadJob(policy_version, tensors)
+        job = LoadJob(policy_version=policy_version, tensors=tensors)
         try:
             self._inbox.put_load(job)
         except GenerationError as error:
@@ -93,6 +97,21 @@ class TransformersEngine:
         if job.error is not None:
             raise WeightsError(f"version {policy_version} was not loaded: {job.error}") from job.error
 
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        for ids in sequences:
+            check_ids(ids, self._runner.vocabulary)
+            if not 2 <= len(ids) <= self._runner.max_length:
+                raise GenerationError(f"a sequence to score has 2 to {self._runner.max_length} tokens; got {len(ids)}")
+        job = ScoreJob(sequences=sequences)
+        self._inbox.put_score(job)
+        # Waits for the engine thread: the current decode step. If it dies, it answers every job.
+        while not job.done.wait(_POLL_S):
+            if not self._thread.is_alive() and not job.done.is_set():
+                raise GenerationError(f"nothing was scored: {self._inbox.failure!r}")
+        if job.error is not None:
+            raise GenerationError(f"nothing was scored: {job.error}") from job.error
+        return job.logprobs
+
     def stats(self) -> dict[str, float]:
         with self._inbox.condition:
             waiting = sum(pending.request.n for pending in self._inbox.waiting)
@@ -109,25 +128,6 @@ class TransformersEngine:
                 break
         if self._inbox.failure is not None:
             raise self._inbox.failure
-
-    def _check_request(self, request: GenerateRequest) -> None:
-        ids, vocabulary = request.prompt_ids, self._runner.vocabulary
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-            raise GenerationError(
-                f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}"
-            )
-        longest, n = len(request.prompt_ids) + request.sampling.max_new_tokens, request.n
-        limit, rows = self._runner.max_length, self._runner.max_sequences
-        if len(request.prompt_ids) == 0 or n < 1 or request.sampling.max_new_tokens < 1:
-            raise GenerationError(f"request {request.request_id!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
-        if request.sampling.temperature < 0:
-            raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {request.sampling.temperature}")
-        if longest > limit:
-            raise GenerationError(
-                f"prompt and max_new_tokens together are {longest} tokens, the model holds {limit}. Shorten either."
-            )
-        if n > rows:
-            raise GenerationError(f"n={n} siblings never fit engine.max_sequences={rows}. Raise it, or lower n.")
 
     # ---- the engine thread: consumes the inbox, waits for callers and loads, unblocked by the inbox's condition ----
 
@@ -150,7 +150,8 @@ class TransformersEngine:
         """False once the engine is closed."""
         inbox = self._inbox
         with inbox.condition:
-            while not (inbox.closed or inbox.waiting or inbox.loads or self._batch.rows or inbox.dirty):
+            work = (inbox.waiting, inbox.loads, inbox.scores)
+            while not (inbox.closed or any(work) or self._batch.rows or inbox.dirty):
                 inbox.condition.wait(_POLL_S)
             return not inbox.closed
 
@@ -159,6 +160,8 @@ class TransformersEngine:
             self._forget_cancelled()
         if self._inbox.loads:
             self._load()
+        while self._inbox.scores:
+            self._score(self._inbox.scores.popleft())
         for chunk in self._admit():
             self._prefill(chunk)
         self._admitted = []
@@ -195,7 +198,14 @@ class TransformersEngine:
             finally:
                 job.done.set()
             self._stats["loads"] += 1
-        self._stats["load_s"] += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._stats["load_s"] += seconds
+        self._stats["stall_s"] += seconds  # it decodes nothing meanwhile
+
+    def _score(self, job: ScoreJob) -> None:
+        self._scoring = job
+        job.logprobs = self._runner.score(job.sequences)
+        job.done.set()
 
     def _admit(self) -> list[list[Pending]]:
         """Waiting requests that fit, in order of arrival, in chunks for one prefill each.
@@ -220,7 +230,7 @@ class TransformersEngine:
                 admitted.append(inbox.waiting.popleft())
             inbox.waiting.extendleft(reversed(held))
             self._admitted = admitted
-        return _chunks(admitted)
+        return prefill_chunks(admitted)
 
     def _prefill(self, chunk: list[Pending]) -> None:
         """Prefill each prompt once, give its keys to all siblings, and sample their first tokens."""
@@ -271,7 +281,7 @@ class TransformersEngine:
         """The engine is going down: nobody may be left waiting."""
         self._inbox.close()
         self._ready.set()
-        waiting, loads = self._inbox.drain()
+        waiting, jobs = self._inbox.drain()
         reason = (
             f"the engine thread stopped: {self._inbox.failure!r}" if self._inbox.failure else "the engine was closed"
         )
@@ -279,20 +289,7 @@ class TransformersEngine:
             id(p): p for p in [*waiting, *self._admitted, *(owner for owner, _ in self._batch.owners)]
         }.values():
             pending.fail(GenerationError(f"request {pending.request.request_id!r} was not finished: {reason}"))
-        for job in loads:
-            job.error = WeightsError(reason)
-            job.done.set()
-
-
-def _chunks(admitted: list[Pending]) -> list[list[Pending]]:
-    """Split by prompt count and padded tokens, so that a prefill's activations stay bounded."""
-    chunks: list[list[Pending]] = []
-    longest = 0
-    for pending in admitted:
-        longest = max(longest, len(pending.request.prompt_ids))
-        full = chunks and (len(chunks[-1]) >= _PREFILL_PROMPTS or longest * (len(chunks[-1]) + 1) > _PREFILL_TOKENS)
-        if not chunks or full:
-            chunks.append([])
-            longest = len(pending.request.prompt_ids)
-        chunks[-1].append(pending)
-    return chunks
+        for job in [*jobs, *([self._scoring] if self._scoring is not None else [])]:
+            if not job.done.is_set():
+                job.error = WeightsError(reason)
+                job.done.set()

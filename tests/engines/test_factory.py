@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
 from asyncrl.engines.factory import make_engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
 from tests.engines.models import make_model, plain_logprobs, prompt, request
 
 

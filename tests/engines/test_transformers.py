@@ -12,6 +12,7 @@ from asyncrl.engines.runner import ModelRunner
 from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ConfigError, GenerationError, WeightsError
 from asyncrl.types import NO_VERSION
+from asyncrl.weights.base import StagedTensors
 from tests.engines.models import VOCABULARY, make_model, plain_logprobs, prompt, request, weights_of
 
 CPU = torch.device("cpu")
@@ -253,6 +254,53 @@ def test_a_tied_parameter_may_come_under_either_name_and_in_the_wire_dtype():
 
     completion = asyncio.run(closing(engine, work()))
     np.testing.assert_allclose(completion.logprobs, plain_logprobs(other, prompt(6), completion), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_scores_are_the_logprobs_of_a_plain_forward_while_others_are_decoded(name):
+    model = make_model(name)
+    engine = make_engine(model)
+    sequences = [prompt(9, seed=1), prompt(2), prompt(30, seed=2)]
+
+    async def work():
+        running = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=200)))
+        await until(lambda: engine.stats()["decode_steps"] >= 3)
+        scored = await asyncio.to_thread(engine.score, sequences)
+        assert not running.done()
+        for bad in (prompt(1), np.array([1, VOCABULARY], np.int32)):
+            with pytest.raises(GenerationError):
+                engine.score([bad])
+        return scored
+
+    for ids, logprobs in zip(sequences, asyncio.run(closing(engine, work())), strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            expected = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1], -1).gather(1, tokens[1:, None])
+        np.testing.assert_allclose(logprobs, expected[:, 0].numpy(), atol=1e-4)
+
+
+def test_staged_tensors_take_the_place_of_the_parameters_and_others_are_copied():
+    models = [make_model("qwen2", seed=seed) for seed in range(3)]
+    engine = make_engine(models[0])
+    staged = [StagedTensors(weights_of(model)) for model in models]
+    half = StagedTensors({name: tensor.bfloat16() for name, tensor in staged[2].items()})
+
+    async def work():
+        scored = []
+        for version, tensors in enumerate((staged[1], half, staged[2], weights_of(models[1]))):
+            running = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=20)))
+            await asyncio.to_thread(engine.load_weights, version, tensors)
+            scored.append((await asyncio.to_thread(engine.score, [prompt(9)]))[0])
+            await running
+        return scored
+
+    first, rounded, second, copied = asyncio.run(closing(engine, work()))
+    assert [tensors.kept for tensors in (staged[1], half, staged[2])] == [True, False, True]
+    np.testing.assert_array_equal(first, copied)
+    np.testing.assert_allclose(rounded, second, atol=0.5)
+    assert not np.allclose(first, second, atol=0.5)
+    engine_memory = {p.data_ptr() for p in engine._runner.model.parameters()}
+    assert engine_memory == {tensor.data_ptr() for tensor in staged[2].values()}, "the copy went into what it kept"
 
 
 def test_cancelling_gives_the_slots_back():

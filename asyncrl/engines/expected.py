@@ -1,0 +1,44 @@
+"""What weights of a model consist of, whichever engine serves it: asked before any memory is taken for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.errors import ModelMismatchError
+from asyncrl.weights.adapter import is_adapter
+
+
+class ExpectedWeights:
+    """The parameters of a model without its data."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._table = ParameterTable(model)
+        self._nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what does not fit; an adapter, whose names the engine knows better, only when it is larger than the
+        model.
+
+        Raises:
+            ModelMismatchError: names the first parameter that is unknown, missing, or of another shape or dtype.
+        """
+        if not is_adapter(tensors):
+            self._table.check(tensors)
+            return
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if nbytes > self._nbytes:
+            raise ModelMismatchError(
+                f"an adapter of {nbytes} bytes came for a model of {self._nbytes}: it belongs to another model. Same "
+                "model.path?"
+            )
+
+
+def expected_parameters(path: str) -> ExpectedWeights:
+    """Of the checkpoint at `path`, from its config alone."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.device("meta"):
+        return ExpectedWeights(AutoModelForCausalLM.from_config(config))

@@ -1,0 +1,47 @@
+"""An event loop on a thread of its own: the worker's loop never stands still for vLLM, and any thread may call in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from asyncrl.errors import EngineDiedError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """From another thread: its result, or its exception.
+
+        Raises:
+            EngineDiedError: no answer for `timeout_s`.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            if future.done():
+                raise
+            future.cancel()
+            raise EngineDiedError(f"vLLM's processes gave no answer for {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()

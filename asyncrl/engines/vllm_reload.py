@@ -1,0 +1,89 @@
+"""vLLM's layer-by-layer reload, made right: two repairs for its CPU backend, a check, and a way back.
+
+Between `initialize_layerwise_reload` and `finalize_layerwise_reload` a layer's parameters are placeholders without
+memory; each is filled and put back in place when all its elements have come.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+
+from asyncrl.errors import WeightsError
+
+PADDED = (VocabParallelEmbedding, RoutedExperts)
+"""Layers that may be larger than what is loaded into them."""
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Before a load, CPU only. Experts are packed for the kernel only while there is no kernel yet: without this the
+    new weights are copied in unpacked, and a mixture model answers log-probs several nats off, without an error."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """After a load, CPU only. A head tied to the embedding computes with a packed copy of it, which the reload does
+    not refresh: without this the head keeps the old weights (log-probs several nats off, without an error)."""
+    sharing: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, VocabParallelEmbedding) and isinstance(weight, torch.Tensor):
+            sharing.setdefault(weight.data_ptr(), []).append(module)
+    for modules in sharing.values():
+        if len(modules) > 1:
+            for module in modules:
+                module.quant_method.process_weights_after_loading(module)  # pyright: ignore
+
+
+def check_all_loaded(model: nn.Module) -> None:
+    """After the last tensor and before the end of a load. vLLM itself only logs a layer that got nothing, and keeps its
+    old weights; of one that got a part, the rest is memory as it was found.
+
+    Raises:
+        WeightsError: such a layer, by name.
+    """
+    loaded = set()
+    missing: list[tuple[str, set[int]]] = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        parameters = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
+        places = {parameter.data_ptr() for parameter in parameters.values()} - {0}
+        if not info.can_load():
+            # Complete, and put back already.
+            loaded |= {parameter.data_ptr() for parameter in layer.parameters(recurse=False)}
+        elif info.load_numel and not isinstance(layer, PADDED):
+            raise WeightsError(
+                f"an update brought only {info.load_numel} of {info.load_numel_total} values of {name!r}"
+            )
+        elif info.load_numel:
+            loaded |= places
+        elif parameters and info.load_numel_total and not is_deferred_attention_layer(layer):
+            missing.append((name, places))
+    for name, places in missing:
+        if not places & loaded:
+            raise WeightsError(f"an update brought nothing for {name!r} of vLLM's model: parameter names do not map")
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """After a load that failed half-way: every layer gets its own tensors back, so that the next load can begin.
+
+    Layers that were complete hold the new weights, the others the old ones: only a whole load makes a model of it.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+    LOADING_LAYERS.clear()

@@ -1,0 +1,95 @@
+"""One sibling of a group on its way through vLLM: what it is asked, and its answer as a `Completion`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSampling
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.errors import GenerationError
+from asyncrl.types import NO_VERSION, Completion
+
+_FIRST_AND_LAST = 1 << 30
+"""Tokens between two outputs: the first tells that a sequence has begun, the next one comes when it is finished."""
+
+
+@dataclass(slots=True, eq=False)
+class Sibling:
+    """One sequence to sample. `ticket` is its age: the oldest goes first."""
+
+    request: GenerateRequest
+    member: int
+    ticket: int
+    overtaken: bool = False
+    """Weights were loaded while it was with vLLM and had no token: it starts again under the new version."""
+
+
+def sampling_of(sibling: Sibling) -> VllmSampling:
+    """Without a seed: vLLM's generators per request end its CPU engine as soon as one prompt is prefilled in parts
+    (`CPU Generator does not use offset`), and are slow. Tokens are drawn from the engine's own generator."""
+    sampling = sibling.request.sampling
+    return VllmSampling(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The model's own end of sequence is in `stop_token_ids` already, and only what stands there may stop.
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        stream_interval=_FIRST_AND_LAST,
+    )
+
+
+def scoring() -> VllmSampling:
+    """Teacher-forced log-probs of a prompt. The prefix cache is not read: it has keys, but no log-probs."""
+    return VllmSampling(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def version_label(policy_version: int) -> str:
+    return str(policy_version)
+
+
+def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:
+    """Raises GenerationError when vLLM ended it for another reason than a stop token or its length."""
+    name = sibling.request.request_id
+    if output.finish_reason not in ("stop", "length"):
+        raise GenerationError(f"request {name!r}: vLLM ended a sequence with {output.finish_reason!r}")
+    count = len(output.token_ids)
+    logprobs: Any = output.logprobs
+    versions = np.full(count, NO_VERSION, np.int32)
+    for span in output.weight_versions or []:
+        if span.version.lstrip("-").isdigit():  # vLLM's own label before the first load is a word
+            versions[span.start : span.end] = int(span.version)
+    if logprobs is None or len(logprobs.logprobs) != count:
+        raise GenerationError(f"request {name!r}: vLLM gave {count} tokens and another number of log-probs")
+    return Completion(
+        token_ids=np.array(output.token_ids, np.int32),
+        logprobs=np.array(logprobs.logprobs, np.float32),
+        policy_versions=versions,
+        finish_reason=output.finish_reason,
+    )
+
+
+def scores_of(output: RequestOutput, length: int) -> np.ndarray:
+    """[length - 1] float32."""
+    scores: Any = output.prompt_logprobs
+    found = scores.logprobs if scores is not None else []
+    if len(found) != length - 1:
+        raise GenerationError(f"vLLM scored {len(found)} of {length - 1} tokens")
+    return np.array(found, np.float32)

