@@ -1,4 +1,5 @@
-"""Keeps `rollout.workers` workers alive until the run is over.
+"""Keeps `rollout.workers` workers alive until the run is over. Any number of pools may serve a run, join it and leave:
+`asyncrl rollout` with the same settings adds one, SIGTERM takes it away.
 
 consumes:     ends of workers
 waits for:    any worker to end, without a deadline: workers run as long as the run does, and end by themselves when
@@ -8,21 +9,26 @@ unblocked by: a worker's end, a restart that is due, SIGTERM or SIGINT
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import heapq
+import itertools
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from asyncrl.config import Config, config_to_dict, run_digest
+from asyncrl.config import config_to_dict, run_digest
 from asyncrl.data.jsonl import JsonlFile
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.host import EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerHost, WorkerSpec, late_import
+from asyncrl.schema import Config
 
 HOST_MODULES = {"ray": "ray_host", "process": "process_host"}
 TURN_S = 0.5
@@ -115,21 +121,20 @@ def last_line(log_path: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "nothing logged")
 
 
-def worker_specs(config: Config) -> list[WorkerSpec]:
-    """One spec per worker. Its name holds the machine's: pools on two machines must not fence each other."""
+def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
+    """One spec per worker. Its name holds the machine and the process of its pool: pools must not fence each other.
+
+    Args:
+        pool: which of the pools that share a run folder this is (see `pool_number`): each has logs of its own.
+    """
     plain = absolute_paths(config_to_dict(config))
-    environment = {
-        "OMP_NUM_THREADS": str(config.engine.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
-        "PYTHONUNBUFFERED": "1",
-    }
+    environment = worker_environment(config)
     digest = run_digest(config)
     return [
         WorkerSpec(
-            name=f"rollout-{index}@{socket.gethostname()}",
+            name=f"rollout-{index}@{socket.gethostname()}.{os.getpid()}",
             restart=0,
-            log_path=str(Path(plain["run"]["dir"]) / "logs" / f"rollout-{index}.log"),
+            log_path=str(Path(plain["run"]["dir"]) / "logs" / f"rollout-{f'{pool}.' if pool else ''}{index}.log"),
             run_digest=digest,
             config=plain,
             environment=environment,
@@ -138,13 +143,39 @@ def worker_specs(config: Config) -> list[WorkerSpec]:
     ]
 
 
+@contextlib.contextmanager
+def pool_number(log_dir: Path) -> Iterator[int]:
+    """0 for the first pool with this run folder, and the next free number for each that joins while others run."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        with (log_dir / f"pool-{number}.lock").open("w") as file:
+            try:
+                # Held for as long as the file is open, hence freed however this process ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield number
+            return
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Variables that must stand in a worker's process before it imports anything."""
+    return {
+        "OMP_NUM_THREADS": str(config.engine.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Make what names a local file absolute: a Ray actor does not run in the directory of the command."""
     for group, key in (("run", "dir"), ("data", "path"), ("eval", "path"), ("replay", "keys")):
         if config[group][key]:
             config[group][key] = str(Path(config[group][key]).resolve())
-    if Path(config["model"]["path"]).is_dir():
-        config["model"]["path"] = str(Path(config["model"]["path"]).resolve())
+    for group, key in (("model", "path"), ("reward", "model")):
+        if config[group][key] and Path(config[group][key]).is_dir():
+            config[group][key] = str(Path(config[group][key]).resolve())
     place, _, name = config["reward"]["function"].rpartition(":")
     if place.endswith(".py"):
         config["reward"]["function"] = f"{Path(place).resolve()}:{name}"
@@ -162,13 +193,14 @@ def run_pool(config: Config) -> int:
         raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
     for path in filter(None, (config.data.path, config.eval.path)):
         JsonlFile(path).check()
-    specs = worker_specs(config)
-    host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
-    pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
-    # After the host is up: Ray installs handlers of its own, and these have to win.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pool.stop)
-    return pool.run()
+    with pool_number(Path(config.run.dir) / "logs") as number:
+        specs = worker_specs(config, number)
+        host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
+        pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
+        # After the host is up: Ray installs handlers of its own, and these have to win.
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(ending, pool.stop)
+        return pool.run()
 
 
 def _say(message: str) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config import Config, config_from_dict
-from asyncrl.errors import ConfigError, DataError, FencedError
+from asyncrl.config import config_from_dict
+from asyncrl.errors import ConfigError, DataError, FencedError, ModelMismatchError
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
 from asyncrl.rollout.wiring import run_worker
+from asyncrl.schema import Config
 
 
 def run_worker_process(spec: WorkerSpec) -> int:
@@ -38,7 +39,7 @@ def run_worker_process(spec: WorkerSpec) -> int:
         # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
         print("ended by a signal", flush=True)
         return EXIT_FAILED
-    except (ConfigError, DataError, FencedError) as error:
+    except (ConfigError, DataError, FencedError, ModelMismatchError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_REFUSED
     except Exception as error:  # the end of the process: the log gets the whole story, the pool the exit code

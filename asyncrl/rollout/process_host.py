@@ -12,9 +12,9 @@ import threading
 import time
 from dataclasses import asdict
 
-from asyncrl.config import Config
 from asyncrl.rewards.process import describe_exit
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
+from asyncrl.schema import Config
 
 STOP_TIMEOUT_S = 10.0
 

@@ -11,9 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from asyncrl.config import Config
+from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.host import EXIT_FAILED, WorkerExit, WorkerSpec, late_import
+from asyncrl.rollout.pool import absolute_paths, worker_environment
+from asyncrl.rollout.reward_service import start_service
+from asyncrl.schema import Config
 
 NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20
@@ -70,6 +73,11 @@ class RayHost:
             num_cpus=0, num_gpus=gpus_per_worker, max_restarts=0, scheduling_strategy="SPREAD"
         )(RolloutWorkerActor)
         self._running: dict[Any, _Started] = {}
+        self._service: Any = None
+
+    def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
+        """Start the reward service that the workers will look for; see `reward_service`."""
+        self._service = start_service(reward, environment)
 
     def start(self, spec: WorkerSpec) -> None:
         actor = self._actor_class.remote()
@@ -87,6 +95,8 @@ class RayHost:
         for started in self._running.values():
             ray.kill(started.actor)
         self._running.clear()
+        if self._service is not None:
+            ray.kill(self._service)
         ray.shutdown()
 
     def _collect(self, reference: Any) -> WorkerExit:
@@ -122,6 +132,9 @@ def _summary(error: RayError) -> str:
 
 
 def make_host(config: Config) -> RayHost:
-    return RayHost(
+    host = RayHost(
         address=config.ray.address, workers=config.rollout.workers, gpus_per_worker=config.ray.gpus_per_worker
     )
+    if config.reward.host == "ray":
+        host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], worker_environment(config))
+    return host

@@ -6,17 +6,20 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import Config
 from asyncrl.data.prompts import PromptSource
+from asyncrl.engines.base import OwnProcesses
+from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
 from asyncrl.environments.registry import make_environment
 from asyncrl.replay.client import RolloutClient
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.filters import make_filters
 from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.rewards import make_rewards
 from asyncrl.rollout.tokenizer import load_tokenizer, make_decode, stop_token_ids
 from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.schema import Config
 from asyncrl.types import SamplingParams
 from asyncrl.weights.factory import make_subscriber
 
@@ -41,9 +44,7 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
     texts = _load_texts(config)
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
-        rewards = await stack.enter_async_context(
-            RewardPool(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
-        )
+        rewards = await stack.enter_async_context(make_rewards(config))
         engine = make_engine(config)
         stack.push_async_callback(engine.close)
         replay = RolloutClient(
@@ -51,7 +52,20 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
         )
         stack.push_async_callback(replay.close)
         hold = VersionHold(engine.load_weights, config.replay.wait_timeout_s)
-        subscriber = make_subscriber(config, replay.rendezvous(), name, replay.incarnation, hold.load_weights)
+        receiver = engine.receiver() if isinstance(engine, OwnProcesses) else None
+        # The fake engine has no model: nothing to prove, nothing to hold names against.
+        model_less = config.engine.name == "fake"
+        subscriber = make_subscriber(
+            config,
+            replay.rendezvous(),
+            name,
+            replay.incarnation,
+            hold.load_weights,
+            receiver,
+            score=None if model_less else engine.score,
+            stall_s=lambda: engine.stats()["stall_s"],
+            admit=None if model_less else expected_parameters(config.model.path).check,
+        )
         stack.callback(subscriber.close)
         for source in (engine.stats, rewards.stats, subscriber.stats):
             report.add(source)
@@ -67,6 +81,8 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
             prompts=texts.prompts,
             evaluation_rows=texts.evaluation_rows,
             check=subscriber.check,
+            proven=lambda: subscriber.proven,
+            filters=make_filters(config.rollout),
             group_size=config.rollout.group_size,
             sampling=texts.sampling,
             slots=slots_per_worker(config),

@@ -22,6 +22,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, GenerationError, NoProgress, RewardError
 from asyncrl.replay.base import Acquired, RolloutReplay
 from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.filters import Filters, why_dropped
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.types import Assignment, DropReason, EvalAssignment, SamplingParams
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 TURN_S = 1.0
 """Longest wait of one turn of the loop; the subscriber and the engine are looked after once a turn."""
+PROOF_POLL_S = 0.002
 MAX_GENERATION_FAILURES = 8
 """Failed generations in a row after which the engine, not the prompts, is taken for broken."""
 
@@ -41,6 +43,8 @@ class RolloutWorker:
         runner: makes the groups; `hold` keeps its engine at one version during an evaluation chunk.
         evaluation_rows: rows of `eval.path` in file order; None when the run has no evaluation.
         check: raises what stopped the weight subscriber, if anything did.
+        proven: false while the weights in the engine wait for their canary; nothing leaves the worker meanwhile.
+        filters: what drops finished groups; see `filters.py`.
         slots: groups made at once.
         wait_timeout_s: longest time with work at hand and no progress.
     """
@@ -54,6 +58,8 @@ class RolloutWorker:
         prompts: PromptSource,
         evaluation_rows: PromptSource | None,
         check: Callable[[], None],
+        proven: Callable[[], bool],
+        filters: Filters,
         group_size: int,
         sampling: SamplingParams,
         slots: int,
@@ -67,6 +73,8 @@ class RolloutWorker:
         self._prompts = prompts
         self._evaluation_rows = evaluation_rows
         self._check = check
+        self._proven = proven
+        self._filters = filters
         self._group_size = group_size
         self._sampling = sampling
         self._greedy = SamplingParams(
@@ -132,6 +140,12 @@ class RolloutWorker:
             await self._replay.fail(assignment, DropReason.FAILED_REWARD, str(error))
             return
         self._failures_in_row = 0
+        await self._wait_proven()
+        unwanted = why_dropped(self._filters, group)
+        if unwanted is not None:
+            self._report.count("groups_filtered")
+            await self._replay.fail(assignment, unwanted, "by rollout.drop_*")
+            return
         reply = await self._replay.insert(group)
         self._report.count(f"groups_{reply.status}")
         if reply.status == "rejected":
@@ -142,8 +156,14 @@ class RolloutWorker:
             raise ConfigError(f"asked to evaluate {assignment.eval_set!r} but eval.path is empty. Set it on all peers")
         async with self._hold.held():
             result = await self._runner.run_evaluation(assignment, self._evaluation_rows, sampling=self._greedy)
+        await self._wait_proven()
         await self._replay.report_evaluation(result)
         self._report.count("evaluation_rows", len(result.scores))
+
+    async def _wait_proven(self) -> None:
+        """waits for: the canary of what the engine serves; unblocked by: it, or the failure that ends this worker."""
+        while not self._proven():
+            await asyncio.sleep(PROOF_POLL_S)
 
     def _launch(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)

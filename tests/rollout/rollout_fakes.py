@@ -145,6 +145,8 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         "prompts": prompt_source(path, changes.pop("max_prompt_tokens", 32)),
         "evaluation_rows": prompt_source(path),
         "check": lambda: None,
+        "proven": lambda: True,
+        "filters": (),
         "group_size": 4,
         "sampling": SAMPLING,
         "slots": 16,

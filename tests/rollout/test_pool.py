@@ -10,22 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    config_from_dict,
-    config_to_dict,
-)
+from asyncrl.config import config_from_dict, config_to_dict
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rollout import pool as pool_module
 from asyncrl.rollout import process
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
-from asyncrl.rollout.pool import RolloutPool, last_line, restart_delay_s, run_pool, worker_specs
+from asyncrl.rollout.pool import RolloutPool, last_line, pool_number, restart_delay_s, run_pool, worker_specs
+from asyncrl.schema import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -139,6 +130,17 @@ def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monk
     assert rebuilt.rollout == config.rollout
     assert first.environment["OMP_NUM_THREADS"] == "1"
     assert config.data.path == "rows.jsonl"
+
+
+def test_pools_that_run_together_have_names_and_logs_of_their_own(tmp_path):
+    config = make_config(tmp_path, workers=2)
+    with pool_number(tmp_path / "logs") as first, pool_number(tmp_path / "logs") as second:
+        assert (first, second) == (0, 1)
+        logs = {spec.log_path for number in (first, second) for spec in worker_specs(config, number)}
+        assert len(logs) == 4
+    with pool_number(tmp_path / "logs") as again:
+        assert again == 0, "a pool that ended left its number to the next"
+    assert worker_specs(config)[0].name.endswith(f".{os.getpid()}")
 
 
 def test_a_hub_model_and_a_module_reward_are_left_as_they_are(tmp_path, monkeypatch):

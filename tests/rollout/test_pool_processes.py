@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import Config, load_config, run_digest
+from asyncrl.config import load_config, run_digest
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.server import run_server
+from asyncrl.replay.serving import run_server
+from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]

@@ -134,6 +134,33 @@ def test_the_error_of_the_subscriber_ends_the_worker(rows):
         run(lambda: ScriptedReplay(5), rows, check=check)
 
 
+@pytest.mark.parametrize("passes", [True, False])
+def test_nothing_leaves_the_worker_before_the_canary_passed_and_nothing_ever_when_it_failed(rows, passes):
+    """Index 3 is a row whose reward fails: that needs no proof."""
+
+    async def scenario():
+        replay, looks = ScriptedReplay(8, [chunk(0, 2)]), []
+
+        def proven() -> bool:
+            looks.append(len(replay.inserted) + len(replay.results))
+            return passes and len(looks) > 200
+
+        def check() -> None:
+            if len(looks) > 200 and not passes:
+                raise WeightsError("the canary failed")
+
+        worker = make_worker(replay, rows, proven=proven, check=check)
+        if passes:
+            await worker.run()
+        else:
+            with pytest.raises(WeightsError, match="the canary failed"):
+                await worker.run()
+        assert looks[:200] == [0] * 200
+        return len(replay.inserted), len(replay.results)
+
+    assert asyncio.run(scenario()) == ((7, 1) if passes else (0, 0))
+
+
 class BrokenEngine(FakeEngine):
     async def generate(self, request):
         raise GenerationError("the engine thread stopped")

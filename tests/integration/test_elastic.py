@@ -1,0 +1,85 @@
+"""A second pool of workers joins a running job and leaves it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.commands import free_port
+from tests.integration.conftest import LocalRun, StartLocal
+from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+STEPS = 2000
+
+
+def start_pool(run: LocalRun, settings: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.cli", "rollout", *(f"{key}={value}" for key, value in settings.items())],
+            stdout=sink,
+            stderr=sink,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def wait_until(run: LocalRun, what: Callable[[], bool], why: str, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert run.process.poll() is None, f"the run ended before {why}:\n{run.tail()}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {why}\n{run.tail()}"
+        time.sleep(0.1)
+
+
+def makers(run: LocalRun) -> list[str]:
+    """Workers of the groups in `samples.jsonl`, in order."""
+    path = run.directory / "samples.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["worker"] for line in lines]
+
+
+def test_a_second_pool_joins_a_running_job_and_leaves_it_and_nothing_is_lost(
+    start_local: StartLocal, tiny_task: dict[str, str], tmp_path: Path
+) -> None:
+    settings = {
+        "rollout.host": "process",
+        "rollout.workers": "1",
+        "rollout.max_in_flight": "24",
+        "replay.address": f"tcp://127.0.0.1:{free_port()}",
+        "learner.steps": str(STEPS),
+    }
+    run = start_local(settings)
+    run.wait_for_step(3, 120)
+    first = set(makers(run))
+    assert len(first) == 1
+    shared = tiny_task | settings | {"run.dir": str(run.directory)}
+    pool = start_pool(run, shared, tmp_path / "second.log")
+    try:
+        wait_until(run, lambda: len(set(makers(run))) == 2, "the second pool's groups were trained")
+        (second,) = set(makers(run)) - first
+        assert [row["replay/workers"] for row in run.rows()][-1] == 2
+        assert (run.directory / "logs" / "rollout-1.0.log").exists(), "the pools share no log"
+        pool.send_signal(signal.SIGTERM)
+        assert pool.wait(40) == 128 + signal.SIGTERM
+    finally:
+        pool.kill()
+        pool.wait()
+    left = run.rows()[-1]["step"]
+    wait_until(run, lambda: run.rows()[-1]["step"] >= min(left + 4, STEPS - 1), "training went on after it left")
+    assert run.rows()[-1]["replay/workers"] == 1
+    assert second not in makers(run)[-4:]
+    run.stop()
+    for row in run.rows():
+        assert_conserved(row)
+    assert_trained_once(ledger(run))
+    # Its assignments went to the other pool. What had waited too long meanwhile was dropped as such, and counted.
+    assert {event["reason"] for event in ledger(run) if event["event"] == "dropped"} <= {"stale"}

