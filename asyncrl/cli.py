@@ -40,6 +40,18 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings; see configs/")
         command.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    text = "does every engine installed here serve this model as the learner computes it?"
+    verify = commands.add_parser("verify", help=text, description=text)
+    verify.add_argument("path", metavar="RUN|MODEL", help="a run folder, or a Hugging Face model")
+    verify.add_argument("overrides", nargs="*", metavar="key=value", help="settings for a model: engine.*, seed")
+    text = "does the journal of a run balance? Exit code 0: yes, 1: no, 2: it cannot be read"
+    audit = commands.add_parser("audit", help=text, description=text)
+    audit.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    audit.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    text = "train the learner of a finished run again on its retained journal, as it was or with other settings"
+    rerun = commands.add_parser("rerun", help=text, description=text)
+    rerun.add_argument("run", metavar="RUN", type=Path, help="a run folder (replay.journal.retain=all)")
+    rerun.add_argument("overrides", nargs="*", metavar="key=value", help="loss, advantage, learner.lr, ...")
     text = "make the keys that a replay server on a network needs (replay.keys=DIR)"
     keys = commands.add_parser("keys", help=text, description=text)
     keys.add_argument("directory", metavar="DIR", type=Path, help="a new folder")
@@ -51,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command == "keys"):
+    if options or (rest and given.command in ("keys", "audit")):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -67,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             importlib.import_module("asyncrl.replay.security").make_keys(given.directory)
             print(f"keys in {given.directory}: copy it to the learner's and the workers' machines, and keep it private")
             return 0
+        if given.command == "verify":
+            return importlib.import_module("asyncrl.verify").main(given.path, given.overrides)
+        if given.command == "audit":
+            return importlib.import_module("asyncrl.replay.audit").main(given.run, as_json=given.json)
+        if given.command == "rerun":
+            return importlib.import_module("asyncrl.rerun").main(given.run, given.overrides)
         if given.dry_run and given.command != "quickstart":
             return importlib.import_module("asyncrl.dry_run").main(given.command, given.overrides)
         role = importlib.import_module(COMMANDS[given.command][0])

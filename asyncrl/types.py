@@ -24,6 +24,8 @@ class DropReason(str, Enum):
     FAILED_REWARD = "failed_reward"
     FILTERED_ZERO_VARIANCE = "filtered_zero_variance"
     OVER_LENGTH = "over_length"
+    INCOMPLETE = "incomplete"
+    """Not finished in time, by any worker that was asked."""
     REJECTED = "rejected"
     WORKER_LOST = "worker_lost"
     SHUTDOWN = "shutdown"

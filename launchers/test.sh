@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launchers/install.sh
-asyncrl_install "[dev,gym,wandb]"
+asyncrl_install "[dev,gym,lora,wandb]" vllm
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 
 echo "== ruff"

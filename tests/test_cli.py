@@ -10,7 +10,7 @@ from asyncrl import quickstart
 from asyncrl.cli import COMMANDS, main
 from asyncrl.config import config_dir
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.dry_run import kv_values, model_size, tensor_shapes
+from asyncrl.dry_run import ModelSize, kv_values, model_size, tensor_shapes
 
 
 @pytest.fixture
@@ -111,12 +111,19 @@ def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_parameters_are_counted_from_the_headers_alone(tmp_path: Path) -> None:
     header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert tensor_shapes(tmp_path / "model.safetensors") == [[3, 4]]
+    assert tensor_shapes(tmp_path / "model.safetensors") == {"a": [3, 4]}
     assert model_size(tmp_path) is None, "no config.json: not a model folder"
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}')
     size = model_size(tmp_path)
     assert size is not None
     assert (size.parameters, size.kv_values_per_token) == (12, 2 * 3 * 2 * 32)
+
+
+def test_adapters_are_counted_by_the_layers_they_are_for() -> None:
+    matrices = {"model.layers.0.mlp.up_proj": (8, 3), "model.layers.0.self_attn.q_proj": (3, 3)}
+    size = ModelSize(parameters=100, kv_values_per_token=1, matrices=matrices)
+    assert size.adapters(2, []) == 2 * (8 + 3) + 2 * (3 + 3)
+    assert size.adapters(2, ["q_proj"]) == size.adapters(1, ["0.self_attn.q_proj"]) * 2 == 12
 
 
 def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:

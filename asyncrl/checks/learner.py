@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import check_loss, required_inputs
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
+from asyncrl.schema import Config
 
 
 def groups_have_siblings(config: Config) -> Problems:
-    relative = config.advantage.baseline in ("mean", "loo") or config.advantage.std == "group"
-    if relative and config.rollout.group_size < 2:
+    relative = config.advantage.baseline != "none" or config.advantage.std == "group"
+    if relative and not config.advantage.uses_critic and config.rollout.group_size < 2:
         yield (
             f"rollout.group_size must be at least 2 when advantages are relative to the group (advantage.baseline="
             f"{config.advantage.baseline}, advantage.std={config.advantage.std}): a single trajectory's advantage is "
             f"always 0; got {config.rollout.group_size}. Raise it, or set advantage.baseline=none"
         )
+
+
+ESTIMATOR_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "group": (("mean", "loo", "opo", "none"), ("none", "group", "batch"), ()),
+    "reinforce_pp": (("none", "mean"), ("batch",), ("gamma",)),
+    "gae": (("none",), ("none", "batch"), ("gamma", "lam")),
+    "vtrace": (("none",), ("none", "batch"), ("gamma", "lam", "c_bar")),
+}
+"""Of each estimator: baselines and stds it takes, and the numbers it reads."""
 
 
 def batch_divides(config: Config) -> Problems:
@@ -53,14 +58,107 @@ def sequence_fits_microbatch(config: Config) -> Problems:
 
 def loss_is_consistent(config: Config) -> Problems:
     try:
-        check_loss(config.loss, config.learner.updates_per_batch)
-        if "ref_logprobs" in required_inputs(config.loss):
-            yield (
-                f"loss.kl_coef={config.loss.kl_coef} needs a reference policy, which the learner does not have yet. "
-                "Use loss.kl_coef=0; loss.behavior_kl regularises towards the policy that sampled"
-            )
+        check_loss(config.loss, config.learner.updates_per_batch, config.learner.proximal_ema > 0)
+        yield from _loss_has_its_estimator(config)
+        yield from _reference_has_a_use(config)
     except ConfigError as error:
         yield str(error)
+
+
+def _loss_has_its_estimator(config: Config) -> Problems:
+    loss, advantage = config.loss.preset, config.advantage
+    wanted = ESTIMATORS.get(loss)
+    if wanted and (advantage.estimator, advantage.baseline) != wanted:
+        yield (
+            f"loss={loss} is its advantage: advantage.estimator={wanted[0]} with advantage.baseline={wanted[1]}; got "
+            f"{advantage.estimator} and {advantage.baseline}. Add advantage={loss}"
+        )
+    row, settings = find_preset(loss), resolve(config.loss)
+    if advantage.estimator == "vtrace" and (row.surrogate != "reinforce" or settings.weight != "none"):
+        yield (
+            f"advantage.estimator=vtrace already has the ratio learner/behavior in the advantage; loss={loss} would "
+            "count it twice. Use loss=vtrace, or advantage=gae"
+        )
+
+
+def _reference_has_a_use(config: Config) -> Problems:
+    priced = config.advantage.kl_coef > 0 or "ref_logprobs" in required_inputs(config.loss)
+    if config.reference.path and not priced:
+        yield (
+            f"reference.path={config.reference.path} does nothing while no KL is measured against it. Set loss.kl_coef "
+            "(in the loss) or advantage.kl_coef (in the reward), or leave it out"
+        )
+    if config.advantage.kl_target > 0 and config.advantage.kl_coef == 0:
+        yield (
+            f"advantage.kl_target={config.advantage.kl_target} moves advantage.kl_coef by factors, and 0 stays 0. Give "
+            "a first advantage.kl_coef, for example 0.01"
+        )
+
+
+def advantage_is_consistent(config: Config) -> Problems:
+    """Each estimator with the settings it reads: one that does nothing, or means something else, is refused."""
+    given = config.advantage
+    if given.estimator not in ESTIMATOR_SETTINGS:
+        return  # refused by known_words
+    baselines, stds, reads = ESTIMATOR_SETTINGS[given.estimator]
+    for key, value, choices in (("baseline", given.baseline, baselines), ("std", given.std, stds)):
+        if value not in choices:
+            yield (
+                f"advantage.estimator={given.estimator} takes advantage.{key}={' or '.join(choices)}; got {value}. "
+                f"advantage={given.estimator if given.estimator != 'group' else 'grpo'} sets what belongs together"
+            )
+    centred = given.estimator == "reinforce_pp" and given.baseline != "none"
+    for key, default in (("gamma", 1.0), ("lam", 0.95), ("c_bar", 1.0)):
+        value = getattr(given, key)
+        if value != default and (key not in reads or centred):
+            yield (
+                f"advantage.{key}={value} does nothing with advantage.estimator={given.estimator}"
+                f"{f' and baseline={given.baseline}' if centred else ''}. Leave it out"
+            )
+    if given.kl_horizon != 10000.0 and given.kl_target == 0:
+        yield f"advantage.kl_horizon={given.kl_horizon} does nothing without advantage.kl_target. Leave it out"
+
+
+CRITIC_LR = 1e-5
+"""The default: with a critic or without, it stands in every config."""
+
+
+def critic_has_a_use(config: Config) -> Problems:
+    critic = config.critic
+    given: dict[str, object] = {"path": critic.path, "lr": critic.lr if critic.lr != CRITIC_LR else 0}
+    given |= {"warmup_steps": critic.warmup_steps, "value_clip": critic.value_clip}
+    if not config.advantage.uses_critic:
+        for key, value in given.items():
+            if value:
+                yield (
+                    f"critic.{key}={value} does nothing with advantage.estimator={config.advantage.estimator}, which "
+                    "has no critic. Leave it out, or use advantage=gae or advantage=vtrace"
+                )
+        return
+    if critic.warmup_steps >= config.learner.steps:
+        yield (
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of learner.steps="
+            f"{config.learner.steps} to learn in. Lower it"
+        )
+    if critic.value_clip > 0 and config.learner.updates_per_batch == 1:
+        yield (
+            f"critic.value_clip={critic.value_clip} bounds how far later updates of a batch move a value; with "
+            "learner.updates_per_batch=1 there are none. Set critic.value_clip=0, or updates_per_batch of 2 or more"
+        )
+
+
+def adapters_have_a_use(config: Config) -> Problems:
+    model = config.model
+    if model.lora_rank == 0 and model.lora_targets:
+        yield (
+            f"model.lora_targets={list(model.lora_targets)} does nothing with model.lora_rank=0. Set model.lora_rank=16"
+        )
+    if model.lora_rank > 0 and config.learner.proximal_ema > 0:
+        yield (
+            f"learner.proximal_ema={config.learner.proximal_ema} averages whole models, and with model.lora_rank="
+            f"{model.lora_rank} only adapters are trained. Set learner.proximal_ema=0, which anchors the loss at the "
+            "weights before the update"
+        )
 
 
 RULES = (
@@ -68,4 +166,7 @@ RULES = (
     batch_divides,
     sequence_fits_microbatch,
     loss_is_consistent,
+    advantage_is_consistent,
+    critic_has_a_use,
+    adapters_have_a_use,
 )

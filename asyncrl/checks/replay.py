@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 from asyncrl.checks.problem import Problems
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.schema import Config
 
 BYTES_PER_TOKEN = 13
 """Of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
@@ -33,6 +30,29 @@ def depth_within_bound(config: Config) -> Problems:
         )
 
 
+def filters_leave_something(config: Config) -> Problems:
+    if config.rollout.drop_zero_variance and config.rollout.group_size == 1:
+        yield (
+            "rollout.drop_zero_variance=true drops every group of one: it has no spread of rewards. Set "
+            "rollout.group_size to 2 or more, or leave the filter out"
+        )
+
+
+def order_can_be_kept(config: Config) -> Problems:
+    replay = config.replay
+    if replay.stale_policy == "wait" and (replay.order != "fifo" or replay.max_times_sampled > 1):
+        yield (
+            f"replay.stale_policy=wait trains the most urgent group first and none twice; replay.order={replay.order} "
+            f"and replay.max_times_sampled={replay.max_times_sampled} contradict it. Leave them out, or choose mask or "
+            "drop"
+        )
+    if replay.max_times_sampled > 1 and replay.max_staleness == 0:
+        yield (
+            f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0: after one "
+            "step every token is over-age. Raise replay.max_staleness"
+        )
+
+
 def store_bytes_needed(config: Config) -> int:
     """Most bytes of tokens the replay store can be asked to hold: the batch in training, one sealed ahead, the lead."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -48,6 +68,15 @@ def store_holds_a_batch(config: Config) -> Problems:
             f"learner waits for a batch that does not fit. (replay.pipeline_depth + 2) * learner.groups_per_step * "
             f"rollout.group_size * longest sequence * {BYTES_PER_TOKEN} bytes = {need}. Set replay.max_bytes={need} or "
             "more"
+        )
+
+
+def memory_keeps_no_journal(config: Config) -> Problems:
+    retain = config.replay.journal.retain
+    if config.replay.durability == "memory" and retain != "none":
+        yield (
+            f"replay.journal.retain={retain} does nothing with replay.durability=memory, which keeps no journal. "
+            "Remove one of them"
         )
 
 
@@ -99,7 +128,10 @@ def address_is_safe(config: Config) -> Problems:
 
 RULES = (
     depth_within_bound,
+    filters_leave_something,
+    order_can_be_kept,
     store_holds_a_batch,
+    memory_keeps_no_journal,
     silence_outlasts_heartbeats,
     address_is_safe,
 )

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.checks.problem import Problems
 from asyncrl.hints import nearest
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.schema import Config
 
 
 def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -19,13 +16,21 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "environment.name": (config.environment.name, ("single_turn",)),
-        "engine.name": (config.engine.name, ("transformers", "fake")),
+        "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
         "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
-        "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "none")),
+        "advantage.estimator": (config.advantage.estimator, ("group", "reinforce_pp", "gae", "vtrace")),
+        "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "none")),
         "advantage.std": (config.advantage.std, ("none", "group", "batch")),
+        "reward.host": (config.reward.host, ("worker", "ray")),
         "rollout.host": (config.rollout.host, ("ray", "process")),
+        "rollout.drop_truncated": (config.rollout.drop_truncated, ("never", "any", "all")),
         "replay.stale_policy": (config.replay.stale_policy, ("mask", "drop", "wait")),
+        "replay.order": (config.replay.order, ("fifo", "freshest", "prioritized", "uniform")),
+        "replay.durability": (config.replay.durability, ("journal", "memory")),
+        "replay.journal.retain": (config.replay.journal.retain, ("none", "window", "all")),
         "weights.transport": (config.weights.transport, ("broadcast", "files")),
+        "weights.delta": (config.weights.delta, ("never", "always", "auto")),
+        "weights.on_update": (config.weights.on_update, ("keep", "recompute")),
         "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear", "cosine")),
     }
@@ -34,10 +39,16 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
 def counts(config: Config) -> dict[str, tuple[float, float]]:
     """Settings that are numbers with a smallest value: key -> (value, smallest)."""
     return {
+        "model.lora_rank": (config.model.lora_rank, 0),
+        "model.lora_alpha": (config.model.lora_alpha, 1),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "reward.workers": (config.reward.workers, 1),
+        "reward.gpus": (config.reward.gpus, 0),
         "engine.max_sequences": (config.engine.max_sequences, 1),
         "engine.threads": (config.engine.threads, 1),
+        "engine.tensor_parallel": (config.engine.tensor_parallel, 1),
+        "engine.max_model_len": (config.engine.max_model_len, 0),
+        "engine.kv_cache_mb": (config.engine.kv_cache_mb, 0),
         "rollout.workers": (config.rollout.workers, 1),
         "rollout.group_size": (config.rollout.group_size, 1),
         "rollout.max_new_tokens": (config.rollout.max_new_tokens, 1),
@@ -45,7 +56,19 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "rollout.max_attempts": (config.rollout.max_attempts, 1),
         "rollout.max_worker_restarts": (config.rollout.max_worker_restarts, 0),
         "replay.max_staleness": (config.replay.max_staleness, 0),
+        "replay.max_times_sampled": (config.replay.max_times_sampled, 1),
+        "replay.group_timeout_s": (config.replay.group_timeout_s, 0),
+        "replay.max_restarts": (config.replay.max_restarts, 0),
+        "replay.journal.fsync_ms": (config.replay.journal.fsync_ms, 0),
+        "replay.journal.segment_mb": (config.replay.journal.segment_mb, 1),
+        "replay.journal.window_mb": (config.replay.journal.window_mb, 1),
         "weights.bucket_mb": (config.weights.bucket_mb, 1),
+        "weights.verify_every": (config.weights.verify_every, 0),
+        "advantage.c_bar": (config.advantage.c_bar, 1),
+        "advantage.kl_coef": (config.advantage.kl_coef, 0),
+        "advantage.kl_target": (config.advantage.kl_target, 0),
+        "critic.warmup_steps": (config.critic.warmup_steps, 0),
+        "critic.value_clip": (config.critic.value_clip, 0),
         "learner.ranks": (config.learner.ranks, 1),
         "learner.groups_per_step": (config.learner.groups_per_step, 1),
         "learner.updates_per_batch": (config.learner.updates_per_batch, 1),
@@ -71,6 +94,8 @@ def above_zero(config: Config) -> dict[str, float]:
         "replay.heartbeat_s": config.replay.heartbeat_s,
         "replay.wait_timeout_s": config.replay.wait_timeout_s,
         "weights.timeout_s": config.weights.timeout_s,
+        "advantage.kl_horizon": config.advantage.kl_horizon,
+        "critic.lr": config.critic.lr,
         "learner.lr": config.learner.lr,
         "learner.clip_norm": config.learner.clip_norm,
     }
@@ -95,6 +120,11 @@ def numbers_in_range(config: Config) -> Problems:
             continue
         why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
         yield f"{key} must be above 0 and finite{why}; got {value}"
+    for key, value in (("advantage.gamma", config.advantage.gamma), ("advantage.lam", config.advantage.lam)):
+        if not 0 <= value <= 1:
+            yield f"{key} must be between 0 and 1; got {value}"
+    if not 0 <= config.learner.proximal_ema < 1:
+        yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 
@@ -118,6 +148,25 @@ def resume_or_overwrite(config: Config) -> Problems:
         yield f"resume must be never, auto or the path of a checkpoint; got {config.resume!r}.{hint}"
 
 
+MODEL_REWARD = "asyncrl.reward_model:RewardModel"
+
+
+def reward_is_whole(config: Config) -> Problems:
+    reward = config.reward
+    if reward.function == MODEL_REWARD and not reward.model:
+        yield "reward=model needs the model: give reward.model=PATH of a classifier with one output"
+    if reward.host == "ray" and config.rollout.host != "ray":
+        yield (
+            f"reward.host=ray is a Ray actor and rollout.host={config.rollout.host} starts no Ray. Set "
+            "rollout.host=ray, or reward.host=worker"
+        )
+    if reward.gpus > 0 and reward.host != "ray":
+        yield (
+            f"reward.gpus={reward.gpus} is asked of Ray for the reward service, and reward.host={reward.host} has "
+            "none. Set reward.host=ray, or reward.gpus=0 (reward processes see the GPUs of their rollout worker)"
+        )
+
+
 def evaluation_has_rows(config: Config) -> Problems:
     if config.eval.every > 0 and not config.eval.path:
         yield (
@@ -133,5 +182,6 @@ RULES = (
     numbers_in_range,
     run_name_is_a_folder_name,
     resume_or_overwrite,
+    reward_is_whole,
     evaluation_has_rows,
 )

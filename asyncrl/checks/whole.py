@@ -7,15 +7,12 @@ process can check anywhere; what a role needs on the machine it starts on is ask
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from asyncrl.checks import engine, learner, replay, settings
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
 from asyncrl.hints import join_problems
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.schema import Config
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
     *settings.RULES,

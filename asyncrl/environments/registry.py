@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.config import EnvironmentConfig
 from asyncrl.environments.base import Environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
+from asyncrl.schema import EnvironmentConfig
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
 

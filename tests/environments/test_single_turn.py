@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.config import EnvironmentConfig
 from asyncrl.environments.base import EpisodeTools
 from asyncrl.environments.registry import make_environment
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.score import RewardScore
+from asyncrl.schema import EnvironmentConfig
 from asyncrl.types import NO_VERSION, Completion, Prompt
 
 PROMPT = Prompt(

@@ -1,0 +1,119 @@
+"""The reward model alone: what it scores, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+)
+
+from asyncrl import reward_model
+from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.reward_model import RewardModel
+from asyncrl.rewards.loader import adapt_reward
+
+TEXTS = [("ab>", "ba"), ("abcdefg>", "gfedcba"), ("c>", ""), ("hgf>", "fghfghfgh")]
+
+
+def tiny(labels: int = 1) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        num_labels=labels,
+        pad_token_id=PAD_ID,
+    )
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return str(folder)
+
+
+def one_by_one(model: PreTrainedModel, per_token: bool) -> list[float]:
+    rewards = []
+    for prompt, answer in TEXTS:
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([list((prompt + answer).encode())])).logits
+        rewards.append((logits[0, -1, 0] if per_token else logits[0, 0]).item())
+    return rewards
+
+
+@pytest.mark.parametrize("batch_tokens", [20, 16384])
+@pytest.mark.parametrize("kind", [Qwen2ForSequenceClassification, Qwen2ForTokenClassification])
+def test_a_batch_scores_each_text_as_it_would_be_alone(kind, batch_tokens, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reward_model, "BATCH_TOKENS", batch_tokens)
+    torch.manual_seed(0)
+    model = kind(tiny())
+    loaded = RewardModel(save(model, tmp_path))
+    got = loaded([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
+    assert got == pytest.approx(one_by_one(model, kind is Qwen2ForTokenClassification), abs=1e-4)
+    assert len(set(got)) == len(got)
+
+
+def test_without_a_pad_token_texts_are_scored_one_at_a_time(tmp_path: Path) -> None:
+    model = Qwen2ForSequenceClassification(tiny())
+    path = save(model, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(path)
+    got = RewardModel(path)([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
+    assert got == pytest.approx(one_by_one(model, False), abs=1e-4)
+
+
+def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
+    loaded = RewardModel(save(Qwen2ForSequenceClassification(tiny()), tmp_path))
+    group = adapt_reward(loaded, "model")
+    (chat,) = group(["hi"], {"prompt": [{"role": "user", "content": "hello"}]})
+    (plain,) = group(["assistant: hi\n"], {"prompt": "user: hello\n"})
+    assert chat.value == pytest.approx(plain.value)
+
+
+def test_texts_that_cannot_be_scored_are_errors_and_no_scores(tmp_path: Path) -> None:
+    loaded = RewardModel(save(Qwen2ForSequenceClassification(tiny()), tmp_path))
+    with pytest.raises(RewardError, match="empty"):
+        loaded([""], [""])
+    with pytest.raises(RewardError, match="a text of 70 tokens is longer than the 64"):
+        loaded(["ab>"], ["x" * 67])
+    with pytest.raises(RewardError, match="plain text plain"):
+        loaded([[{"role": "user", "content": "a"}]], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: Qwen2ForSequenceClassification(tiny(labels=3)), "num_labels=3, and a reward is one number"),
+        (lambda: Qwen2ForCausalLM(tiny()), "is a Qwen2ForCausalLM, whose outputs are no reward"),
+    ],
+)
+def test_a_model_that_gives_no_single_number_is_refused(model, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RewardModel(save(model(), tmp_path))
+
+
+def test_a_classifier_without_its_head_is_refused(tmp_path: Path) -> None:
+    path = save(Qwen2ForCausalLM(tiny()), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
+    with pytest.raises(ConfigError, match=r"lacks weights \(score.weight\): its rewards would be random"):
+        RewardModel(path)
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        RewardModel(str(tmp_path))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl import cli, verify
+from asyncrl.config import config_to_dict, load_config, to_yaml
+from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.errors import CheckpointError, ConfigError
+from tests.engines.models import CONFIGS
+
+
+@pytest.fixture(autouse=True)
+def only_transformers(monkeypatch):
+    """vLLM takes half a minute to start; what it does is tested in tests/vllm."""
+    monkeypatch.setattr(verify, "installed_engines", lambda: iter(["transformers"]))
+
+
+def save_model(folder) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["qwen3"]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_that_the_engine_serves_right_is_ok_in_both_dtypes(tmp_path, capsys):
+    assert verify.main(save_model(tmp_path / "model"), ["seed=3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("transformers")]
+    assert [row.split()[1] for row in rows] == ["float32", "bfloat16"]
+    assert all(row.endswith("ok") for row in rows)
+    assert float(rows[0].split()[2]) < 1e-4 < float(rows[1].split()[2])
+
+
+def test_an_engine_that_keeps_one_old_tensor_is_found_and_named(tmp_path, capsys, monkeypatch):
+    load = TransformersEngine.load_weights
+
+    def forget_one(self, version, tensors):
+        kept = {name: p.detach().clone() for name, p in self._runner.model.named_parameters()}
+        name = "model.layers.1.mlp.down_proj.weight"
+        load(self, version, {**tensors, name: kept[name] * 0.9})
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", forget_one)
+    assert verify.main(save_model(tmp_path / "model"), []) == 1
+    assert "float32" in capsys.readouterr().out.split("DIFFERS at probe")[0]
+
+
+def test_an_engine_that_refuses_the_weights_fails_the_check_with_its_reason(tmp_path, capsys, monkeypatch):
+    load = TransformersEngine.load_weights
+    monkeypatch.setattr(
+        TransformersEngine,
+        "load_weights",
+        lambda self, version, tensors: load(self, version, {k: v for k, v in tensors.items() if "norm" not in k}),
+    )
+    assert verify.main(save_model(tmp_path / "model"), []) == 1
+    assert "failed: parameter 'model.layers.0" in capsys.readouterr().out
+
+
+def test_a_run_is_verified_by_what_it_exported_and_says_so_when_there_is_nothing(tmp_path, capsys):
+    model = save_model(tmp_path / "run" / "hf")
+    config = load_config(["model.path=gone", "data.path=d.jsonl", "reward.function=r.py:f"])
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config_to_dict(config)))
+    assert verify.main(str(tmp_path / "run"), []) == 0
+    with pytest.raises(ConfigError, match=r"Leave out seed=3"):
+        verify.main(str(tmp_path / "run"), ["seed=3"])
+    (tmp_path / "run" / "hf").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="neither an exported model"):
+        verify.main(str(tmp_path / "run"), [])
+    assert model
+
+
+def test_a_path_without_a_model_is_refused_by_the_command_line(tmp_path, capsys):
+    assert cli.main(["verify", str(tmp_path)]) == 2
+    assert f"model.path={tmp_path} cannot be loaded" in capsys.readouterr().err
