@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -11,13 +11,16 @@ from typing import Any
 PROCESSES = 2
 
 
-def _run(function: Callable[[int], Any], seeds: range) -> None:
+def _run(place: str, settings: dict[str, Any], seeds: range) -> None:
+    module, _, name = place.partition(":")
+    function = getattr(importlib.import_module(module), name)
     for seed in seeds:
-        function(seed)
+        function(seed, **settings)
 
 
-def run_seeds(function: Callable[[int], Any], seeds: range) -> None:
-    """Call `function` (a module's own, or a partial of one) with every seed; the first exception is raised here."""
+def run_seeds(place: str, seeds: range, **settings: Any) -> None:
+    """Call the function at `place` (`module:name`: pytest's own names of modules mean nothing in another process) with
+    every seed; the first exception is raised here."""
     # Spawned, not forked: the threads that other tests left in this process would be missing in the children.
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(_run, function), [seeds[i::PROCESSES] for i in range(PROCESSES)]))
+        list(pool.map(partial(_run, place, settings), [seeds[i::PROCESSES] for i in range(PROCESSES)]))

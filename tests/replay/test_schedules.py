@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from asyncrl.replay import events as ev
@@ -26,7 +24,7 @@ def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuc
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
-    run_seeds(partial(run_schedule, actions=100), range(SLOW))
+    run_seeds("tests.replay.simulator:run_schedule", range(SLOW), actions=100)
 
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:

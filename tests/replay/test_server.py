@@ -137,6 +137,7 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
     assert [member.worker for member in run.learner.members()] == ["w"]
 
 
+@pytest.mark.slow
 def test_silent_peers_are_named_by_the_others(caplog) -> None:
     """As a stopped process is: its thread neither speaks nor says goodbye."""
     config = replay_config()
