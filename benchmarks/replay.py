@@ -3,12 +3,15 @@
     python benchmarks/replay.py [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--only memory journal]
     python benchmarks/replay.py --workers 1000 --groups 1000000
 
-First form: one producer, one consumer, something in between; interleaved repeats, medians. One JSON line.
+First form: one producer, one consumer, something in between; interleaved repeats, medians. One JSON line. A producer
+encodes or pickles each group anew. Except with Ray it has many under way, and more are on their way to the consumer.
 
-    two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is checked, kept, or acknowledged
+    two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is kept, acknowledged, or looked at by
+              the consumer; only the producer checks, as it encodes
+    decoded   the same, and the consumer checks the groups and copies them into arrays, as the learner's does
     pickle    pickled groups through the same proxy, unpickled by the consumer
-    ray       groups through ray.util.queue
-    memory    the replay server: acquire, insert, lease, train, commit; every array checked at both ends
+    ray       groups through ray.util.queue, one after the other; from 100 KB the consumer reads them in shared memory
+    memory    the replay server: acquire, insert, lease, train, commit; every array checked at all three places
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
 
 Second form: that many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory.
@@ -39,7 +42,7 @@ from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.replay import wire
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.client import LearnerClient, RolloutClient
-from asyncrl.replay.payload import encode_group
+from asyncrl.replay.payload import decode_trajectory, encode_group, split_frames
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.wire import Envelope
 from asyncrl.schema import ReplayConfig
@@ -111,14 +114,27 @@ def run_pusher(front: str, tokens: int, pickled: bool) -> None:
             push.send(pickle.dumps(group, 5), copy=False)
         else:
             encoded = encode_group(group)
-            push.send_multipart([wire.pack(wire.encode_group_header(encoded.header)), *encoded.frames], copy=False)
+            head = wire.pack([wire.encode_group_header(encoded.header), encoded.layout])
+            push.send_multipart([head, *encoded.frames], copy=False)
 
 
-def measure_proxy(tokens: int, seconds: float, folder: Path, *, pickled: bool) -> Row:
+def unpickle(frames: list[zmq.Frame]) -> None:
+    pickle.loads(frames[0].buffer)
+
+
+def decode(frames: list[zmq.Frame]) -> None:
+    row, layout = wire.unpack(frames[0].buffer)
+    header = wire.decode_group_header(row)
+    stored = split_frames(header, layout, [frame.buffer for frame in frames[1:]])
+    for parts in zip(header.trajectories, stored.blobs, stored.large, strict=True):
+        decode_trajectory(*parts)
+
+
+def measure_proxy(tokens: int, seconds: float, use: Callable[[list[zmq.Frame]], None] | None) -> Row:
     front, back = free_address(), free_address()
     children = [
         spawn.Process(target=run_proxy, args=(front, back), daemon=True),
-        spawn.Process(target=run_pusher, args=(front, tokens, pickled), daemon=True),
+        spawn.Process(target=run_pusher, args=(front, tokens, use is unpickle), daemon=True),
     ]
     with started(children):
         context = zmq.Context()
@@ -128,8 +144,8 @@ def measure_proxy(tokens: int, seconds: float, folder: Path, *, pickled: bool) -
 
         def take() -> None:
             frames = pull.recv_multipart(copy=False)
-            if pickled:
-                pickle.loads(frames[0].buffer)
+            if use is not None:
+                use(frames)
 
         row = timed(take, seconds, tokens, warm=20)
         context.destroy(linger=0)
@@ -240,19 +256,23 @@ def begin(config: ReplayConfig) -> LearnerClient:
 
 
 def consume(learner: LearnerClient, server: BaseProcess, tokens: int, seconds: float, groups_per_step: int) -> Row:
-    """As the learner does: the next batch is fetched while this one is in hand."""
-    leases = LeasePrefetch(learner, rank=0, world=1, wait_s=30.0)
+    """Two leases are under way, one more than a real learner has: that one trains while a batch comes and is decoded,
+    this one trains in no time and would wait for the one while it decodes the other."""
+    leases = tuple(LeasePrefetch(learner, rank=0, world=1, wait_s=30.0) for _ in range(2))
+    for ahead in (0, 1):
+        leases[ahead].ask(ahead)
     step, start, cpu = 0, 0.0, 0.0
     while step <= WARM_STEPS or time.perf_counter() - start < seconds:
         if step == WARM_STEPS:
             start, cpu = time.perf_counter(), cpu_seconds(server)
-        leases.take(step)
-        leases.ask(step + 1)
+        leases[step % 2].take(step)
         learner.trained(step=step, policy_version=step + 1)
+        leases[step % 2].ask(step + 2)
         learner.commit(step=step)
         step += 1
     elapsed, used = time.perf_counter() - start, cpu_seconds(server) - cpu
-    leases.take(step)
+    for ahead in (step, step + 1):
+        leases[ahead % 2].take(ahead)
     groups = (step - WARM_STEPS) * groups_per_step
     cost = {"server_cpu_us_per_group": used / groups * 1e6, "server_rss_mb": rss_mb(server)}
     return rates(groups, elapsed, tokens) | cost
@@ -402,8 +422,9 @@ def rss_mb(process: BaseProcess) -> float:
 
 
 CONTENDERS: dict[str, Callable[[int, float, Path], Row]] = {
-    "two_hop": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, folder, pickled=False),
-    "pickle": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, folder, pickled=True),
+    "two_hop": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, None),
+    "decoded": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, decode),
+    "pickle": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, unpickle),
     "ray": measure_ray,
     "memory": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=False),
     "journal": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=True),

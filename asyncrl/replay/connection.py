@@ -27,7 +27,7 @@ from asyncrl.replay import wire
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.security import secure_client
-from asyncrl.replay.socket_options import set_socket_options
+from asyncrl.replay.socket_options import receive, set_socket_options
 from asyncrl.replay.wire import Envelope
 from asyncrl.schema import ReplayConfig
 from asyncrl.types import NO_VERSION
@@ -51,7 +51,7 @@ ERRORS: dict[str, type[AsyncRLError]] = {
 @dataclass(frozen=True, slots=True)
 class Response:
     body: Any
-    frames: list[bytes]
+    frames: list[Frame]
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +266,7 @@ class Connection:
     def _receive(self) -> None:
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = receive(self._socket)
             except zmq.Again:
                 return
             try:
@@ -277,7 +277,7 @@ class Connection:
             self._contact = time.monotonic()
             self._answered(envelope, frames[1:])
 
-    def _answered(self, envelope: Envelope, frames: list[bytes]) -> None:
+    def _answered(self, envelope: Envelope, frames: list[Frame]) -> None:
         request = self._outstanding.get(envelope.request)
         if envelope.verb == "unknown_peer":
             if self._welcome:
@@ -312,7 +312,7 @@ class Connection:
                 self._unacknowledged -= request.nbytes
                 self._unsent.append(request)
 
-    def _finish(self, request: _Request, envelope: Envelope, frames: list[bytes]) -> None:
+    def _finish(self, request: _Request, envelope: Envelope, frames: list[Frame]) -> None:
         del self._outstanding[request.number]
         if request.sent:
             self._unacknowledged -= request.nbytes

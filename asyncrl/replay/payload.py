@@ -71,19 +71,26 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
         if array.dtype != dtype or array.shape != (length,):
             raise WireError(f"{name} must be {np.dtype(dtype)}[{length}], not {array.dtype}{list(array.shape)}")
     mask = trajectory.loss_mask
+    loss_tokens = int(np.count_nonzero(mask))
+    prompt_length = int(mask.argmax()) if loss_tokens else length
     _check_values(trajectory.token_ids, trajectory.behavior_logprobs, mask, MAX_VOCABULARY)
-    versions = trajectory.policy_versions[mask]
-    if versions.size and versions.min() < 0:
+    versions = trajectory.policy_versions[_sampled(mask, prompt_length, loss_tokens)]
+    if versions.size and np.minimum.reduce(versions) < 0:
         raise WireError("every loss token needs the policy_version that sampled it")
     wire.number(trajectory.reward, "reward")
     for name, value in trajectory.rewards.items():
         wire.number(value, f"rewards[{name!r}]")
     return TrajectoryHeader(
         length=length,
-        prompt_length=trajectory.prompt_length,
+        prompt_length=prompt_length,
         reward=float(trajectory.reward),
         version_tokens=runs_of(versions),
     )
+
+
+def _sampled(mask: NDArray[np.bool_], prompt_length: int, loss_tokens: int) -> slice | NDArray[np.bool_]:
+    """Index of the loss tokens. A slice where they are all that follows the prompt: no copy, many times faster."""
+    return slice(prompt_length, None) if loss_tokens == len(mask) - prompt_length else mask
 
 
 def _check_values(
@@ -92,14 +99,16 @@ def _check_values(
     """All `[T]` of one trajectory."""
     # A NaN is the minimum of whatever holds it, and compares false. Nearly always all log-probs are fine, and picking
     # out those of the loss tokens costs more than looking at all.
-    if not (-np.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB):
+    low, high = np.minimum.reduce, np.maximum.reduce  # Half the price of the methods where arrays are short.
+    if not (-np.inf < low(logprobs) and high(logprobs) <= MAX_LOGPROB):
         sampled = logprobs[mask]
-        if sampled.size and not (-np.inf < sampled.min() and sampled.max() <= MAX_LOGPROB):
+        if sampled.size and not (-np.inf < low(sampled) and high(sampled) <= MAX_LOGPROB):
             raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
-    if token_ids.min() < 0:
+    if high(token_ids.view(np.uint32)) < vocabulary:  # A negative id is a large one here.
+        return
+    if low(token_ids) < 0:
         raise WireError("token_ids must not be negative")
-    if token_ids.max() >= vocabulary:
-        raise WireError(f"token_ids must be below the vocabulary of {vocabulary}; got {token_ids.max()}")
+    raise WireError(f"token_ids must be below the vocabulary of {vocabulary}; got {high(token_ids)}")
 
 
 def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
@@ -162,7 +171,7 @@ def _encode_trajectory(trajectory: Trajectory) -> tuple[list[Frame], list[Frame]
         "behavior_logprobs": trajectory.behavior_logprobs,
     }
     own: list[Frame] = []
-    inline: list[bytes] = []
+    inline: list[Frame] = []
     described = []
     offset = 0
     for name, array in arrays.items():
@@ -173,9 +182,11 @@ def _encode_trajectory(trajectory: Trajectory) -> tuple[list[Frame], list[Frame]
             own.append(raw.data.cast("B"))
             continue
         described.append([name, dtype, len(raw), offset])
-        data = _padded(raw.tobytes())
-        inline.append(data)
-        offset += len(data)
+        padding = -raw.nbytes % _ALIGN
+        inline.append(raw.data.cast("B"))  # Copied once, when the parts are joined.
+        if padding:
+            inline.append(bytes(padding))
+        offset += raw.nbytes + padding
     rewards = {name: float(value) for name, value in trajectory.rewards.items()}
     manifest = wire.pack([described, trajectory.finish_reason, float(trajectory.reward), rewards])
     head = _padded(len(manifest).to_bytes(4, "little") + manifest)
@@ -224,11 +235,12 @@ def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame
     arrays, finish_reason, reward, rewards = _parse(header, view, own, MAX_VOCABULARY)
     mask = arrays["loss_mask"]
     versions = np.full(header.length, NO_VERSION, np.int32)
+    sampled = _sampled(mask, header.prompt_length, header.loss_tokens)
     if len(header.version_tokens) == 1:
-        versions[mask] = header.version_tokens[0][0]
+        versions[sampled] = header.version_tokens[0][0]
     elif header.version_tokens:
         runs = np.array(header.version_tokens, np.int32)
-        versions[mask] = np.repeat(runs[:, 0], runs[:, 1])
+        versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
     return Trajectory(
         token_ids=_writable(arrays["token_ids"]),
         loss_mask=_writable(mask),
@@ -275,12 +287,12 @@ def _parse(
     arrays = dict(_decode_array(row, view[start:], own, header.length) for row in rows)
     if arrays.keys() != ARRAYS.keys():
         raise WireError(f"a trajectory has the arrays {sorted(ARRAYS)}, not {sorted(arrays)}")
-    if arrays["loss_mask"].max() > 1:
+    if np.maximum.reduce(arrays["loss_mask"]) > 1:
         raise WireError("loss_mask must be 0 or 1")
     mask = arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
-    loss_tokens = int(np.count_nonzero(mask))
-    if loss_tokens != header.loss_tokens:
-        raise WireError(f"{loss_tokens} loss tokens came, the header announced {header.loss_tokens}")
+    loss_tokens, announced = int(np.count_nonzero(mask)), header.loss_tokens
+    if loss_tokens != announced:
+        raise WireError(f"{loss_tokens} loss tokens came, the header announced {announced}")
     if (int(mask.argmax()) if loss_tokens else header.length) != header.prompt_length:
         raise WireError("the loss mask does not begin where the header says the prompt ends")
     _check_values(arrays["token_ids"], arrays["behavior_logprobs"], mask, vocabulary)

@@ -29,7 +29,7 @@ from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.rollout_side import UnknownPeer
 from asyncrl.replay.security import check_address, secure_server
-from asyncrl.replay.socket_options import set_socket_options
+from asyncrl.replay.socket_options import receive, set_socket_options
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.replay.wire import Envelope
 from asyncrl.schema import ReplayConfig
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 256
 """Messages taken in before waiting requests and timers get their turn."""
+BATCH_BYTES = 8 << 20
+"""Likewise: a lease would wait for the checking of all the large groups that have come."""
 TICK_S = 0.2
 MAX_MALFORMED = 64
 """Malformed messages from one incarnation of a worker before its groups go to others and it is heard no more."""
@@ -130,14 +132,18 @@ class ReplayServer:
             self._send(session.identity, "no_progress", request, text)
 
     def _drain(self) -> None:
+        nbytes = 0
         for _ in range(BATCH):
             try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+                frames = receive(self.socket)
             except zmq.Again:
                 return
-            self._take(frames[0], frames[1:])
+            self._take(bytes(frames[0]), frames[1:])
+            nbytes += sum(len(frame) for frame in frames)
+            if nbytes > BATCH_BYTES:
+                return
 
-    def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def _take(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """One message, whatever it is; nothing a peer sends may stop the server."""
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
@@ -204,7 +210,7 @@ class ReplayServer:
         welcome = self._envelope("ok", envelope.request, [self.run_id, self.boot, self.desk.window()])
         self.outbox.promise(session, envelope.request, [welcome])
 
-    def _request(self, session: Session, envelope: Envelope, frames: Sequence[bytes]) -> None:
+    def _request(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> None:
         request, verb = envelope.request, envelope.verb
         try:
             acknowledged, body = wire.sequence(envelope.body, "request", 2)
@@ -229,7 +235,7 @@ class ReplayServer:
                 self._malformed(session.identity, error, session)
             self._answer_error(session, request, error)
 
-    def _run(self, session: Session, request: int, verb: str, body: object, frames: Sequence[bytes]) -> None:
+    def _run(self, session: Session, request: int, verb: str, body: object, frames: Sequence[Frame]) -> None:
         session.request = request
         reply = self.desk.handle(session, verb, body, frames)
         if verb not in QUIET:
