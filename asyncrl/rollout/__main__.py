@@ -21,7 +21,12 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--worker"]:
         spec = _read_spec()
         threading.Thread(target=_exit_with_pool, daemon=True).start()
-        return late_import("process").run_worker_process(spec)
+        code = late_import("process").run_worker_process(spec)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by return: that waits for every thread, and one that is stuck in an engine that died would keep this
+        # process for ever, which its pool would take for a worker at work.
+        os._exit(code)
     try:
         return run_pool(load_config(arguments))
     except AsyncRLError as error:
