@@ -122,6 +122,8 @@ class Checkpoints:
         if not latest.is_symlink():
             return None
         path = self._folder / latest.readlink()
+        if not path.exists():  # a kill while it was being replaced
+            path = max(self._finished(), key=lambda one: int(one.name.removeprefix("step_")), default=path)
         durable.verify(path)
         return path
 
@@ -153,12 +155,17 @@ class Checkpoints:
     def _commit(self, aside: Path, target: Path) -> None:
         durable.seal(aside)
         if target.exists():
-            durable.remove(target)
+            # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new one.
+            durable.remove(target.rename(target.with_name(target.name + ".old.tmp")))
         durable.move_into_place(aside, target)
         durable.point(self._folder / LATEST, target)
-        finished = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp" and path != target]
-        for old in sorted(finished, key=lambda path: int(path.name.removeprefix("step_")))[: -self._keep + 1 or None]:
+        for old in [path for path in self._finished() if path != target][: -self._keep + 1 or None]:
             durable.remove(old)
+
+    def _finished(self) -> list[Path]:
+        """Checkpoints by step; those that are being made or removed are called `.tmp`."""
+        whole = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp"]
+        return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _tensors(roles: Roles) -> dict[str, Any]:

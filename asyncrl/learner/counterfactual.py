@@ -16,7 +16,7 @@ from asyncrl.replay.base import LearnerReplay, Lease
 from asyncrl.schema import Config
 from asyncrl.weights.base import Canary, PublishStats
 
-MAX_LOG_WEIGHT = 20.0
+MAX_LOG_WEIGHT = 300.0
 """Of one trajectory: `exp` of more would leave no digit for the others."""
 
 
@@ -79,7 +79,9 @@ SUMS = ("weights", "squares", "weighted_rewards", "rewards", "trajectories", "lo
 def sequence_log_ratios(batch: MicroBatch, logprobs: Tensor, count: int) -> Tensor:
     """[B] log(pi/mu) of each of `count` trajectories: the sum over its loss tokens."""
     places = batch.loss_positions
-    ratios = (logprobs - batch.behavior_logprobs)[places].double().cpu()
+    recorded = batch.behavior_logprobs[places]
+    # As in the losses: a log-prob that was not recorded counts with a ratio of 1.
+    ratios = torch.where(recorded.isfinite(), logprobs[places] - recorded, 0.0).double().cpu()
     return torch.zeros(count, dtype=torch.float64).index_add_(0, batch.sequence_ids[places].cpu(), ratios)
 
 

@@ -61,8 +61,10 @@ def train_step(
             # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
             report = report if not report.applied else fit
         guard.observe(plan.step, report, share)
+    count = max(1, len(reports))
+    # Added up over the updates of the batch; the mean, as `loss/total` is.
+    measured.totals |= {name: value / count for name, value in measured.totals.items() if name.startswith("loss/")}
     if rank == 0:
-        count = max(1, len(reports))
         measured.totals |= {
             "perf/trained_tokens": sum(minibatch.denominators.tokens for minibatch in minibatches),
             "optim/trained_parameters": float(sum(p.numel() for p in roles.policy.parameters() if p.requires_grad)),
@@ -187,7 +189,7 @@ def backward(loss: Tensor, world: int) -> None:
 
 def ess_of_sequences(measured: Measured, device: torch.device) -> float:
     """Effective sample size over N of the raw sequence ratios of a minibatch, over all ranks; 1 if there are none."""
-    (weights, count), (squares, _) = (measured.ratios[f"ratio/E/seq_{name}"] for name in ("mean", "square"))
+    (weights, count), (squares, _) = (measured.ratios[f"ratio/E/ess_{name}"] for name in ("weight", "square"))
     weights, squares, count = sum_over_ranks(
         torch.tensor([weights, squares, count], dtype=torch.float64), device
     ).tolist()

@@ -106,6 +106,25 @@ def with_targets(
     return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
 
 
+def price_of_all(prices: Table, plan: StepPlan) -> Table:
+    """[N] the KL price of every trajectory, from that of its fresh tokens: siblings that are too old to be trained
+    would else stand in the baseline without having paid, and push all fresh ones down.
+
+    A trajectory pays for its other loss tokens what it pays per fresh one; one without fresh tokens pays the mean of
+    its siblings that have some.
+    """
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    fresh = torch.tensor([plan.fresh_tokens(trajectory) for trajectory in headers], dtype=torch.float64)
+    tokens = torch.tensor([trajectory.loss_tokens for trajectory in headers], dtype=torch.float64)
+    whole = prices / fresh.clamp(min=1) * tokens
+    sizes = [len(group.trajectories) for group in plan.groups]
+    parts = [
+        torch.where(known > 0, price, price[known > 0].mean() if bool((known > 0).any()) else 0.0)
+        for price, known in zip(whole.split(sizes), fresh.split(sizes), strict=True)
+    ]
+    return torch.cat(parts)
+
+
 def against_siblings(
     plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
 ) -> Table:
@@ -120,7 +139,7 @@ def against_siblings(
     place = torch.tensor([int(first[g]) + t for g, t in rows.members], dtype=torch.int64)
     if penalty is not None:
         prices = torch.zeros_like(rewards).index_add(0, place, penalty.sum(1))
-        rewards = rewards - sum_over_ranks(prices, device)
+        rewards = rewards - price_of_all(sum_over_ranks(prices, device), plan)
     advantages = group_advantages(
         rewards,
         torch.repeat_interleave(torch.arange(len(sizes)), sizes),

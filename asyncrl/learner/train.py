@@ -99,6 +99,9 @@ def train(
 
         if rank == 0 and due(trained, config.eval.every, last):
             evaluate(config, replay, trained=trained, version=version)
+        final: dict[str, float] = {}
+        if rank == 0 and last:  # before the checkpoint of the last step: after it a restarted learner has nothing to do
+            final = evaluation_metrics(replay.wait_evaluations(wait_s=config.replay.wait_timeout_s))
         if due(trained, settings.save_every, last):
             state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped, kl_coef=roles.kl_coef)
             checkpoints.save(state, roles, replay.snapshot() if rank == 0 else {})
@@ -108,9 +111,7 @@ def train(
 
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
-            if last:
-                row |= evaluation_metrics(replay.wait_evaluations(wait_s=config.replay.wait_timeout_s))
-            log.write(trained, version, row)
+            log.write(trained, version, row | final)
             log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
 
     export_hf(roles.policy, config.model, run_dir / "hf", rank)

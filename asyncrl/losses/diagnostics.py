@@ -37,6 +37,10 @@ def edge_log_ratios(tokens: Tokens) -> dict[str, Float[Tensor, " T"]]:
     return edges
 
 
+SEQUENCE_LIMIT = 300.0
+"""Of the log-ratio of a whole sequence: squares of its exponential still fit a float64."""
+
+
 def token_moments(log_ratio: Float[Tensor, " T"]) -> list[Float[Tensor, " T"]]:
     """The `TOKEN_MOMENTS` of each token."""
     safe = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -79,6 +83,10 @@ def sequence_sums(sums: Sums, tokens: Tokens, edge: str, log_ratio: Float[Tensor
     total = parts.sum(log_ratio)
     weight = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * present
     sums[f"ratio/{edge}/seq_mean"] = weight.sum(), count
+    # Wider than the clamp: at it, sequences that are all far away would weigh the same and look like full samples.
+    wide = total.double().clamp(-SEQUENCE_LIMIT, SEQUENCE_LIMIT).exp() * present
+    sums[f"ratio/{edge}/ess_weight"] = wide.sum(), count
+    sums[f"ratio/{edge}/ess_square"] = wide.square().sum(), count
     sums[f"ratio/{edge}/seq_square"] = weight.square().sum(), count
     sums[f"ratio/{edge}/log_ppl_gap"] = (-total / parts.tokens.clamp(min=1)).sum(), count
 
@@ -157,9 +165,10 @@ def summarize(sums: Sums, maxima: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if place.startswith("staleness/"):
                 metrics[f"{place}/token_share"] = sums[name][1] / sums["ratio/E/offset"][1].clamp(min=1)
         elif moment == "seq_square":
-            square, tiny = metrics.pop(name), torch.finfo(sums[name][0].dtype).tiny
-            metrics[f"{place}/chi2_seq"] = square - 1
-            metrics[f"{place}/ess_seq"] = metrics[f"{place}/seq_mean"].square() / square.clamp(min=tiny)
+            metrics[f"{place}/chi2_seq"] = metrics.pop(name) - 1
+            weight, square = metrics.pop(f"{place}/ess_weight"), metrics.pop(f"{place}/ess_square")
+            effective = weight.square() / square.clamp(min=torch.finfo(square.dtype).tiny)
+            metrics[f"{place}/ess_seq"] = effective.to(sums[name][0].dtype)
     if "ratio/E/kl_k3" in metrics:
         metrics["kl/behavior"] = metrics["ratio/E/kl_k3"]
     return metrics | dict(maxima)

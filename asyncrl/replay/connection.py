@@ -10,6 +10,7 @@ a new socket; silence past `wait_timeout_s` fails what is outstanding with NoPro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -123,7 +124,8 @@ class Connection:
                 return future
             number, self._next = self._next, self._next + 1
             self._inbox.append(_Request(number, verb, body, frames, nbytes, future, time.monotonic()))
-            self._wake_out.send(b"")
+            with contextlib.suppress(zmq.Again):  # full: it will wake up; no peer: the thread has ended
+                self._wake_out.send(b"", zmq.DONTWAIT)
         return future
 
     def close(self) -> None:
@@ -138,7 +140,8 @@ class Connection:
                 log.debug("%s did not answer the goodbye of %s", self.address, self.name)
         with self._lock:
             self._closing.set()
-            self._wake_out.send(b"")
+            with contextlib.suppress(zmq.Again):  # full: it will wake up; no peer: the thread has ended
+                self._wake_out.send(b"", zmq.DONTWAIT)
         self._thread.join(timeout=5.0)
         self._wake_out.close(0)
         if not self._thread.is_alive():  # Or the context would wait for its socket for ever.

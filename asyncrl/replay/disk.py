@@ -14,6 +14,8 @@ from asyncrl.errors import JournalError
 
 Bytes = bytes | memoryview
 
+KEPT_OPEN = 8
+"""Descriptors of segments: the one being written, those being recycled, and some."""
 MAX_BUFFERS = 512
 """Of one gathered write; Linux takes 1024."""
 LOCK_FILE = "lock"
@@ -84,6 +86,7 @@ class FolderDisk:
             path.unlink()
             raise
         self._open[name] = descriptor
+        self._close_oldest()
 
     def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
@@ -135,7 +138,13 @@ class FolderDisk:
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
             self._open[name] = os.open(self._folder / name, os.O_RDWR)
+            self._close_oldest()
         return self._open[name]
+
+    def _close_oldest(self) -> None:
+        """A journal that keeps all its segments would else run out of descriptors."""
+        for name in list(self._open)[:-KEPT_OPEN]:
+            self._forget(name)
 
     def _forget(self, name: str) -> None:
         with contextlib.suppress(KeyError):

@@ -21,7 +21,7 @@ from asyncrl.replay.state import ReplayState
 
 log = logging.getLogger(__name__)
 
-RESUME_S = 120.0
+RESUME_S = 600.0
 """A learner loads its model before it goes on with a finished run."""
 _ELSEWHERE = object()
 """Payload of a group that lies in an older segment, until it is known whether it is still needed."""

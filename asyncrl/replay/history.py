@@ -69,8 +69,8 @@ class LedgerFile:
         with self._path.open("rb") as file:
             file.seek(max(0, self._path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        return int(json.loads(whole[-1]).get("n", 0)) if whole else 0
+        counts = (count_of(line) for line in reversed(lines))
+        return next((count for count in counts if count is not None), 0)
 
     def _cut_after(self, count: int) -> None:
         """Remove half a line, and lines of events that were never durable: they did not happen."""
@@ -78,10 +78,11 @@ class LedgerFile:
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = len(lines)
-        while kept and (not lines[kept - 1].endswith(b"\n") or json.loads(lines[kept - 1]).get("n", 0) > count):
+        while kept and ((last := count_of(lines[kept - 1])) is None or last > count):
             kept -= 1
         if kept < len(lines):
-            self._path.write_bytes(b"".join(lines[:kept]))
+            # In place: written anew on a full disk, the file would be lost.
+            os.truncate(self._path, sum(map(len, lines[:kept])))
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,8 @@ class LedgerFile:
         if whole:
             self._lines.clear()
         else:  # The disk is full: the journal says so aloud, and these lines come with the next that fit.
-            os.truncate(self._path, before)
+            if self._path.exists():
+                os.truncate(self._path, before)
 
     def _line(self, event: ev.Event) -> dict[str, Any] | None:
         match event:
@@ -125,3 +127,11 @@ class LedgerFile:
                 return {"event": "finished"}
             case _:
                 return None
+
+
+def count_of(line: bytes) -> int | None:
+    """`n` of a line; None for what is no whole line: the file is never synced, so a power loss can leave anything."""
+    try:
+        return int(json.loads(line).get("n", 0)) if line.endswith(b"\n") else None
+    except (ValueError, AttributeError, TypeError):
+        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.errors import JournalError, WireError
@@ -90,7 +90,8 @@ def begun_segments(disk: Disk) -> list[Begun]:
         snapshot = decode_record(first)
         if not isinstance(snapshot, ev.Snapshotted):
             raise JournalError(f"the journal file {name} does not begin with a snapshot: it is not from this program")
-        begun.append(Begun(number, snapshot))
+        # Without the image: it is applied from its record, and a long run has thousands of them.
+        begun.append(Begun(number, replace(snapshot, image={})))
     return begun
 
 

@@ -55,8 +55,8 @@ class RolloutSide:
         self._ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
         """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand
         workers, adding it up anew for each of their requests is most of what the server would do."""
-        self._held_since: dict[int, float] = {}
-        """Group id -> clock when its order was first seen to be out."""
+        self._held_since: dict[tuple[int, int], float] = {}
+        """(group id, attempt) -> clock when this order was first seen to be out."""
         self._settled_at = self._resumed_by = -math.inf
         self._known_before: frozenset[str] = frozenset()
         """Incarnations that an earlier life of this server knew."""
@@ -110,8 +110,9 @@ class RolloutSide:
         if timeout == 0:
             return
         # Counted from when it was first seen here, which is a tick after it was given out or the server restarted.
-        self._held_since = {group_id: self._held_since.get(group_id, now) for group_id in held}
-        for group_id, since in self._held_since.items():
+        orders = [(group_id, entry.attempt) for group_id, entry in held.items()]
+        self._held_since = {order: self._held_since.get(order, now) for order in orders}
+        for (group_id, _), since in self._held_since.items():
             if now - since > timeout:
                 self._end_attempt(held[group_id], DropReason.INCOMPLETE)
 
@@ -193,9 +194,11 @@ class RolloutSide:
         return self.workers.members()
 
     def credit(self) -> int:
-        """Bytes that producers may still send. Never zero while no batch is sealed: the learner would starve for it."""
+        """Bytes that producers may still send. Never zero while the next batch is not whole: the learner would starve
+        for it, with the store full of later ones that a rollback has put back."""
         free = self.max_bytes - self.state.buffer.nbytes
-        return max(free, 0 if self.state.buffer.untrained else 1)
+        following = self.state.buffer.untrained.get(self.state.trained_steps)
+        return max(free, 0 if following is not None and following.plan is not None else 1)
 
     def take_over(self, settle_s: float = 0.0, resume_s: float = 0.0) -> None:
         """After recovery: workers that hold groups are taken for alive until they stay silent for too long.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 import ray
@@ -32,9 +33,10 @@ class RewardService:
     def __init__(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
         os.environ.update(environment)
         settings = RewardConfig(**reward)
-        self._pool = RewardPool(
-            settings.function, workers=settings.workers, timeout_s=settings.timeout_s, model=settings.model
+        self._make_pool = partial(
+            RewardPool, settings.function, workers=settings.workers, timeout_s=settings.timeout_s, model=settings.model
         )
+        self._pool = self._make_pool()
         self._starting: asyncio.Task[None] | None = None
 
     async def ready(self) -> str:
@@ -51,6 +53,8 @@ class RewardService:
 
     async def _started(self) -> None:
         # The first call after each start of the actor's process starts the pool, for all that wait.
+        if self._starting is not None and self._starting.done() and self._starting.exception() is not None:
+            self._pool, self._starting = self._make_pool(), None  # a pool that could not start in time is closed
         if self._starting is None:
             self._starting = asyncio.create_task(self._pool.start())
         await asyncio.shield(self._starting)

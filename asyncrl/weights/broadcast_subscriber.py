@@ -58,6 +58,7 @@ class BroadcastSubscriber(SubscriberThread):
         self._board: dict[str, Any] = {}
         self._hello = 0
         self._lost = ""
+        self._proven_publisher = ""
         self._thread.start()
 
     def _run(self) -> None:
@@ -67,6 +68,9 @@ class BroadcastSubscriber(SubscriberThread):
             if self._board.get("transport") != "broadcast":
                 self._closed.wait(0.05)
                 continue
+            if self._board["publisher"] != self._proven_publisher:
+                # Its epochs begin anew: one of them may be called as that in which the last was proven.
+                self._proven_publisher, self._proven_epoch = self._board["publisher"], -1
             try:
                 store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
                 self._attend(store)

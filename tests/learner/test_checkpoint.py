@@ -61,6 +61,29 @@ def test_latest_points_to_the_newest_and_older_ones_are_removed(tmp_path: Path):
     assert checkpoints.newest() == tmp_path / "step_110"
 
 
+def test_a_step_saved_again_takes_the_place_of_the_old_one(tmp_path: Path):
+    roles = learner(0, updates=1)
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    for step in (3, 9):
+        checkpoints.save(state(step), roles, {})
+    update(roles.policy, roles.optimizer)
+    checkpoints.save(state(9), roles, SNAPSHOT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_10", "step_4"]
+    newest, other = checkpoints.newest(), learner(1)
+    assert newest is not None and checkpoints.load(newest, other) == (state(9), SNAPSHOT)
+    for mine, theirs in zip(roles.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_kill_while_a_step_is_replaced_leaves_the_one_before_it(tmp_path: Path):
+    roles = learner(0, updates=1)
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    for step in (3, 9):
+        checkpoints.save(state(step), roles, {})
+    (tmp_path / "step_10").rename(tmp_path / "step_10.old.tmp")
+    assert checkpoints.newest() == tmp_path / "step_4"
+
+
 def test_what_a_killed_save_left_behind_is_never_chosen(tmp_path: Path):
     roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)

@@ -87,9 +87,14 @@ def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict
     earned = rewards_of(lease, config, tokens)
     found = {}
     for g, group in enumerate(lease.plan.groups):
-        scores = np.array(
-            [earned[g, t].sum() if (g, t) in earned else header.reward for t, header in enumerate(group.trajectories)]
-        )
+        # Over-age tokens pay the price of the trajectory's fresh ones, over-age trajectories the mean of their siblings'.
+        paid = {
+            t: (earned[g, t].sum() - header.reward) / len(earned[g, t]) * header.loss_tokens
+            for t, header in enumerate(group.trajectories)
+            if (g, t) in earned
+        }
+        others = np.mean(list(paid.values())) if paid else 0.0
+        scores = np.array([header.reward + paid.get(t, others) for t, header in enumerate(group.trajectories)])
         lengths = np.array([header.loss_tokens for header in group.trajectories])
         baseline = (scores * lengths).sum() / lengths.sum() if config.baseline == "opo" else scores.mean()
         scale = scores.std(ddof=1) + 1e-6 if config.std == "group" else 1.0

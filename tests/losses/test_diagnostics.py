@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.losses import policy_loss, preset
+from asyncrl.losses import LossInputs, policy_loss, preset
 from asyncrl.losses.diagnostics import MAX_AGES, ess_lr_scale
 from tests.losses.batches import random_batch, to_inputs
 from tests.losses.references import prox_of, rows
@@ -39,6 +39,22 @@ def test_every_edge_is_measured_over_its_raw_ratios() -> None:
         for name, value in expected.items():
             assert metrics[f"ratio/{edge}/{name}"].item() == pytest.approx(value), (edge, name)
     assert metrics["kl/behavior"] == metrics["ratio/E/kl_k3"]
+
+
+def test_sequences_that_are_all_far_away_are_no_full_sample() -> None:
+    """Clamped, their weights would be equal, and VCPO would take the whole learning rate."""
+    gaps = np.array([-25.0, -30.0, -45.0, -60.0])
+    zeros = torch.zeros(400, dtype=torch.float64)
+    inputs = LossInputs(
+        learner_logprobs=torch.tensor(np.repeat(gaps / 100, 100)),
+        behavior_logprobs=zeros,
+        advantages=zeros + 1.0,
+        loss_mask=torch.ones(400, dtype=torch.bool),
+        sequence_ids=torch.arange(4).repeat_interleave(100),
+    )
+    w = np.exp(gaps)
+    found = policy_loss(inputs, preset("vcpo")).metrics["ratio/E/ess_seq"].item()
+    assert found == pytest.approx(w.sum() ** 2 / (4 * (w**2).sum()), rel=1e-6)
 
 
 def test_what_was_clipped_cut_and_rejected_is_counted_by_side_and_reason() -> None:

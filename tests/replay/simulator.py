@@ -414,7 +414,8 @@ class Simulation:
                     worker.tasks.append((assignment, [worker.served]))
                 while worker.tasks:
                     assignment, versions = worker.tasks.pop(0)
-                    assert self.core.credit() > 0 or self.core.state.buffer.untrained
+                    following = self.core.state.buffer.untrained.get(self.core.state.trained_steps)
+                    assert self.core.credit() > 0 or (following is not None and following.plan is not None)
                     header = self._header(worker, assignment, versions)
                     self.core.insert(worker.name, worker.incarnation, header, b"payload")
             self.learn()

@@ -365,6 +365,20 @@ def test_credit_is_never_zero_while_the_learner_has_no_batch() -> None:
     assert play.core.credit() == 0
 
 
+def test_a_rollback_to_steps_whose_payloads_are_gone_leaves_credit_to_make_them_again() -> None:
+    play = Play(max_bytes=60)
+    for _ in range(4):
+        play.load()
+        for order in play.acquire():
+            play.insert(order)
+        play.train()
+    play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="second")
+    play.core.publish(policy_version=10, parent=NO_VERSION)
+    play.load(10)
+    assert play.core.lease(0) is None
+    assert play.core.state.buffer.untrained and play.core.credit() > 0
+
+
 def test_evaluation_goes_out_first_in_chunks_to_workers_that_serve_the_version() -> None:
     play = Play()
     job = play.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=5, chunk=3)

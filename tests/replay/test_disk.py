@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.disk import MAX_BUFFERS, FolderDisk
+from asyncrl.replay.disk import KEPT_OPEN, MAX_BUFFERS, FolderDisk
 from asyncrl.replay.durable import recover
 from asyncrl.replay.recovery import read_journal
 from asyncrl.replay.serving import discard
@@ -28,6 +28,18 @@ def test_a_gathered_write_of_any_number_of_buffers_lands_whole(tmp_path: Path) -
     disk.rename("a", "b")
     disk.write("b", 0, [b"xy"])
     assert disk.names() == ["b"] and disk.read("b", 0, 2) == b"xy"
+    disk.close()
+
+
+def test_a_journal_of_many_segments_holds_few_of_them_open(tmp_path: Path) -> None:
+    disk = FolderDisk(tmp_path / "j", locked=True)
+    for number in range(5 * KEPT_OPEN):
+        disk.create(f"{number}", 16)
+        disk.write(f"{number}", 0, [b"x"])
+    disk.write("0", 1, [b"y"])
+    disk.sync("0")
+    assert len(disk._open) <= KEPT_OPEN
+    assert disk.read("0", 0, 2) == b"xy"
     disk.close()
 
 

@@ -42,3 +42,17 @@ def test_a_killed_server_s_missing_lines_are_added_and_lines_of_what_never_was_d
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [row["groups"] for row in rows if row["event"] == "trained"] == [[1, 2]] * (durable > 2)
         path.unlink()
+
+
+def test_what_a_power_loss_left_of_the_file_does_not_keep_the_server_from_starting(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_FILE
+    killed = LedgerFile(path)
+    for event in (ev.Published(0, -1), ev.Sealed(0, 0, 0, (1, 2)), ev.Trained(0, 1)):
+        killed(event)
+    with path.open("ab") as file:
+        file.write(b"\x00" * 300 + b"\xff\n")
+    again = LedgerFile(path)
+    for count, event in enumerate((ev.Published(0, -1), ev.Sealed(0, 0, 0, (1, 2)), ev.Trained(0, 1)), start=1):
+        again.replayed(count, event)
+    again(ev.Finished())
+    assert numbers(path) == [1, 2, 3, 4]

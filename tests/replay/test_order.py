@@ -176,6 +176,7 @@ def test_an_order_held_for_too_long_goes_to_another_and_the_late_group_is_fenced
     assert (again.group_id, again.attempt) == (slow.group_id, 1)
     play.core.expire()
     assert play.core.insert("w", "a", header(slow, (0, 4)), b"late").status == "fenced"
+    assert play.core.state.ledger.dropped[DropReason.INCOMPLETE] == 0, "each attempt has the whole time"
     play.clock.now = 62.0
     play.core.heartbeat("other", "b", {})
     play.core.expire()

@@ -354,7 +354,8 @@ def test_a_cancelled_acquire_gives_its_orders_back(run) -> None:
 
     async def work() -> None:
         waiting = asyncio.create_task(client.acquire(slots=4, wait_s=20))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0)
+        await client.watch(revision=-1, wait_s=0)  # Answered: so what was sent before it is at the server.
         waiting.cancel()
         await asyncio.to_thread(run.start)
         await client.served(0, "f")
