@@ -87,7 +87,7 @@ def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict
     earned = rewards_of(lease, config, tokens)
     found = {}
     for g, group in enumerate(lease.plan.groups):
-        # Over-age tokens pay the price of the trajectory's fresh ones, over-age trajectories the mean of their siblings'.
+        # Over-age tokens pay the price of the trajectory's fresh ones, over-age trajectories their siblings' mean.
         paid = {
             t: (earned[g, t].sum() - header.reward) / len(earned[g, t]) * header.loss_tokens
             for t, header in enumerate(group.trajectories)
