@@ -217,9 +217,11 @@ def test_a_group_whose_acknowledgement_was_lost_is_stored_once(server: Server) -
     statuses: list[str] = []
     thread = blocked(lambda: statuses.append(asyncio.run(worker.insert(group(orders[0], [0] * 3))).status), server)
     thread.join(15)
-    assert statuses == ["duplicate"]
+    # "accepted" when the dying server's sync, which its death sets free, was done before its socket was closed.
+    assert statuses in (["duplicate"], ["accepted"])
     asyncio.run(worker.insert(group(orders[1], [0] * 3)))
-    assert len(learner.lease(step=0, rank=0, world=1, wait_s=5).plan.groups) == 2
+    groups = learner.lease(step=0, rank=0, world=1, wait_s=5).plan.groups
+    assert sorted(header.group_id for header in groups) == [0, 1]
 
 
 def test_a_worker_replaced_before_the_restart_stays_fenced_after_it(server: Server) -> None:
