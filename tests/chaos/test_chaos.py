@@ -98,10 +98,14 @@ def test_a_stopped_worker_is_named_and_what_it_says_afterwards_counts_for_nothin
 
 
 def test_a_group_taken_from_an_attempt_that_was_given_up_is_caught(tmp_path: Path) -> None:
-    with running(settings_in(tmp_path, mutant="no_fencing", slowest_s=4 * SILENCE_S), 8) as harness:
-        harness.wait_for_steps(1)
-        for _ in range(4):
-            harness.pause("w0", 2 * SILENCE_S)
-            harness.wait(3 * SILENCE_S)
-        verdict = harness.finish()
-    assert verdict.fenced or verdict.audit, verdict
+    verdicts = []
+    for seed in (8, 9, 10):  # Whether the stopped worker had a group in hand is chance.
+        with running(settings_in(tmp_path / str(seed), mutant="no_fencing", slowest_s=4 * SILENCE_S), seed) as harness:
+            harness.wait_for_steps(1)
+            for _ in range(4):
+                harness.pause("w0", 2 * SILENCE_S)
+                harness.wait(3 * SILENCE_S)
+            verdicts.append(harness.finish())
+        if verdicts[-1].fenced or verdicts[-1].audit:
+            return
+    raise AssertionError(verdicts)

@@ -115,7 +115,9 @@ def test_what_had_no_token_when_weights_changed_begins_under_the_new_version(liv
         return [completion for group in groups for completion in group]
 
     before = engine.stats()["restarted"]
-    for _ in range(5):
+    for turn in range(40):  # How often it comes up is the machine's choice.
+        if turn >= 5 and engine.stats()["restarted"] > before:
+            break
         for completion in asyncio.run(overtake()):
             first = int(completion.policy_versions[0])
             own = completion.policy_versions == first
