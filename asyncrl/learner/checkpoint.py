@@ -123,7 +123,7 @@ class Checkpoints:
             return None
         path = self._folder / latest.readlink()
         if not path.exists():  # a kill while it was being replaced
-            path = max(self._finished(), key=lambda one: int(one.name.removeprefix("step_")), default=path)
+            path = (self._finished() or [path])[-1]
         durable.verify(path)
         return path
 

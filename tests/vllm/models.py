@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from asyncrl.engines.base import GenerateRequest
 from asyncrl.schema import Config
-from asyncrl.types import Completion, SamplingParams
+from asyncrl.types import Completion
+from tests.engines.models import request as request
+from tests.engines.models import weights_of as weights_of
 
 VOCABULARY = 320
 # A large initializer_range makes distributions peaked and seeds very different: stale weights or keys show at once.
@@ -63,25 +64,6 @@ def engine_config(folder: Path, name: str, seed: int = 0, **engine: object) -> C
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed + 1000 * length).integers(3, VOCABULARY, length).astype(np.int32)
-
-
-def request(
-    prompt_ids: np.ndarray,
-    n: int = 1,
-    *,
-    new: int = 12,
-    temperature: float = 1.0,
-    stop: tuple[int, ...] = (),
-    seed: int = 0,
-    pinned: bool = False,
-    name: str = "r",
-) -> GenerateRequest:
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=new, stop_token_ids=stop)
-    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, n=n, sampling=sampling, seed=seed, pinned=pinned)
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
