@@ -155,8 +155,9 @@ class RolloutSide:
         state = self.state
         entry = state.ledger.entries.get(header.group_id)
         if entry is None:
+            # Once a group is committed or dropped it is forgotten, and with it which attempt was taken.
             known = header.group_id < state.next_group_id
-            return InsertReply(status="fenced" if known else "rejected", reason=f"group {header.group_id} is not open")
+            return InsertReply(status="closed" if known else "rejected", reason=f"group {header.group_id} is not open")
         if entry.attempt != header.attempt or entry.incarnation != incarnation:
             return InsertReply(status="fenced", reason=f"group {header.group_id} was given to another attempt")
         if entry.state is not GroupState.IN_FLIGHT:

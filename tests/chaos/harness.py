@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -114,16 +114,35 @@ class Harness:
         self.wait_for("trained", steps)
 
     def wait_for(self, what: str, count: int) -> None:
-        """Until the learner has noted `what` so many times more.
+        """Until the learner has noted `what` so many times more, or the run is over.
 
         Raises:
             TimeoutError: it has not within `drain_s`: the run is wedged.
         """
-        goal, until = self.seen(what) + count, time.monotonic() + self.drain_s
-        while self.seen(what) < goal and not self.finished():
+        goal = self.seen(what) + count
+        self.wait_until(lambda: self.seen(what) >= goal or self.finished(), f"not {count} times {what!r}")
+
+    def wait_for_worker(self, name: str) -> None:
+        """Until a group of this worker was taken in: a process that has just begun is not known to anybody."""
+        taken = f"no group of {name} was accepted"
+        files = (self.settings.root / "history").glob
+        self.wait_until(lambda: any(row["what"] == "ok" for f in files(f"{name}-*.jsonl") for row in lines(f)), taken)
+
+    def wait_until(self, happened: Callable[[], bool], otherwise: str) -> None:
+        """Supervise until then.
+
+        Raises:
+            TimeoutError: `otherwise`; it has not happened within `drain_s`.
+        """
+        until = time.monotonic() + self.drain_s
+        while not happened():
             if time.monotonic() > until:
-                raise TimeoutError(f"not {count} times {what!r} within {self.drain_s:.0f} s\n{self.tail()}")
+                raise TimeoutError(f"{otherwise} within {self.drain_s:.0f} s\n{self.tail()}")
             self.wait(0.02)
+
+    def said(self, name: str) -> str:
+        """What a process has logged so far."""
+        return (self.settings.root / f"{name}.log").read_text(errors="replace")
 
     def finish(self) -> Verdict:
         """Let the run end in peace and judge it.

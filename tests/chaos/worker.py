@@ -17,6 +17,8 @@ from asyncrl.types import NO_VERSION, Assignment, Trajectory, TrajectoryGroup
 
 from .settings import DIGEST, ChaosSettings, History
 
+OUTCOMES = {"accepted": "ok", "duplicate": "ok", "closed": "info"}
+"""What each reply tells of the insert; any other: refused."""
 PROMPT = 3
 COMPLETION = 4
 
@@ -97,9 +99,7 @@ class ChaosWorker:
             except AsyncRLError as error:
                 self.history.note("info", error=str(error), **what)
                 raise
-            self.history.note(
-                {"accepted": "ok", "duplicate": "ok"}.get(reply.status, "fail"), status=reply.status, **what
-            )
+            self.history.note(OUTCOMES.get(reply.status, "fail"), status=reply.status, **what)
 
 
 if __name__ == "__main__":

@@ -293,10 +293,10 @@ class Simulation:
         assignment, versions = worker.tasks.pop(-1 if straggle else self.random.randrange(len(worker.tasks)))
         header = self._header(worker, assignment, versions)
         first = self.core.insert(worker.name, worker.incarnation, header, b"payload")
-        assert first.status in ("accepted", "fenced")
+        assert first.status in ("accepted", "fenced", "closed")
         if self.random.random() < 0.1:
             again = self.core.insert(worker.name, worker.incarnation, header, b"payload")
-            assert again.status in ("duplicate", "fenced")
+            assert again.status in ("duplicate", "fenced", "closed")
 
     def fail(self) -> None:
         worker = self._worker()
@@ -337,7 +337,7 @@ class Simulation:
             reply = self.core.insert(worker.name, worker.incarnation, header, b"payload")
         except (FencedError, UnknownPeer):
             return
-        assert reply.status in ("fenced", "duplicate")
+        assert reply.status in ("fenced", "duplicate", "closed")
 
     def learn(self) -> None:
         """Train the batch in hand, or ask for it."""

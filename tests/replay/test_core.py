@@ -418,7 +418,7 @@ def test_finish_drops_what_is_open_and_stops_the_workers() -> None:
     play.core.finish()
     assert play.core.state.ledger.dropped[DropReason.SHUTDOWN] == 4
     assert play.core.acquire("w", "a", 1).stop
-    assert play.insert(orders[2]) == "fenced"
+    assert play.insert(orders[2]) == "closed"
     with pytest.raises(ReplayError, match="finished"):
         play.core.lease(0)
 
