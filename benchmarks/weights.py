@@ -2,7 +2,11 @@
 
     python benchmarks/weights.py [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
 
-One learner process, receivers in processes of their own, gloo on loopback. Prints one JSON line.
+One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
+the bare broadcast, in pieces as the group sends them; an update beside a learner that is idle; the same without
+fingerprints, on both sides; and one beside a learner that computes forward and backward as the loop does, for at least
+`--compute` times the copy, before its optimizer's step. Ratios are medians over rounds of what was measured in one
+round. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.schema import WeightsConfig
+from asyncrl.weights import gather, staging
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
-from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.snapshot import BackgroundPublisher
 
 TIMEOUT_S = 60.0
+PATIENCE_S = 600.0
+"""Of the bare group, which stands idle while the rest of a round is measured."""
 
 
 class Member(NamedTuple):
@@ -89,6 +96,21 @@ class Rendezvous:
         self.board.record(policy_version, time.time(), self.loads[-1])
 
 
+class Switched(Fingerprint):
+    """None at all while `on` says so: what fingerprints add is the difference."""
+
+    on: Any = None
+
+    def update(self, piece: torch.Tensor) -> None:
+        if Switched.on.value:
+            super().update(piece)
+
+
+def switch_by(on: Any) -> None:
+    Switched.on = on
+    gather.Fingerprint = staging.Fingerprint = Switched
+
+
 class Table(torch.nn.Module):
     """Like a transformer of so many parameters: 12 tensors per layer, 2 to 24 layers."""
 
@@ -103,8 +125,9 @@ class Table(torch.nn.Module):
         )
 
 
-def receiver(board: Any, worker: str, parameters: int) -> None:
+def receiver(board: Any, on: Any, worker: str, parameters: int) -> None:
     torch.set_num_threads(1)
+    switch_by(on)
     loads: list[float] = []
     table = ParameterTable(Table(parameters, random=False))
 
@@ -122,103 +145,146 @@ def receiver(board: Any, worker: str, parameters: int) -> None:
     subscriber.close()
 
 
-def chunks(nbytes: int, bucket: int) -> list[torch.Tensor]:
-    return [torch.zeros(min(bucket, nbytes - start), dtype=torch.uint8) for start in range(0, nbytes, bucket)]
-
-
-def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int, bucket: int) -> None:
+def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) -> None:
     torch.set_num_threads(1)
     store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    group = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=0, rank=rank, world=world, timeout_s=TIMEOUT_S)
-    buffers = chunks(nbytes, bucket)
+    group = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=0, rank=rank, world=world, timeout_s=PATIENCE_S)
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
     for _ in range(rounds):
-        for buffer in buffers:
-            group.wait(group.broadcast(buffer))
+        for piece in group.pieces(buffer):
+            group.wait(group.broadcast(piece))
 
 
-def bare_broadcast(nbytes: int, receivers: int, rounds: int, bucket: int) -> list[float]:
-    """Seconds of broadcasting `nbytes` in the same buckets, with nothing else."""
-    store, port = host_store("127.0.0.1", TIMEOUT_S)
-    context = multiprocessing.get_context("spawn")
-    others = [
-        context.Process(target=bare_receiver, args=(port, rank, receivers + 1, nbytes, rounds + 1, bucket), daemon=True)
-        for rank in range(1, receivers + 1)
-    ]
-    for process in others:
-        process.start()
-    group = WeightGroup(
-        store, backend="gloo", host="127.0.0.1", epoch=0, rank=0, world=receivers + 1, timeout_s=TIMEOUT_S
-    )
-    buffers = chunks(nbytes, bucket)
-    seconds = []
-    for _ in range(rounds + 1):
+class BareBroadcast:
+    """The same bytes between as many processes, with nothing else."""
+
+    def __init__(self, nbytes: int, receivers: int, rounds: int) -> None:
+        self._store, port = host_store("127.0.0.1", TIMEOUT_S)
+        context = multiprocessing.get_context("spawn")
+        world = receivers + 1
+        for rank in range(1, world):
+            args = (port, rank, world, nbytes, rounds)
+            context.Process(target=bare_receiver, args=args, daemon=True).start()
+        self._group = WeightGroup(
+            self._store, backend="gloo", host="127.0.0.1", epoch=0, rank=0, world=world, timeout_s=PATIENCE_S
+        )
+        self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def seconds(self) -> float:
         started = time.perf_counter()
-        for buffer in buffers:
-            group.wait(group.broadcast(buffer))
-        seconds.append(time.perf_counter() - started)
-    for process in others:
-        process.join(30)
-    return seconds[1:]
+        for piece in self._group.pieces(self._buffer):
+            self._group.wait(self._group.broadcast(piece))
+        return time.perf_counter() - started
 
 
-def wait_all(board: Any, version: int, receivers: int) -> tuple[float, float]:
-    """(time the last receiver served it, its load seconds)."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        found = [(when, load_s) for what, when, load_s in board.recorded() if what == version]
-        if len(found) == receivers:
-            return max(found)
-        time.sleep(0.002)
-    raise TimeoutError(f"version {version} was not served by {receivers} receivers in {TIMEOUT_S} s")
+class Compute:
+    """A forward and a backward of a small model, over and over: what the loop does between two optimizer steps."""
+
+    def __init__(self) -> None:
+        self._layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+        self._batch = torch.randn(256, 512)
+
+    def for_seconds(self, seconds: float) -> None:
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            self._layers(self._batch).square().mean().backward()
+        self._layers.zero_grad()
 
 
-def fingerprint_seconds(nbytes: int, bucket: int) -> float:
-    buffers = chunks(nbytes, bucket)
-    started = time.perf_counter()
-    for buffer in buffers:
-        bucket_fingerprint(buffer)
-    return time.perf_counter() - started
+class Learner:
+    """Publishes one version after another and says what each took."""
+
+    def __init__(self, board: Any, parameters: int, receivers: int, bucket: int) -> None:
+        self._board, self._receivers = board, receivers
+        self._model = dict(Table(parameters, random=True).named_parameters())
+        self._compute = Compute()
+        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
+        self._publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
+        self._version = -1
+        self.nbytes = sum(tensor.nbytes for tensor in self._model.values())
+
+    def update(self, compute_s: float) -> dict[str, float]:
+        """One update, with a learner that computes for `compute_s` before its optimizer's step."""
+        self._version += 1
+        started, cpu, clock = time.time(), time.process_time(), time.perf_counter()
+        self._publisher.publish(self._version, self._model.items())
+        held = time.perf_counter() - clock
+        self._compute.for_seconds(compute_s)
+        computed = time.perf_counter() - clock - held
+        held += self._publisher.wait_copied()
+        served, load_s = self._served()
+        stats = self._publisher.stats()
+        return {
+            "learner_stall_s": held,
+            "compute_s": computed,
+            "gather_s": stats["weights/gather_s"],
+            "engine_stall_s": load_s,
+            "update_s": served - started,
+            "learner_cpu_s": time.process_time() - cpu,
+        }
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _served(self) -> tuple[float, float]:
+        """(time the last receiver served it, its load seconds)."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = [(when, load_s) for what, when, load_s in self._board.recorded() if what == self._version]
+            if len(found) == self._receivers:
+                return max(found)
+            time.sleep(0.002)
+        raise TimeoutError(f"version {self._version} was not served by {self._receivers} receivers in {TIMEOUT_S} s")
 
 
-def measure(parameters: int, receivers: int, rounds: int, bucket: int) -> dict[str, float]:
-    """Medians over `rounds` updates, with as many bare broadcasts before and after."""
+def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
+    """Everything once; the bare broadcast before and after."""
+    before = bare.seconds()
+    idle = learner.update(0.0)
+    on.value = False
+    plain = learner.update(0.0)
+    on.value = True
+    busy = learner.update(compute * idle["gather_s"])
+    row = {"bare_broadcast_s": (before + bare.seconds()) / 2}
+    row |= {name: idle[name] for name in ("gather_s", "engine_stall_s", "update_s")}
+    row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
+    row["idle_learner_stall_s"] = idle["learner_stall_s"]
+    row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
+    row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
+    beyond = idle["update_s"] - idle["gather_s"]
+    return row | {
+        "beyond_gather_s": beyond,
+        "beyond_gather_over_bare": beyond / row["bare_broadcast_s"],
+        "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
+        "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
+        "learner_stall_over_update_without_compute": idle["learner_stall_s"] / idle["update_s"],
+        "fingerprints_over_transfer": row["fingerprints_s"] / (plain["update_s"] - plain["gather_s"]),
+    }
+
+
+def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float) -> dict[str, float]:
+    """Medians over `rounds`, after one that warms up."""
     context = multiprocessing.get_context("spawn")
-    model = dict(Table(parameters, random=True).named_parameters())
-    nbytes = sum(tensor.nbytes for tensor in model.values())
-    bare = bare_broadcast(nbytes, receivers, rounds, bucket)
-    rows = []
+    on = context.Value("b", True, lock=False)
+    switch_by(on)
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
-        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
-        publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
+        learner = Learner(board, parameters, receivers, bucket)
+        bare = BareBroadcast(learner.nbytes, receivers, 2 * (rounds + 1))
         others = [
-            context.Process(target=receiver, args=(board, f"w{i}", parameters), daemon=True) for i in range(receivers)
+            context.Process(target=receiver, args=(board, on, f"w{i}", parameters), daemon=True)
+            for i in range(receivers)
         ]
         for process in others:
             process.start()
-        for version in range(rounds + 2):
-            started, clock = time.time(), time.perf_counter()
-            stats = publisher.publish(version, model.items())
-            held = time.perf_counter() - clock
-            served, load_s = wait_all(board, version, receivers)
-            time.sleep(0.05)
-            rows.append((held, stats.gather_s, publisher.stats()["weights/wire_s"], load_s, served - started))
-        publisher.close()
+        rows = [one_round(learner, bare, on, compute) for _ in range(rounds + 1)][1:]
+        learner.close()
         for process in others:
             process.kill()
             process.join(10)
-    bare += bare_broadcast(nbytes, receivers, rounds, bucket)
-    names = ("learner_stall_s", "gather_s", "wire_s", "engine_stall_s", "update_s")
-    medians = dict(zip(names, map(statistics.median, zip(*rows[2:], strict=True)), strict=True))
-    medians |= {"bare_broadcast_s": statistics.median(bare), "fingerprint_s": fingerprint_seconds(nbytes, bucket)}
-    ratios = {
-        "beyond_gather_over_bare": (medians["update_s"] - medians["gather_s"]) / medians["bare_broadcast_s"],
-        "engine_stall_over_update": medians["engine_stall_s"] / medians["update_s"],
-        "learner_stall_over_update": medians["learner_stall_s"] / medians["update_s"],
-        "fingerprint_over_wire": medians["fingerprint_s"] / medians["wire_s"],
-    }
-    rounded = {name: float(f"{value:.4g}") for name, value in (medians | ratios).items()}
-    return {"parameters": parameters, "bytes": nbytes, **rounded}
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    rounded = {name: float(f"{value:.4g}") for name, value in medians.items()}
+    return {"parameters": parameters, "bytes": learner.nbytes, **rounded}
 
 
 def main() -> None:
@@ -227,9 +293,13 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20) for parameters in args.parameters]
+    results = [
+        measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
+        for parameters in args.parameters
+    ]
     print(json.dumps({"benchmark": "weights", "receivers": args.receivers, "results": results}))
 
 

@@ -46,8 +46,12 @@ class ProvingPublisher:
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
         stopped = time.perf_counter()
-        self._stats = {"weights/canary_s": middle - started, "weights/learner_stall_s": stopped - started}
+        held = stopped - started + self._publisher.stats().get("weights/copy_wait_s", 0.0)
+        self._stats = {"weights/canary_s": middle - started, "weights/learner_stall_s": held}
         return stats
+
+    def wait_copied(self) -> float:
+        return self._publisher.wait_copied()
 
     def stats(self) -> dict[str, float]:
         return self._publisher.stats() | self._stats

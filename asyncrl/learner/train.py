@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.export import export_hf
+from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
@@ -33,25 +33,30 @@ class StepLog(Protocol):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
 
-def train(
-    config: Config,
-    *,
-    replay: LearnerReplay,
-    publisher: Publisher,
-    roles: Roles,
-    checkpoints: Checkpoints,
-    start: Start,
-    log: StepLog,
-    run_dir: Path,
-    rank: int,
-    world: int,
-    device: torch.device,
-) -> int:
-    """Train from `start` to `learner.steps`; `roles` are already those of `start` (see `begin`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What one rank trains with, in a run or in a rerun of it."""
+
+    replay: LearnerReplay
+    publisher: Publisher
+    roles: Roles
+    """Already those of `start` (see `begin`)."""
+    checkpoints: Checkpoints
+    start: Start
+    log: StepLog
+    run_dir: Path
+    rank: int
+    world: int
+    device: torch.device
+
+
+def train(config: Config, parts: Training) -> int:
+    """Train from `parts.start` to `learner.steps`.
 
     Consumes: step batches, leased from the replay one step ahead of training.
     Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
-        the next; the other ranks, in every backward; at the end, open evaluations. Each wait has a deadline.
+        the next; the copy of the published weights, before the optimizer's step; the other ranks, in every backward; at
+        the end, open evaluations. Each wait has a deadline.
     Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up).
 
     Every rank runs this; rank 0 alone talks to the replay about anything but leases. Steps count from 0 on the wire,
@@ -64,7 +69,9 @@ def train(
         NoProgress: no batch, or no evaluation result, in time. NonFiniteError, CheckpointError, WeightsError.
     """
     settings, steps = config.learner, config.learner.steps
-    guard = NonFiniteGuard(run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
+    replay, publisher, roles, start = parts.replay, parts.publisher, parts.roles, parts.start
+    rank, world, device = parts.rank, parts.world, parts.device
+    guard = NonFiniteGuard(parts.run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
     guard.skipped = start.skipped_steps
     leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
     clock = StepClock()
@@ -72,6 +79,7 @@ def train(
     version = start.policy_version
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
+    hold_back(roles.optimizer, publisher)
     publisher.publish(version, roles.policy.named_hf_parameters())
     if rank == 0 and start.step == 0:
         evaluate(config, replay, trained=0, version=version)
@@ -94,6 +102,8 @@ def train(
         # be sent, lost with this learner and given to other weights by the next one.
         reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
         sent = publisher.publish(version, roles.policy.named_hf_parameters())
+        if last:
+            publisher.wait_copied()  # no step follows that would tell of a failure
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
@@ -104,20 +114,34 @@ def train(
             final = evaluation_metrics(replay.wait_evaluations(wait_s=config.replay.wait_timeout_s))
         if due(trained, settings.save_every, last):
             state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped, kl_coef=roles.kl_coef)
-            checkpoints.save(state, roles, replay.snapshot() if rank == 0 else {})
+            parts.checkpoints.save(state, roles, replay.snapshot() if rank == 0 else {})
             if rank == 0:
                 replay.commit(step=step)
             clock.lap("checkpoint")
 
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
-            log.write(trained, version, row | final)
-            log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
+            parts.log.write(trained, version, row | final)
+            parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
 
-    export_hf(roles.policy, config.model, run_dir / "hf", rank)
+    export_hf(roles.policy, config.model, parts.run_dir / "hf", rank)
+    if roles.critic is not None:
+        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank)
     if rank == 0:
         replay.finish()
     return version
+
+
+def hold_back(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
+    """Let no step change weights that are still being copied: a version is read beside the next forward and backward.
+
+    In the optimizer itself, so that nobody who lets it step can forget to wait.
+    """
+
+    def wait(*_: object) -> None:
+        publisher.wait_copied()
+
+    optimizer.register_step_pre_hook(wait)
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
@@ -170,8 +194,8 @@ def step_row(
 ) -> dict[str, float]:
     """Everything known about a step, by metric name."""
     row = dict(reply.metrics) | plan_metrics(lease.plan) | measured.row()
-    row |= {"weights/gather_s": sent.gather_s, "weights/wait_previous_s": sent.wait_previous_s}
-    row |= {"weights/bytes": float(sent.nbytes)} | dict(sending) | times
+    row |= {"weights/wait_previous_s": sent.wait_previous_s, "weights/bytes": float(sent.nbytes)}
+    row |= dict(sending) | times
     seconds = times["time/step"]
     row["idle/learner"] = times["time/wait_batch"] / seconds
     row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds

@@ -1,6 +1,6 @@
 """The weights seam: publisher in the learner, subscriber in each rollout worker, one file per transport.
 
-    publish(v): every learner rank gathers; rank 0 keeps a snapshot and sends it from a thread
+    publish(v): every learner rank gathers on a thread; rank 0 keeps a snapshot and sends it from another
     receive(v): bytes into staging -> fingerprints recomputed -> `load` into the engine between steps -> served(v)
 
 A version counts as served only after its fingerprint matched.
@@ -48,10 +48,10 @@ class SubscriberRendezvous(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
-    """Seconds the learner itself was held by one `publish`, by cause."""
+    """Of one `publish`."""
 
-    gather_s: float
     wait_previous_s: float
+    """Seconds until a snapshot was free: two versions were on their way."""
     nbytes: int
 
 
@@ -63,7 +63,15 @@ class Publisher(Protocol):
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
         (bounded) for the previous send to finish first. `canary` goes with the version, to be proven by the engines.
+        They may still be read after it returns: see `wait_copied`.
         Raises WeightsError if nobody could be served in time.
+        """
+        ...
+
+    def wait_copied(self) -> float:
+        """Until nothing reads the tensors of the last `publish` any more (bounded): before anyone writes to them.
+
+        Returns the seconds that took. Raises WeightsError if the copy failed: that version is not sent.
         """
         ...
 

@@ -273,12 +273,13 @@ class BroadcastSender:
         self._base = None
         started = time.perf_counter()
         self._post_event(event)
-        payloads, prints = [delta.payload for delta in deltas] or snapshot.buffers, []
+        payloads = [delta.payload for delta in deltas] or snapshot.buffers
         for index, payload in enumerate(payloads):
-            work = group.broadcast(payload) if len(payload) else None
-            prints.append(snapshot.fingerprint(index))  # hashed while it is on the wire
-            if work is not None:
+            for piece in group.pieces(payload):
+                work = group.broadcast(piece)
+                snapshot.fingerprint(index)  # of a bucket on a device: while it is on the wire
                 group.wait(work)
+        prints = [snapshot.fingerprint(index) for index in range(len(payloads))]
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
         self._stats |= {"wire_s": seconds, "wire_bytes": float(sum(map(len, payloads)))}

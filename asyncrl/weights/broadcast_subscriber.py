@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import AsyncRLError, ModelMismatchError, WeightsError
+from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, WeightsError
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import chain
@@ -177,8 +177,9 @@ class BroadcastSubscriber(SubscriberThread):
                 policy_version, chain(prints), self._receiver.staged(), lambda: _beat(store, beat),
                 canary=event.get("canary"), epoch=seat.epoch,
             )  # fmt: skip
-        except WeightsError as error:
-            post(store, ack, ("fail" if self.proven else "unproven", str(error)))
+        except (WeightsError, EngineDiedError) as error:
+            refuted = isinstance(error, WeightsError) and not self.proven
+            post(store, ack, ("unproven" if refuted else "fail", str(error)))
             self._failure = error
             self._closed.set()
             return

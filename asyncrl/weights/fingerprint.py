@@ -8,9 +8,29 @@ import torch
 import xxhash
 
 
+class Fingerprint:
+    """xxh3-128 of the bytes of a bucket that comes in pieces, in order: the same however it is cut.
+
+    A piece that was just written is still in the processor's cache, where reading it costs a fifth of what it does
+    later.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, piece: torch.Tensor) -> None:
+        """The next bytes, as a flat uint8 tensor; those on a device are read back first."""
+        self._digest.update(piece.cpu().numpy().data)
+
+    def hex(self) -> str:
+        return self._digest.hexdigest()
+
+
 def bucket_fingerprint(buffer: torch.Tensor) -> str:
-    """xxh3-128 of the bytes of a flat uint8 tensor (padding included); device buffers are read back first."""
-    return xxhash.xxh3_128_hexdigest(buffer.cpu().numpy().data)
+    """Of a flat uint8 tensor as a whole (padding included)."""
+    fingerprint = Fingerprint()
+    fingerprint.update(buffer)
+    return fingerprint.hex()
 
 
 def chain(fingerprints: Iterable[str]) -> str:

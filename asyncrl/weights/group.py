@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,11 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"the publisher's store at {host}:{port} does not answer: {error}") from error
+
+
+_PIECE = 4 << 20
+"""Bytes that gloo sends at a time. What arrives is hashed while it is in cache and the next piece is on its way; longer
+ones also pass through the sockets more slowly."""
 
 
 class WeightGroup:
@@ -77,6 +83,12 @@ class WeightGroup:
             nccl.is_high_priority_stream = True
             self._group = dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
             self._group.eager_connect_single_device(device)
+
+    def pieces(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets it whole."""
+        if not len(buffer):
+            return ()
+        return buffer.split(_PIECE) if self._backend == "gloo" else (buffer,)
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
         """Send (rank 0) or receive into `buffer`; `.wait()` raises RuntimeError if a member is gone or silent."""

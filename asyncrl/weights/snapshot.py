@@ -1,10 +1,11 @@
-"""The publisher every transport shares: gather into one of two snapshots, send from a thread.
+"""The publisher every transport shares: gather into one of two snapshots on a thread, send from another.
 
-    learner ranks --publish(v): gather--> free snapshot --> pending --> thread: sender.send() --> current
-                                                                               sender.idle() keeps newcomers up to date
+    learner ranks --publish(v)--> thread: gather --> free snapshot --> pending --> thread: sender.send() --> current
+                                                                          sender.idle() keeps newcomers up to date
 
 Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
-way; unblocked by the sender taking the pending one.
+way; unblocked by the sender taking the pending one. The learner may go on at once, and writes to the weights only after
+`wait_copied`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,9 +22,13 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
+from asyncrl.weights.copying import BackgroundCopy
 from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.gather import Route, choose_route, gather_into, plan, unique_tensors
 from asyncrl.weights.manifest import Manifest
+
+_GATHER_S = 60.0
+"""What the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,12 +40,12 @@ class Snapshot:
     buffers: Sequence[torch.Tensor]
     canary: Canary | None = None
     fingerprints: list[str] = field(default_factory=list)
-    """Per bucket; filled while sending, and kept for re-sends."""
+    """Per bucket, taken while it was copied; of buckets on a device while they are sent. Kept for re-sends."""
 
     def fingerprint(self, bucket: int) -> str:
-        """Of one bucket; asked for in order."""
-        if bucket == len(self.fingerprints):
-            self.fingerprints.append(bucket_fingerprint(self.buffers[bucket]))
+        """Of one bucket; those before it are taken too."""
+        for buffer in self.buffers[len(self.fingerprints) : bucket + 1]:
+            self.fingerprints.append(bucket_fingerprint(buffer))
         return self.fingerprints[bucket]
 
 
@@ -91,6 +97,10 @@ class BackgroundPublisher:
         self._wait_s = wait_s
         self._device = device
         self._idle_s = idle_s
+        self._copy = BackgroundCopy(wait_s + 2 * _GATHER_S)
+        self._route = Route(background=False)
+        self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
+        self._held_s = 0.0
         self._manifest: Manifest | None = None
         self._names: list[str] = []
         self._free: list[list[torch.Tensor]] = []
@@ -107,40 +117,70 @@ class BackgroundPublisher:
     def publish(
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
     ) -> PublishStats:
-        started = time.perf_counter()
+        self._stats["weights/copy_wait_s"], self._held_s = self._held_s, 0.0
+        waited = self._copy.wait()
         named = unique_tensors(tensors)
         manifest = self._manifest_of(named)
-        if self._sender is None:
-            gather_into(manifest, named, None)
-            return PublishStats(gather_s=time.perf_counter() - started, wait_previous_s=0.0, nbytes=manifest.nbytes)
-        buffers = self._take_buffers(policy_version)
-        waited = time.perf_counter()
-        gather_into(manifest, named, buffers)
-        if torch.device(self._device).type == "cuda":
-            # The sender's thread has a stream of its own: without this it could send half-written buffers.
-            torch.cuda.synchronize(self._device)
-        with self._condition:
-            self._pending = Snapshot(policy_version=policy_version, manifest=manifest, buffers=buffers, canary=canary)
-            self._condition.notify_all()
-        return PublishStats(
-            gather_s=time.perf_counter() - waited, wait_previous_s=waited - started, nbytes=manifest.nbytes
-        )
+        buffers = None
+        if self._sender is not None:
+            started = time.perf_counter()
+            buffers = self._take_buffers(policy_version)
+            waited += time.perf_counter() - started
+        work = partial(self._fill, policy_version, manifest, named, buffers, canary)
+        devices = [tensor.device for _, tensor in named] + [torch.device(self._device)]
+        device = next((device for device in devices if device.type == "cuda"), None)
+        if self._route.background:
+            self._copy.start(policy_version, work, device)
+        else:
+            work()
+        return PublishStats(wait_previous_s=waited, nbytes=manifest.nbytes)
+
+    def wait_copied(self) -> float:
+        seconds = self._copy.wait()
+        self._held_s += seconds
+        return seconds
 
     def stats(self) -> dict[str, float]:
-        return self._sender.stats() if self._sender is not None else {}
+        return self._stats | (self._sender.stats() if self._sender is not None else {})
 
     def close(self) -> None:
+        self._copy.close(min(self._wait_s, _GATHER_S))
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         if self._sender is not None:
             self._thread.join(self._wait_s)
 
+    def _fill(
+        self,
+        policy_version: int,
+        manifest: Manifest,
+        named: list[tuple[str, torch.Tensor]],
+        buffers: list[torch.Tensor] | None,
+        canary: Canary | None,
+    ) -> None:
+        """The copy, and then it is the sender's."""
+        started = time.perf_counter()
+        prints = gather_into(manifest, named, buffers, self._route.group)
+        if torch.device(self._device).type == "cuda":
+            # The sender's thread has a stream of its own: without this it could send half-written buffers.
+            torch.cuda.current_stream(self._device).synchronize()
+        self._stats["weights/gather_s"] = time.perf_counter() - started
+        if buffers is None:
+            return
+        snapshot = Snapshot(
+            policy_version=policy_version, manifest=manifest, buffers=buffers, canary=canary, fingerprints=prints
+        )
+        with self._condition:
+            self._pending = snapshot
+            self._condition.notify_all()
+
     def _manifest_of(self, named: list[tuple[str, torch.Tensor]]) -> Manifest:
         names = [name for name, _ in named]
         if self._manifest is None:
             self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
             self._names = names
+            self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
                 sets = 3 if self._sender.keeps_previous else 2
                 self._free = [self._manifest.allocate(self._device) for _ in range(sets)]

@@ -17,7 +17,7 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import StagedTensors
 from asyncrl.weights.delta import Encoded, apply, payload_limit
-from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
 from asyncrl.weights.group import WeightGroup, connect_store
 from asyncrl.weights.manifest import Manifest
 
@@ -130,23 +130,24 @@ class Staging:
                 ours.copy_(engines)
 
     def _receive_full(self, group: WeightGroup) -> list[str]:
-        prints = []
-        landing = self._landing(self._buffers[0])
+        flow = [(index, piece) for index, buffer in enumerate(self._buffers) for piece in group.pieces(buffer)]
+        prints = [Fingerprint() for _ in self._buffers]
+        landing = self._landing(flow[0][1])
         work = group.broadcast(landing)
-        for index, buffer in enumerate(self._buffers):
+        for position, (index, piece) in enumerate(flow):
             group.wait(work)
             landed = landing
-            if index + 1 < len(self._buffers):
-                landing = self._landing(self._buffers[index + 1])
+            if position + 1 < len(flow):
+                landing = self._landing(flow[position + 1][1])
                 work = group.broadcast(landing)  # arrives while this one is hashed
-            if landed is not buffer:
-                buffer.copy_(landed)
-            prints.append(bucket_fingerprint(buffer))
-        return prints
+            if landed is not piece:
+                piece.copy_(landed)
+            prints[index].update(piece)
+        return [fingerprint.hex() for fingerprint in prints]
 
-    def _landing(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What the group receives into for `buffer`: itself, or room for it on the device."""
-        return buffer if self._place == "cpu" else torch.empty_like(buffer, device=self._place)
+    def _landing(self, piece: torch.Tensor) -> torch.Tensor:
+        """What the group receives into for `piece`: itself, or room for it on the device."""
+        return piece if self._place == "cpu" else torch.empty_like(piece, device=self._place)
 
     def _receive_delta(self, group: WeightGroup, headers: Sequence[Sequence[Any]]) -> list[str]:
         """Fingerprints of the buckets that result."""
@@ -154,8 +155,8 @@ class Staging:
         prints = []
         for bucket, buffer, header in zip(self._manifest.buckets, self._buffers, headers, strict=True):
             payload = torch.empty(payload_limit(header, bucket.nbytes), dtype=torch.uint8, device=self._place)
-            if len(payload):
-                group.wait(group.broadcast(payload))
+            for piece in group.pieces(payload):
+                group.wait(group.broadcast(piece))
             apply(Encoded(kind=header[0], payload=payload.cpu(), changed=int(header[2])), buffer, bucket.element_bytes)
             prints.append(bucket_fingerprint(buffer))
         return prints

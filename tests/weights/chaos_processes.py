@@ -16,6 +16,7 @@ from asyncrl.weights import broadcast_publisher, broadcast_subscriber, staging
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
+from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.group import WeightGroup
 from asyncrl.weights.snapshot import BackgroundPublisher
 from tests.weights.board import WorkerRendezvous
@@ -140,13 +141,13 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     trap = Trap(board, injection)
     broadcast_subscriber.post = trap.post
     staging.WeightGroup = trap.group()
-    hashed = staging.bucket_fingerprint
+    hashed = Fingerprint.update
 
-    def fingerprint(buffer: torch.Tensor) -> str:
+    def update(fingerprint: Fingerprint, piece: torch.Tensor) -> None:
         trap.at("fingerprint")
-        return hashed(buffer)
+        hashed(fingerprint, piece)
 
-    staging.bucket_fingerprint = fingerprint
+    Fingerprint.update = update
     engine = Engine(board, worker, trap)
     board.join(worker, incarnation)
     subscriber = BroadcastSubscriber(

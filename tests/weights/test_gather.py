@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.gather import clean_name, gather_into, plan, unique_tensors
+from asyncrl.weights.snapshot import BackgroundPublisher, Snapshot
 
 
 class Net(nn.Module):
@@ -58,6 +60,53 @@ def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
         assert torch.equal(views[name], expected)
 
 
+class KeepingSender:
+    """Keeps a copy of what it is given to send."""
+
+    keeps_previous = False
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        views = snapshot.manifest.views(snapshot.buffers)
+        self.sent.append((snapshot.policy_version, {name: tensor.clone() for name, tensor in views.items()}))
+
+    def idle(self, newest: Snapshot | None) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
+    """Each rank gathers on one thread and reduces on another; weights change as soon as `wait_copied` returns."""
+    sender = KeepingSender() if rank == 0 else None
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=30.0)
+    for version in range(12):
+        publisher.publish(version, model.named_parameters())
+        for _ in range(version):
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert float(total.sum()) == 1000 * dist.get_world_size()
+        publisher.wait_copied()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        if sender is not None:
+            deadline = time.monotonic() + 30
+            while len(sender.sent) <= version:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            sent_version, tensors = sender.sent[-1]
+            assert sent_version == version
+            for name, parameter in reference.items():
+                assert torch.equal(tensors[name], parameter), (version, name)
+                parameter.add_(1.0)
+    publisher.close()
+
+
 def _rank(rank: int, world: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
@@ -73,6 +122,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
             if rank == 0:
                 for name, parameter in reference.items():
                     assert torch.equal(views[name], parameter.to(wire_dtype)), (name, wire_dtype, cap)
+    _beside_training(model, reference, rank)
     if rank == 0:
         Path(folder, "ok").touch()
     dist.barrier()

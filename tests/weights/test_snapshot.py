@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights import snapshot
+from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.snapshot import BackgroundPublisher, Snapshot
 
 
@@ -16,11 +18,13 @@ class HeldSender:
     def __init__(self, keeps_previous: bool = False) -> None:
         self.keeps_previous = keeps_previous
         self.started: list[int] = []
-        self.seen: list[tuple[float, float | None]] = []
+        self.seen: list[tuple[float | None, float | None]] = []
+        self.snapshots: list[Snapshot] = []
         self.go = threading.Semaphore(0)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         self.started.append(snapshot.policy_version)
+        self.snapshots.append(snapshot)
         assert self.go.acquire(timeout=20)
         self.seen.append((value_of(snapshot), value_of(previous)))
 
@@ -101,4 +105,85 @@ def test_a_sender_that_never_ends_is_an_error_of_the_third_publication_and_no_ha
         publish(publisher, 2)
     for _ in range(3):
         sender.go.release()
+    publisher.close()
+
+
+class HeldCopy:
+    """In place of `gather_into`: copies when it is told to, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: str = "") -> None:
+        self.go = threading.Event()
+        self.failure = failure
+        self.real = snapshot.gather_into
+        monkeypatch.setattr(snapshot, "gather_into", self)
+
+    def __call__(self, *args):
+        assert self.go.wait(20)
+        if self.failure:
+            raise RuntimeError(self.failure)
+        return self.real(*args)
+
+
+def test_training_goes_on_beside_the_copy_and_only_a_write_to_the_weights_waits_for_it(monkeypatch):
+    sender, copy = HeldSender(), HeldCopy(monkeypatch)
+    publisher, weight = make(sender), torch.zeros(64)
+    publisher.publish(0, [("w", weight)])
+
+    def step() -> None:
+        publisher.wait_copied()
+        weight.add_(1.0)
+
+    writer = threading.Thread(target=step)
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive() and float(weight.max()) == 0.0 and sender.started == []
+    copy.go.set()
+    writer.join(20)
+    assert not writer.is_alive()
+    sender.go.release()
+    until(lambda: sender.seen == [(0.0, None)])
+    publisher.publish(1, [("w", weight)])
+    assert publisher.stats()["weights/copy_wait_s"] > 0.0, "what the step waited for the copy before"
+    publisher.wait_copied()
+    publisher.close()
+
+
+def test_a_copy_that_fails_is_an_error_before_the_weights_change_and_nothing_is_sent(monkeypatch):
+    sender, copy = HeldSender(), HeldCopy(monkeypatch, failure="rank 1 is gone")
+    publisher = make(sender)
+    publish(publisher, 3)
+    copy.go.set()
+    for again in (publisher.wait_copied, publisher.wait_copied, lambda: publish(publisher, 4)):
+        with pytest.raises(WeightsError, match="version 3 could not be copied out of the learner: rank 1 is gone"):
+            again()
+    publisher.close()
+    assert sender.started == []
+
+
+def test_a_copy_that_never_ends_is_an_error_that_names_the_version_and_no_hang(monkeypatch):
+    copy = HeldCopy(monkeypatch)
+    monkeypatch.setattr(snapshot, "_GATHER_S", 0.1)
+    publisher = make(HeldSender(), wait_s=0.1)
+    publish(publisher, 5)
+    with pytest.raises(WeightsError, match="version 5 is still being copied out of the learner after"):
+        publisher.wait_copied()
+    copy.go.set()
+    publisher.close()
+
+
+def test_fingerprints_taken_while_copying_are_those_of_the_whole_buckets():
+    sender = HeldSender()
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=4 << 20, wait_s=20.0)
+    torch.manual_seed(0)
+    tensors = {"layers.0.w": torch.randn(1_500_003), "layers.0.b": torch.randn(7), "layers.1.w": torch.randn(900, 1001)}
+    tensors |= {"layers.1.s": torch.tensor(3.0), "steps": torch.tensor([3, 2**40]), "none": torch.zeros(0)}
+    publisher.publish(0, tensors.items())
+    until(lambda: sender.started == [0])
+    (sent,) = sender.snapshots
+    assert len(sent.buffers) == 2
+    assert sent.fingerprints == [bucket_fingerprint(buffer) for buffer in sent.buffers]
+    for name, tensor in sent.manifest.views(sent.buffers).items():
+        whole = tensors[name]
+        assert torch.equal(tensor, whole.to(torch.bfloat16) if whole.is_floating_point() else whole)
+    sender.go.release()
     publisher.close()

@@ -16,6 +16,9 @@ class FeedingGroup:
     def __init__(self) -> None:
         self.payloads: list[torch.Tensor] = []
 
+    def pieces(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (buffer,) if len(buffer) else ()
+
     def broadcast(self, buffer: torch.Tensor) -> None:
         buffer.copy_(self.payloads.pop(0))
 

@@ -1,0 +1,95 @@
+"""The copy of the learner's weights into a snapshot, beside training instead of before it.
+
+    publish(v) --start--> thread: gather, cast, copy        forward, backward of step v + 1 --wait--> optimizer step
+
+Weights change in the optimizer's step alone, so until then they can be read; `wait` is what the step waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl.errors import WeightsError
+
+
+class BackgroundCopy:
+    """One copy at a time, each on a thread.
+
+    Args:
+        wait_s: longest that `wait` waits. The copy itself waits for nobody but the other ranks of the gather.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._thread: threading.Thread | None = None
+        self._version = 0
+        self._failure: Exception | None = None
+
+    def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
+        """Run `work` on a thread; the copy before has been waited for.
+
+        Args:
+            device: the GPU that the weights or the snapshot lie on, if any. What is enqueued there until now comes
+                first, what comes later does not wait.
+        """
+        ready = None
+        if device is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(device))
+        self._version = policy_version
+        self._thread = threading.Thread(target=self._main, args=(work, device, ready), name="weights-copy", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> float:
+        """Until nothing reads the weights any more. Returns the seconds that took.
+
+        Raises:
+            WeightsError: the copy failed, or takes longer than `wait_s`.
+        """
+        waited = 0.0
+        if self._thread is not None:
+            started = time.perf_counter()
+            self._thread.join(self._wait_s)
+            if self._thread.is_alive():
+                raise WeightsError(
+                    f"version {self._version} is still being copied out of the learner after {self._wait_s:.0f} s: "
+                    "another learner rank is silent in the gather. See its log, or raise weights.timeout_s."
+                )
+            self._thread = None
+            waited = time.perf_counter() - started
+        if self._failure is not None:
+            raise WeightsError(
+                f"version {self._version} could not be copied out of the learner: {self._failure}"
+            ) from self._failure
+        return waited
+
+    def close(self, wait_s: float) -> None:
+        """Let the copy end, if it does within `wait_s`; never raises."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+    def _main(self, work: Callable[[], None], device: torch.device | None, ready: torch.cuda.Event | None) -> None:
+        try:
+            if device is None or ready is None:
+                work()
+                return
+            with _own_stream(device, ready):
+                work()
+        except Exception as error:  # thread boundary: the learner gets it from `wait`
+            self._failure = error
+
+
+@contextmanager
+def _own_stream(device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
+    """A stream of this thread, which starts when `ready` is reached and has ended on return."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
