@@ -38,6 +38,29 @@ def adapters_keep_their_keys(config: Config) -> Problems:
         )
 
 
+OTHER_PROCESSES = ("pipeline_parallel_size", "data_parallel_size", "nnodes")
+"""Arguments of vLLM that give an engine more processes than `engine.tensor_parallel` counts."""
+EXECUTORS = ("mp", "uni")
+
+
+def engine_processes_are_its_own(config: Config) -> Problems:
+    """Every process of an engine is a rank of the weight group and a child of its rollout worker."""
+    extra = config.engine.vllm
+    for key in OTHER_PROCESSES:
+        if extra.get(key, 1) != 1:
+            yield (
+                f"engine.vllm.{key}={extra[key]}: an engine is engine.tensor_parallel processes on one machine, each "
+                "a member of the weight group. Raise engine.tensor_parallel, or rollout.workers for more engines"
+            )
+    executor = extra.get("distributed_executor_backend", "mp")
+    if executor not in EXECUTORS:
+        yield (
+            f"engine.vllm.distributed_executor_backend={executor}: vLLM's processes must be children of their rollout "
+            "worker, on its machine, to end with it; under Ray its actor has a place for all of them (mp). Leave it "
+            "out; tensor parallelism over several machines is not supported"
+        )
+
+
 def gpus_hold_the_engine(config: Config) -> Problems:
     gpus, parallel = config.ray.gpus_per_worker, config.engine.tensor_parallel
     if config.rollout.host == "ray" and 0 < gpus != parallel and parallel > 1:
@@ -58,6 +81,7 @@ def transport_has_deltas(config: Config) -> Problems:
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     adapters_keep_their_keys,
+    engine_processes_are_its_own,
     gpus_hold_the_engine,
     transport_has_deltas,
 )

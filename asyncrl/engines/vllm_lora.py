@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 
 from asyncrl.engines.adapter_book import AdapterBook, HeldAdapter
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.vllm import VllmEngine
 from asyncrl.engines.vllm_requests import Sibling, completion_of, sampling_of
 from asyncrl.engines.vllm_settings import engine_args, read_model_config, set_environment
-from asyncrl.errors import NoProgress, WeightsError
+from asyncrl.errors import ConfigError, NoProgress, WeightsError
 from asyncrl.schema import Config
 from asyncrl.types import Completion
 from asyncrl.weights.adapter import target_layers
@@ -43,10 +44,22 @@ def make_vllm_engine(config: Config) -> VllmLoraEngine:
     model = read_model_config(config.model.path)
     args = engine_args(config)
     with torch.device("meta"):
-        layers = target_layers(AutoModelForCausalLM.from_config(model), config.model.lora_targets)
+        shape = AutoModelForCausalLM.from_config(model)
+    check_experts(shape, config.model.path)
+    layers = target_layers(shape, config.model.lora_targets)
     # Else vLLM makes slots for the head too, as large as the vocabulary, and dies at the first prompt it scores.
     args.lora_target_modules = sorted({layer.rpartition(".")[2] for layer in layers})
     return VllmLoraEngine(args, model, timeout_s=config.weights.timeout_s)
+
+
+def check_experts(model: torch.nn.Module, path: str) -> None:
+    """With slots for adapters vLLM computes experts in Triton, adapted or not: on a CPU its process dies of it, at the
+    first prompt."""
+    if current_platform.is_cpu() and any(name.endswith(".experts") for name, _ in model.named_modules()):
+        raise ConfigError(
+            f"model.path={path} is a mixture of experts: with model.lora_rank above 0 vLLM needs Triton for them, and "
+            "with it a GPU. Use engine=transformers, or model.lora_rank=0"
+        )
 
 
 class VllmLoraEngine(VllmEngine):

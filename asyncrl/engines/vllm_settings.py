@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.hints import nearest
 from asyncrl.machine import vllm_problem
 from asyncrl.schema import Config
+
+log = logging.getLogger(__name__)
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's only attention on CPU; another one fails deep inside its start."""
@@ -61,6 +64,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     """
     check_version()
     check_device(config)
+    log.info("vLLM draws tokens from a generator of its own: they do not follow seed=%d", config.seed)
     own: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.engine.dtype,
@@ -82,15 +86,27 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     }
     own |= adapter_args(config)
     check_extra(config.engine.vllm, own)
+    # Left to itself vLLM takes Ray's inside a placement group: see `checks.engine.engine_processes_are_its_own`.
+    own["distributed_executor_backend"] = "uni" if config.engine.tensor_parallel == 1 else "mp"
     kv_mb = config.engine.kv_cache_mb
     if current_platform.is_cpu():
+        check_memory(config)
         # Without a size vLLM takes 92 % of the machine's memory.
         own |= {"kv_cache_memory_bytes": (kv_mb or CPU_KV_MB) << 20, "enforce_eager": True}
-        if config.engine.tensor_parallel == 1:
-            own["distributed_executor_backend"] = "uni"
     elif kv_mb:
         own["kv_cache_memory_bytes"] = kv_mb << 20
     return AsyncEngineArgs(**own | dict(config.engine.vllm))
+
+
+def check_memory(config: Config) -> None:
+    """Before a start that takes vLLM half a minute, and that each restart of the worker would repeat."""
+    wanted_mb = config.engine.kv_cache_mb * config.engine.tensor_parallel
+    machine_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    if wanted_mb > machine_mb:
+        raise ConfigError(
+            f"engine.kv_cache_mb={config.engine.kv_cache_mb} for each of engine.tensor_parallel="
+            f"{config.engine.tensor_parallel} processes is more than the {machine_mb} MiB of this machine. Lower it"
+        )
 
 
 def adapter_args(config: Config) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
@@ -48,7 +50,16 @@ class _Started:
 
 
 class RayHost:
-    def __init__(self, *, address: str, workers: int, gpus_per_worker: float) -> None:
+    """Implements `host.WorkerHost`.
+
+    Args:
+        gpus_per_worker: GPUs that Ray keeps for each.
+        processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a place of its own, reserved at its
+            first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
+            gave its GPUs back when it died might not get as many again.
+    """
+
+    def __init__(self, *, address: str, workers: int, gpus_per_worker: float, processes_per_worker: int = 1) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
         if address:
@@ -63,7 +74,7 @@ class RayHost:
             # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
             ray.init(
                 address="local",
-                num_cpus=workers,
+                num_cpus=workers * processes_per_worker,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 **options,
@@ -72,6 +83,8 @@ class RayHost:
         self._actor_class = ray.remote(
             num_cpus=0, num_gpus=gpus_per_worker, max_restarts=0, scheduling_strategy="SPREAD"
         )(RolloutWorkerActor)
+        self._gpus, self._processes = gpus_per_worker, processes_per_worker
+        self._places: dict[str, PlacementGroup] = {}
         self._running: dict[Any, _Started] = {}
         self._service: Any = None
 
@@ -80,7 +93,7 @@ class RayHost:
         self._service = start_service(reward, environment)
 
     def start(self, spec: WorkerSpec) -> None:
-        actor = self._actor_class.remote()
+        actor = self._actor_class.options(**self._place(spec.name)).remote()
         placed = actor.placed.remote()
         self._running[actor.run.remote(asdict(spec))] = _Started(spec.name, actor, placed, time.monotonic())
 
@@ -97,7 +110,21 @@ class RayHost:
         self._running.clear()
         if self._service is not None:
             ray.kill(self._service)
+        for place in self._places.values():
+            remove_placement_group(place)
         ray.shutdown()
+
+    def _place(self, name: str) -> dict[str, Any]:
+        """Options of this worker's actor, on top of those all have. Its place may still be waited for by Ray."""
+        if self._processes == 1:
+            return {}
+        resources = {"CPU": float(self._processes)} | ({"GPU": self._gpus} if self._gpus else {})
+        if name not in self._places:
+            # One bundle, not one per process: an actor has to fit into a single one, and vLLM's processes are its
+            # children, on its machine.
+            self._places[name] = placement_group([resources], strategy="STRICT_PACK", name=name)
+        strategy = PlacementGroupSchedulingStrategy(self._places[name], placement_group_bundle_index=0)
+        return {"num_cpus": self._processes, "scheduling_strategy": strategy}
 
     def _collect(self, reference: Any) -> WorkerExit:
         started = self._running.pop(reference)
@@ -119,7 +146,9 @@ class RayHost:
                 del self._running[reference]
                 ray.kill(started.actor)
                 how = (
-                    f"Ray found no place for it in {PLACE_TIMEOUT_S:.0f} s; check ray.gpus_per_worker and `ray status`"
+                    f"Ray found no place for it in {PLACE_TIMEOUT_S:.0f} s: it asks for {self._gpus:g} GPUs and "
+                    f"{self._processes if self._processes > 1 else 0} CPUs on one machine (ray.gpus_per_worker, "
+                    "engine.tensor_parallel); see `ray status`"
                 )
                 exits.append(WorkerExit(name=started.name, code=EXIT_FAILED, how=how))
         return exits
@@ -133,7 +162,10 @@ def _summary(error: RayError) -> str:
 
 def make_host(config: Config) -> RayHost:
     host = RayHost(
-        address=config.ray.address, workers=config.rollout.workers, gpus_per_worker=config.ray.gpus_per_worker
+        address=config.ray.address,
+        workers=config.rollout.workers,
+        gpus_per_worker=config.ray.gpus_per_worker,
+        processes_per_worker=config.engine.tensor_parallel,
     )
     if config.reward.host == "ray":
         host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], worker_environment(config))

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 from asyncrl import machine
 from asyncrl.engines import vllm_settings
 from asyncrl.engines.factory import make_engine
+from asyncrl.engines.vllm_requests import Sibling, sampling_of
 from asyncrl.errors import ConfigError, EngineDiedError
 from asyncrl.weights.factory import make_publisher, make_subscriber
 from tests.vllm.models import VOCABULARY, Qwen3Config, engine_config, make_model, prompt, request, worst
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
         ({"vllm": {"max_num_seqs": 4}}, r"engine\.vllm\.max_num_seqs is set by asyncrl itself"),
         ({"vllm": {"trust_remote_code": True}}, r"engine\.vllm\.trust_remote_code is set by asyncrl itself"),
         ({"vllm": {"seed": 4}}, r"engine\.vllm\.seed is set by asyncrl itself"),
+        ({"kv_cache_mb": 1 << 30}, r"engine\.kv_cache_mb=1073741824 .* is more than the \d+ MiB of this machine"),
         ({"device": "cuda"}, r"engine\.device=cuda, but this vLLM was built for a CPU"),
         ({"device": "cuda:1"}, r"Set CUDA_VISIBLE_DEVICES"),
         ({"vllm": {"block_size": -3}}, "vLLM refuses its arguments"),
@@ -40,6 +42,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def test_settings_that_vllm_does_not_have_are_refused_by_name(tmp_path, engine, said):
     with pytest.raises(ConfigError, match=said):
         make_engine(engine_config(tmp_path, "qwen3", **engine))
+
+
+def test_a_cache_that_holds_no_sequence_fails_the_start_with_the_settings_to_change(tmp_path):
+    with pytest.raises(EngineDiedError, match=r"did not start.*raise engine\.kv_cache_mb, or lower engine\.max_model"):
+        make_engine(engine_config(tmp_path, "qwen3", kv_cache_mb=1, max_model_len=1024))
+    assert not engine_processes()
 
 
 def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
@@ -52,6 +60,21 @@ def test_a_head_dimension_that_the_cpu_attention_lacks_is_refused(tmp_path):
     Qwen3Config(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, head_dim=16).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="head_dim 16"):
         vllm_settings.read_model_config(str(tmp_path))
+
+
+def test_seeds_of_requests_do_not_reach_vllm_and_the_log_says_so(tmp_path, caplog):
+    """With one its CPU engine dies as soon as a prompt is prefilled in two parts."""
+    with caplog.at_level("INFO"):
+        vllm_settings.engine_args(engine_config(tmp_path, "qwen3"))
+    assert "they do not follow seed=0" in caplog.text
+    assert sampling_of(Sibling(request(prompt(9), seed=3), 0, 0)).seed is None
+
+
+@pytest.mark.parametrize(("processes", "executor"), [(1, "uni"), (2, "mp")])
+def test_vllm_never_chooses_its_executor_by_itself(tmp_path, processes, executor):
+    """Inside a placement group it would take Ray's, whose processes are nobody's children."""
+    config = engine_config(tmp_path, "qwen3", tensor_parallel=processes)
+    assert vllm_settings.engine_args(config).distributed_executor_backend == executor
 
 
 def engine_processes() -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ pytest.importorskip("peft", reason="LoRA is not installed: pip install 'asyncrl[
 
 import peft
 
-from asyncrl.errors import ModelMismatchError, WeightsError
+from asyncrl.engines.factory import make_engine
+from asyncrl.errors import ConfigError, ModelMismatchError, WeightsError
+from asyncrl.schema import Config
 from asyncrl.types import Completion
 from asyncrl.weights.adapter import SCALING, scaling_tensor
 from tests.vllm.live import Live, live_engine
@@ -51,11 +54,15 @@ class Versions:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    config = engine_config(tmp_path_factory.mktemp("model"), "qwen3")
+    with live_engine(lora_config(tmp_path_factory.mktemp("model"), "qwen3")) as live:
+        yield live
+
+
+def lora_config(folder: Path, name: str) -> Config:
+    config = engine_config(folder, name)
     config.model.lora_rank, config.model.lora_alpha = RANK, ALPHA
     config.replay.max_staleness, config.replay.pipeline_depth = SLOTS - 2, 0
-    with live_engine(config) as live:
-        yield live
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +96,7 @@ def test_a_running_sequence_finishes_under_its_own_adapter_while_new_ones_take_t
     old, ids = publish(live, versions), prompt(9)
 
     async def work():
-        running = asyncio.create_task(live.engine.generate(request(ids, 3, new=400)))
+        running = asyncio.create_task(live.engine.generate(request(ids, 3, new=900)))
         await when_tokens_flow(live, 60)
         new = await asyncio.to_thread(publish, live, versions)
         assert not running.done()
@@ -177,3 +184,8 @@ def test_an_adapter_that_does_not_fit_leaves_the_old_one_serving(live, versions)
     assert live.engine.policy_version == version
     (completion,) = asyncio.run(live.engine.generate(request(prompt(7), new=12)))
     assert_exact(versions, prompt(7), completion, version)
+
+
+def test_a_mixture_of_experts_is_refused_on_a_cpu_with_the_way_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"mixture of experts: .* needs Triton.* Use engine=transformers"):
+        make_engine(lora_config(tmp_path, "qwen3_moe"))

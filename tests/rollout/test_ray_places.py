@@ -1,0 +1,60 @@
+"""Where Ray puts workers whose engine has several processes: a place of its own for each, kept through restarts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from asyncrl.config import config_to_dict, load_config
+from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
+from asyncrl.rollout.pool import worker_environment
+from asyncrl.rollout.ray_host import RayHost
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def hopeless(folder: Path, index: int) -> WorkerSpec:
+    """A worker that ends at once: its model does not exist."""
+    config = load_config([f"model.path={folder / 'none'}", "data.path=d.jsonl", "reward.function=r.py:f"])
+    return WorkerSpec(
+        name=f"rollout-{index}", restart=0, log_path=str(folder / f"{index}.log"), run_digest="",
+        config=config_to_dict(config), environment=worker_environment(config),
+    )  # fmt: skip
+
+
+def ends(host: RayHost, count: int) -> list[WorkerExit]:
+    found: list[WorkerExit] = []
+    deadline = time.monotonic() + 120
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found += host.wait(0.5)
+    return found
+
+
+def places() -> list[tuple[str, str, str, dict]]:
+    """(id, state, strategy, resources of its one bundle) of all that were ever made."""
+    rows = placement_group_table().values()
+    assert all(len(row["bundles"]) == 1 for row in rows)
+    return [(row["placement_group_id"], row["state"], row["strategy"], row["bundles"][0]) for row in rows]
+
+
+def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_through_restarts(tmp_path):
+    host = RayHost(address="", workers=2, gpus_per_worker=0.0, processes_per_worker=2)
+    try:
+        specs = [hopeless(tmp_path, index) for index in range(2)]
+        for spec in specs:
+            host.start(spec)
+        assert [found.code for found in ends(host, 2)] == [EXIT_REFUSED] * 2
+        before = places()
+        assert [place[1:] for place in before] == [("CREATED", "STRICT_PACK", {"CPU": 2.0})] * 2
+        host.start(specs[0])
+        ends(host, 1)
+        assert sorted(places()) == sorted(before)
+        assert ray.available_resources().get("CPU", 0.0) == 0.0, "nobody else gets what is kept for them"
+    finally:
+        host.close()
+    assert not ray.is_initialized()

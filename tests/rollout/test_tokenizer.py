@@ -1,0 +1,34 @@
+"""A tokenizer and a model that lie in one folder and do not belong together are refused at start, by name."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen2Config
+
+from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer
+
+
+def folder(path, vocabulary: int) -> str:
+    Qwen2Config(vocab_size=vocabulary).save_pretrained(path)
+    save_byte_tokenizer(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB_SIZE, EOS_ID + 1, 10 * VOCAB_SIZE])
+def test_a_model_with_room_for_all_tokens_is_fine(tmp_path, vocabulary):
+    check_vocabulary(folder(tmp_path, vocabulary), load_tokenizer(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("vocabulary", "id_"), [(200, EOS_ID), (EOS_ID, EOS_ID)])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(tmp_path, vocabulary, id_):
+    said = rf"tokenizer uses token ids up to {id_}, and its model's vocab_size is {vocabulary}\. .* different models"
+    with pytest.raises(ConfigError, match=said):
+        check_vocabulary(folder(tmp_path, vocabulary), load_tokenizer(str(tmp_path)))
+
+
+def test_a_model_without_a_config_is_refused(tmp_path):
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="has no config that transformers can read"):
+        check_vocabulary(str(tmp_path), load_tokenizer(str(tmp_path)))

@@ -1,0 +1,255 @@
+"""The processes of the chaos run with real engines: a learner, and workers of which one has a trap set in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.engines import vllm_settings
+from asyncrl.engines.base import OwnProcesses
+from asyncrl.engines.factory import make_engine
+from asyncrl.schema import Config
+from asyncrl.types import NO_VERSION, Completion
+from asyncrl.weights import broadcast_publisher, broadcast_subscriber
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.canary import Canary, Proof, random_probes
+from asyncrl.weights.group import WeightGroup
+from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.staging import Staging
+from tests.vllm.models import VOCABULARY, logprobs_of, make_model, prompt, request
+from tests.vllm.trapped_calls import SIGNALS, TrappedCalls
+from tests.weights.board import WorkerRendezvous
+
+PAUSE_S = 0.3
+BUCKET = 1 << 16
+PROBES = random_probes(VOCABULARY, seed=0)
+TOLERANCE = 1e-3
+DIFFERENT = 4
+"""Models that the versions take turns in."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    action: str
+    """`kill` or `stop` (SIGSTOP)."""
+    who: str
+    """`worker` (the process that owns the engine), `core` (vLLM's own process) or `learner`."""
+    phase: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.action}@{self.who}: {self.phase}"
+
+
+@cache
+def model_of(version: int) -> torch.nn.Module:
+    return make_model("qwen3", 1 + version % DIFFERENT)
+
+
+@cache
+def expected(version: int) -> tuple[np.ndarray, ...]:
+    """Log-probs of the probes under the plain model of this version."""
+    return tuple(logprobs_of(model_of(version), ids) for ids in PROBES)
+
+
+class Trap:
+    """Fires once in this process, in the phase it was armed for; a file tells that it did."""
+
+    def __init__(self) -> None:
+        self._injection: Injection | None = None
+        self._fired = Path()
+        self._bucket = 0
+
+    def arm(self, injection: Injection, fired: str) -> None:
+        self._fired, self._injection = Path(fired), injection
+
+    def at(self, phase: str) -> None:
+        injection = self._injection
+        if injection is not None and phase == injection.phase:
+            self._injection = None
+            self._fired.touch()
+            os.kill(os.getpid(), SIGNALS[injection.action])
+
+    def post(self, store: Any, key: str, message: Any) -> None:
+        kind = next((part for part in key.split("/") if part.isalpha() and len(part) > 1), key)
+        self.at(f"before {kind}")
+        if kind == "event":
+            self._bucket = 0
+        _post(store, key, message)
+        self.at(f"after {kind}")
+
+    def group(self) -> type[WeightGroup]:
+        trap = self
+
+        class TrappedGroup(WeightGroup):
+            def broadcast(self, buffer: torch.Tensor) -> Any:
+                trap.at(f"bucket {trap._bucket}")
+                trap._bucket += 1
+                return super().broadcast(buffer)
+
+        return TrappedGroup
+
+    def around_load(self, engine: Any) -> None:
+        """vLLM's own steps of a load, where the engine has them."""
+        load = engine._load_staged
+
+        async def trapped(version: int) -> None:
+            self.at("paused")
+            await load(version)
+            self.at("loaded")
+
+        engine._load_staged = trapped
+
+
+_post = broadcast_subscriber.post
+
+
+class TrappedReceiver:
+    def __init__(self, inner: Any, trap: Trap) -> None:
+        self._inner, self._trap = inner, trap
+
+    def receive(self, event: Any) -> list[str]:
+        self._trap.at("before receive")
+        begin = self._inner._begin if hasattr(self._inner, "_begin") else None
+        if begin is not None:
+
+            def trapped(kind: str, payload: dict[str, Any]) -> None:
+                begin(kind, payload)
+                self._trap.at("staging")
+
+            self._inner._begin = trapped
+        try:
+            return self._inner.receive(event)
+        finally:
+            if begin is not None:
+                self._inner._begin = begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Witness:
+    """Asks the engine all the time, as rollouts would, and notes every answer that is that of no version."""
+
+    def __init__(self, board: Any, worker: str, engine: Any) -> None:
+        self._board, self._worker, self._engine = board, worker, engine
+        self.error: Exception | None = None
+        threading.Thread(target=self._main, daemon=True).start()
+
+    def _main(self) -> None:
+        try:
+            number = 0
+            while True:
+                number += 1
+                if self._engine.policy_version == NO_VERSION:
+                    time.sleep(0.02)
+                    continue
+                self._score()
+                self._generate(number)
+        except Exception as error:  # thread boundary: the worker ends with it, as it does with a failed group
+            self.error = error
+
+    def _score(self) -> None:
+        before = self._engine.policy_version
+        scores = self._engine.score(PROBES)
+        versions = range(before, self._engine.policy_version + 1)
+        for i, found in enumerate(scores):
+            if not any(np.abs(found - expected(version)[i]).max() < TOLERANCE for version in versions):
+                self._board.note("mixed", (self._worker, "score", list(versions)))
+        self._board.note(f"answers/{self._worker}", len(scores))
+
+    def _generate(self, number: int) -> None:
+        completions = asyncio.run(self._engine.generate(request(prompt(9, number), 2, new=16)))
+        for completion in completions:
+            first = int(completion.policy_versions[0])
+            if self._distance(first, prompt(9, number), completion) > TOLERANCE:
+                self._board.note("mixed", (self._worker, "generate", first))
+        self._board.note(f"answers/{self._worker}", len(completions))
+
+    def _distance(self, version: int, ids: np.ndarray, completion: Completion) -> float:
+        """Of the tokens that `version` sampled; those after an update stand on keys of two versions."""
+        own = int((completion.policy_versions == version).sum())
+        whole = np.concatenate([ids, completion.token_ids[:own]])
+        return float(np.abs(logprobs_of(model_of(version), whole)[len(ids) - 1 :] - completion.logprobs[:own]).max())
+
+
+def engine_process(board: Any, worker: str, incarnation: str, config: Config) -> None:
+    """One worker, until it is told to stop; ends with the first error of its subscriber or its engine."""
+    torch.set_num_threads(1)
+    trap = Trap()
+    broadcast_subscriber.post = trap.post
+    vllm_settings.StagingCalls = TrappedCalls
+    engine: Any = make_engine(config)
+    receiver: Any = Staging()
+    if isinstance(engine, OwnProcesses):
+        trap.around_load(engine)
+        receiver = engine.receiver()
+
+    def score(sequences: Any) -> list[np.ndarray]:
+        trap.at("prove")
+        return engine.score(sequences)
+
+    def load(version: int, tensors: Any) -> None:
+        trap.at("before load")
+        engine.load_weights(version, tensors)
+        trap.at("after load")
+
+    board.join(worker, incarnation)
+    subscriber = BroadcastSubscriber(
+        WorkerRendezvous(board, worker), load, worker=worker, incarnation=incarnation,
+        timeout_s=config.weights.timeout_s, receiver=TrappedReceiver(receiver, trap),
+        proof=Proof(score=score, engine_dtype="float32", verify_every=1),
+    )  # fmt: skip
+    witness = Witness(board, worker, engine)
+    orders = 0
+    try:
+        while not board.notes(f"stop/{worker}"):
+            subscriber.check()
+            if witness.error is not None:
+                raise witness.error
+            for injection, fired in board.notes(f"arm/{worker}/{incarnation}")[orders:]:
+                orders += 1
+                if injection.who == "core":
+                    engine.call_workers("asyncrl_arm", injection.action, injection.phase, fired)
+                else:
+                    trap.arm(injection, fired)
+                board.note("armed", injection.name)
+            time.sleep(0.05)
+    except Exception as error:  # end of the process: what it died of is part of the report
+        board.note("ended", (worker, incarnation, f"{type(error).__name__}: {error}"))
+    finally:
+        subscriber.close()
+        asyncio.run(engine.close())
+        os._exit(0)  # the witness may be waiting for an engine that answers no more
+
+
+def learner_process(board: Any, first: int, timeout_s: float, injection: Injection | None, fired: str) -> None:
+    torch.set_num_threads(1)
+    trap = Trap()
+    broadcast_publisher.post = trap.post
+    broadcast_publisher.WeightGroup = trap.group()
+    if injection is not None and injection.phase.split()[-1] in ("invite", "go"):
+        trap.arm(injection, fired)
+    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
+    publisher = BackgroundPublisher(
+        sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=12 * timeout_s, idle_s=0.005
+    )
+    version = first
+    while True:
+        canary = Canary(sequences=PROBES, logprobs=expected(version), learner_dtype="float32", wire_dtype="float32")
+        publisher.publish(version, model_of(version).named_parameters(), canary)
+        board.note("published", version)
+        if injection is not None and version == first + 2:
+            trap.arm(injection, fired)
+        version += 1
+        time.sleep(PAUSE_S)
