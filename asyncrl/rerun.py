@@ -31,7 +31,7 @@ from asyncrl.learner.counterfactual import Probe
 from asyncrl.learner.ranks import barrier
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import train
+from asyncrl.learner.train import Training, train
 from asyncrl.replay.retained import RetainedReplay, read_surviving
 from asyncrl.schema import Config
 from asyncrl.telemetry.metrics import MetricsLog
@@ -140,16 +140,18 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh) -
     try:
         train(
             config,
-            replay=replay,
-            publisher=Probe(config, roles.policy, replay, rank=place.rank, world=place.world, device=place.device),
-            roles=roles,
-            checkpoints=checkpoints,
-            start=start,
-            log=rows,
-            run_dir=run_dir,
-            rank=place.rank,
-            world=place.world,
-            device=place.device,
+            Training(
+                replay=replay,
+                publisher=Probe(config, roles.policy, replay, rank=place.rank, world=place.world, device=place.device),
+                roles=roles,
+                checkpoints=checkpoints,
+                start=start,
+                log=rows,
+                run_dir=run_dir,
+                rank=place.rank,
+                world=place.world,
+                device=place.device,
+            ),
         )
     finally:
         rows.close()

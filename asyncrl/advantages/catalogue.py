@@ -23,7 +23,7 @@ class Estimator:
     convention: str
     users: str
     setting: str
-    """How the training loop is told to use it; `function only` where it cannot be."""
+    """How the training loop is told to use it."""
     when: str
 
 
@@ -59,6 +59,16 @@ ESTIMATORS: tuple[Estimator, ...] = (
         when="small groups: the baseline does not contain the sample",
     ),
     Estimator(
+        name="ReMax",
+        function="group_advantages",
+        paper="2310.10505",
+        formula="r - reward of a greedy completion",
+        convention="that completion is made for each group, at the workers' version, and not trained on",
+        users="verl, trinity",
+        setting="`advantage=remax`",
+        when="one completion per prompt without a critic; a baseline that needs no siblings",
+    ),
+    Estimator(
         name="OPO",
         function="group_advantages",
         paper="2505.23585",
@@ -75,7 +85,7 @@ ESTIMATORS: tuple[Estimator, ...] = (
         formula="z-score of each reward component in its group, weighted sum, whitened over the batch",
         convention="ddof 1, eps 1e-6; `reward_components` makes the columns",
         users="(paper)",
-        setting="function only",
+        setting="`advantage=gdpo` and weights in `components`",
         when="several reward components, of which one would drown the others",
     ),
     Estimator(
@@ -106,7 +116,17 @@ ESTIMATORS: tuple[Estimator, ...] = (
         convention="jumps over observation tokens; 0 after the last token; not whitened",
         users="PPO: verl, AReaL, NeMo-RL",
         setting="`advantage=gae`",
-        when="with a critic, near on-policy; `length_adaptive_lambda` (VAPO) for very long answers",
+        when="with a critic, near on-policy",
+    ),
+    Estimator(
+        name="VAPO",
+        function="gae",
+        paper="2504.05118",
+        formula="GAE with lam = 1 - 1/(lam_alpha length) for the policy, and `lam` for the critic's targets",
+        convention="`length_adaptive_lambda`; at least 0, so lam_alpha 0.05 acts from 20 tokens on",
+        users="VAPO (lam_alpha 0.05, lam 1); SAO (1.5)",
+        setting="`advantage=vapo`",
+        when="with a critic and answers of very different, or very great, length",
     ),
     Estimator(
         name="V-trace",
@@ -125,7 +145,7 @@ ESTIMATORS: tuple[Estimator, ...] = (
         formula="A_t = d_t + gamma lam q_{t+1} A_{t+1}",
         convention="V in place of Q; GAE where the ratio is 1",
         users="rlax",
-        setting="function only",
+        setting="`advantage=retrace`",
         when="with a critic and stale data under a loss that brings its own ratio",
     ),
 )

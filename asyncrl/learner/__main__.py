@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
@@ -21,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import JOURNAL_DIR, config_to_dict, load_config, run_digest
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError, RunFolderError
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.ranks import barrier, choice_of_rank_zero
 from asyncrl.learner.resume import Start, begin
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import train
+from asyncrl.learner.train import Training, train
 from asyncrl.machine import check_machine
 from asyncrl.replay.client import LearnerClient
 from asyncrl.schema import Config
@@ -134,22 +135,38 @@ def run(config: Config, place: Place, mesh: DeviceMesh) -> None:
         try:
             train(
                 config,
-                replay=replay,
-                publisher=publisher,
-                roles=roles,
-                checkpoints=checkpoints,
-                start=start,
-                log=rows,
-                run_dir=run_dir,
-                rank=place.rank,
-                world=place.world,
-                device=place.device,
+                Training(
+                    replay=replay,
+                    publisher=publisher,
+                    roles=roles,
+                    checkpoints=checkpoints,
+                    start=start,
+                    log=rows,
+                    run_dir=run_dir,
+                    rank=place.rank,
+                    world=place.world,
+                    device=place.device,
+                ),
             )
         finally:
             rows.close()
             publisher.close()
     finally:
         replay.close()
+
+
+HOPELESS = (ConfigError, DataError, RewardError, RunFolderError)
+"""What would end the ranks in the same way after every restart."""
+
+
+def spare_restarts(error: AsyncRLError, environment: Mapping[str, str]) -> None:
+    """Tell torchrun to stop after an error that no restart can help. It knows no exit code that says so.
+
+    One rank of a machine tells: a second signal while torchrun stops would leave ranks behind.
+    """
+    under_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_RANK") == "0"
+    if isinstance(error, HOPELESS) and under_torchrun:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 class NoLog:
@@ -189,5 +206,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except AsyncRLError as error:
-        print(f"asyncrl.learner: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"asyncrl.learner: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        spare_restarts(error, os.environ)
         sys.exit(1)

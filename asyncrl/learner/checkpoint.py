@@ -20,6 +20,7 @@ import msgpack
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -138,13 +139,14 @@ class Checkpoints:
         """
         durable.verify(path)
         check_base(path, roles.policy.adapters)
+        _check_roles(path, roles)
         loaded = _tensors(roles)
         try:
             state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
         except (CheckpointException, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(
-                f"{path} does not fit the model: {error}. Resume with the model.path, the critic and the "
-                "learner.proximal_ema it was trained with"
+                f"{path} does not fit the model: {error}. Resume with the model.path (and critic.path) "
+                "it was trained with"
             ) from error
         _fill(roles, loaded)
         state = LearnerState(**json.loads((path / STATE_FILE).read_text()))
@@ -166,6 +168,22 @@ class Checkpoints:
         """Checkpoints by step; those that are being made or removed are called `.tmp`."""
         whole = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp"]
         return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _check_roles(path: Path, roles: Roles) -> None:
+    """DCP loads what is asked for and leaves the rest: a critic would be forgotten without a word."""
+    saved = {name.partition(".")[0] for name in FileSystemReader(path).read_metadata().state_dict_metadata}
+    rows = (
+        ("a critic", "critic" in saved, roles.critic is not None, "advantage.estimator"),
+        ("an averaged policy", "average" in saved, roles.average is not None, "learner.proximal_ema"),
+    )
+    for what, there, wanted, key in rows:
+        if there != wanted:
+            raise CheckpointError(
+                f"{path} was saved {'with' if there else 'without'} {what}, and these settings have "
+                f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with, or start a new run with "
+                "model.path=RUN/hf critic.path=RUN/critic"
+            )
 
 
 def _tensors(roles: Roles) -> dict[str, Any]:

@@ -51,7 +51,10 @@ class Probe:
         if policy_version < self._config.learner.steps:
             lease = self._replay.lease(step=policy_version, rank=self._rank, world=self._world, wait_s=0.0)
             self._row = self._look(lease)
-        return PublishStats(gather_s=0.0, wait_previous_s=0.0, nbytes=0)
+        return PublishStats(wait_previous_s=0.0, nbytes=0)
+
+    def wait_copied(self) -> float:
+        return 0.0
 
     def stats(self) -> dict[str, float]:
         return self._row

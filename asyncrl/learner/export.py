@@ -1,4 +1,4 @@
-"""The trained policy as a plain Hugging Face folder: config, safetensors, tokenizer, generation settings."""
+"""What was trained as plain Hugging Face folders: config, safetensors, tokenizer, generation settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
+from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.lora import merged, save_adapter
-from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PolicyModel
+from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PackedModel, PolicyModel
 from asyncrl.schema import ModelConfig
 
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
@@ -24,30 +25,55 @@ def export_hf(model: PolicyModel, config: ModelConfig, target: Path, rank: int) 
     Weights are saved in `model.dtype`; a tied head is stored once. `target` appears only when it is complete. With
     LoRA the adapters are merged into it, and lie beside it as `adapter/`, in peft's format.
     """
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = gathered(model)
     if rank != 0:
         return
-    dtype = DTYPES[config.dtype]
-    whole = {
+    if model.adapters is not None:
+        save_adapter(whole, model.adapters, target.with_name("adapter"))
+        whole = merged(whole, model.adapters)
+    plain = refilled(AutoModelForCausalLM, model.hf, whole, DTYPES[config.dtype])
+    plain.tie_weights()
+    plain.generation_config = model.hf.generation_config
+    write(plain, config.path, target)
+
+
+def export_critic(model: CriticModel, config: ModelConfig, target: Path, rank: int) -> None:
+    """Write `target`, the critic with its value head, so that `critic.path=target` starts from it. Collective."""
+    whole = gathered(model)
+    if rank == 0:
+        write(refilled(AutoModelForTokenClassification, model.hf, whole, DTYPES[config.dtype]), config.path, target)
+
+
+def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
+    """Whole weights by their Hugging Face names, on the CPU of rank 0; empty on the others. Collective."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {
         name.removeprefix(WRAPPER_PREFIX): tensor
         for name, tensor in weights.items()
         if isinstance(tensor, torch.Tensor)
     }
-    if model.adapters is not None:
-        save_adapter(whole, model.adapters, target.with_name("adapter"))
-        whole = merged(whole, model.adapters)
-    whole = {name: tensor.to(dtype) for name, tensor in whole.items()}
-    settings = copy.deepcopy(model.hf.config)
+
+
+def refilled(
+    kind: type[AutoModelForCausalLM] | type[AutoModelForTokenClassification],
+    hf: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """A model like `hf`, without what the learner changed in it, that holds `weights`."""
+    settings = copy.deepcopy(hf.config)
     settings._attn_implementation = "sdpa"  # ours exists in the learner only
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-    plain.load_state_dict(whole, assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.hf.generation_config
+        plain = kind.from_config(settings, dtype=dtype)
+    plain.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+    return plain
+
+
+def write(plain: PreTrainedModel, tokenizer: str, target: Path) -> None:
     aside = target.with_name(target.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     plain.save_pretrained(aside)
-    save_tokenizer(config.path, aside)
+    save_tokenizer(tokenizer, aside)
     for file in aside.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
     shutil.rmtree(target, ignore_errors=True)

@@ -117,6 +117,10 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
             "reward/zero_variance_groups": float(np.mean([group.std() == 0 for group in rewards])),
             "completion/length_mean": float(np.mean(lengths)),
         }
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    for name in sorted({name for trajectory in headers for name in trajectory.rewards}):
+        known = [trajectory.rewards[name] for trajectory in headers if name in trajectory.rewards]
+        row[f"rewards/{name}"] = float(np.mean(known))
     return row
 
 

@@ -27,13 +27,34 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) ->
         if parameter.requires_grad:
             groups[parameter.ndim >= 2].append(parameter)
     decayed: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in decayed if group["params"]],
         lr=config.lr,
         betas=(0.9, config.beta2),
         weight_decay=config.weight_decay,
         fused=True,
     )
+    _start_moments(optimizer)
+    return optimizer
+
+
+def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Moments of 0 and no step counted, before the first step.
+
+    A checkpoint from before it (critic warm-up, skipped steps) would else make torch put them there by a step of size
+    0, which the bias correction goes on counting: a run would end differently for having been saved.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def learning_rate(step: int, config: LearnerConfig, peak: float | None = None) -> float:

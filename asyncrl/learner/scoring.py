@@ -38,7 +38,7 @@ def anchor_of(config: Config) -> str:
 def needs_current(config: Config) -> bool:
     """Whether the policy scores the batch once more, before it is trained on it."""
     advantage = config.advantage
-    return anchor_of(config) == "recompute" or advantage.estimator == "vtrace" or advantage.kl_coef > 0
+    return anchor_of(config) == "recompute" or advantage.uses_ratio or advantage.kl_coef > 0
 
 
 def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> list[MicroBatch]:

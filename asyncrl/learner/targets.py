@@ -10,24 +10,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from asyncrl.advantages import (
     gae,
+    gdpo,
     group_advantages,
+    length_adaptive_lambda,
     masked_whiten,
+    retrace,
     returns_to_go,
+    reward_components,
+    segment_log_ratio,
     token_rewards,
     vtrace,
     whitening_moments,
 )
+from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.plan import Member
 from asyncrl.learner.ranks import sum_over_ranks
 from asyncrl.schema import AdvantageConfig
-from asyncrl.types import StepPlan
+from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader
 
 Table = Float[Tensor, "B L"]
 """float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
@@ -59,6 +65,13 @@ class Rows:
         table[self.mask] = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
         return table
 
+    def turns(self, batches: Sequence[MicroBatch]) -> Int[Tensor, "B L"]:
+        """Which turn of its trajectory each token is of: a new one begins where the token before was not sampled."""
+        place = self.gather(batches, "position_ids")
+        begins = torch.ones_like(self.mask)
+        begins[:, 1:] = place[:, 1:] != place[:, :-1] + 1
+        return begins.cumsum(1)
+
     def spread(self, table: Table, batches: Sequence[MicroBatch]) -> list[Float[Tensor, " tokens"]]:
         """The inverse of `gather`: float32 [T] of each batch, on its device."""
         shares = table[self.mask].float().split([len(batch.loss_positions) for batch in batches])
@@ -81,17 +94,21 @@ def with_targets(
 
     Returns:
         The batches, and this rank's `advantage/*`, `kl/in_reward` and `critic/*`.
+
+    Raises:
+        RewardError: a trajectory came without a named reward that the settings ask for.
     """
     rows = Rows.of(batches)
     gap = None
     if config.kl_coef > 0:
         gap = rows.gather(batches, "current_logprobs") - rows.gather(batches, "ref_logprobs")
     penalty = None if gap is None else kl_coef * gap
-    if config.estimator == "group" or (config.estimator == "reinforce_pp" and config.baseline != "none"):
+    per_sequence = config.estimator in ("group", "gdpo")
+    if per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
         advantages, targets = against_siblings(plan, rows, penalty, config, device), None
     else:
         advantages, targets = per_token(plan, rows, penalty, config, batches)
-    if config.estimator != "group" and config.std == "batch":
+    if not per_sequence and config.std == "batch":
         moments = sum_over_ranks(whitening_moments(advantages, rows.mask), device)
         advantages = masked_whiten(advantages, rows.mask, moments=moments)
     measured = Measured(ratios=moments_of("advantage/", advantages, rows))
@@ -128,26 +145,44 @@ def price_of_all(prices: Table, plan: StepPlan) -> Table:
 def against_siblings(
     plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
 ) -> Table:
-    """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings'.
+    """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings', or
+    against that of a greedy completion.
 
     Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained.
     """
     sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
     first = sizes.cumsum(0) - sizes
     place = torch.tensor([int(first[g]) + t for g, t in rows.members], dtype=torch.int64)
     if penalty is not None:
         prices = torch.zeros_like(rewards).index_add(0, place, penalty.sum(1))
         rewards = rewards - price_of_all(sum_over_ranks(prices, device), plan)
-    advantages = group_advantages(
-        rewards,
-        torch.repeat_interleave(torch.arange(len(sizes)), sizes),
-        baseline=config.baseline,
-        std=config.std if config.estimator == "group" else "none",
-        lengths=torch.tensor([trajectory.loss_tokens for trajectory in headers]),
-    )
+    if config.estimator == "gdpo":
+        parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
+        advantages = gdpo(parts, group_ids, torch.tensor(list(config.components.values()), dtype=torch.float64))
+    else:
+        greedy = config.baseline == "greedy"
+        advantages = group_advantages(
+            rewards - greedy_rewards(headers) if greedy else rewards,
+            group_ids,
+            baseline="none" if greedy else config.baseline,
+            std=config.std if config.estimator == "group" else "none",
+            lengths=torch.tensor([trajectory.loss_tokens for trajectory in headers]),
+        )
     return torch.where(rows.mask, advantages[place][:, None], 0.0)
+
+
+def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
+    """ReMax's baseline of each trajectory (2310.10505): what the greedy completion of its prompt earned."""
+    if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
+        raise RewardError(
+            "advantage.baseline=greedy needs the reward of a greedy completion per group, and there are groups without "
+            "one: they were made under another advantage. Start the workers with the learner's settings (a rerun: take "
+            "a run of that advantage)"
+        )
+    return torch.tensor([trajectory.rewards[GREEDY_REWARD] for trajectory in headers], dtype=torch.float64)
 
 
 def per_token(
@@ -159,12 +194,27 @@ def per_token(
     if config.estimator == "reinforce_pp":
         return returns_to_go(rewards, rows.mask, config.gamma), None
     values = rows.gather(batches, "values")
-    if config.estimator == "gae":
-        return gae(rewards, values, rows.mask, config.gamma, config.lam)
+    log_ratio = log_ratios(rows, config, batches) if config.uses_ratio else torch.zeros_like(values)
+    if config.estimator.startswith("vtrace"):
+        return vtrace(rewards, values, log_ratio, rows.mask, config.gamma, config.lam, c_bar=config.c_bar)
+
+    def traced(lam: float | Tensor) -> tuple[Table, Table]:
+        if config.estimator == "gae":
+            return gae(rewards, values, rows.mask, config.gamma, lam)
+        return retrace(rewards, values, log_ratio, rows.mask, config.gamma, lam, config.c_bar)
+
+    if config.lam_alpha == 0:
+        return traced(config.lam)
+    # VAPO (2504.05118): the policy's lambda follows the length, the critic's does not.
+    return traced(length_adaptive_lambda(rows.mask, config.lam_alpha).double())[0], traced(config.lam)[1]
+
+
+def log_ratios(rows: Rows, config: AdvantageConfig, batches: Sequence[MicroBatch]) -> Table:
+    """log(learner/behavior) of each token, or the mean over its turn."""
     recorded = rows.gather(batches, "behavior_logprobs")
     # As in the losses: a token that the engine did not score counts with a ratio of 1.
-    log_ratio = torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
-    return vtrace(rewards, values, log_ratio, rows.mask, config.gamma, config.lam, c_bar=config.c_bar)
+    ratios = torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
+    return segment_log_ratio(ratios, rows.mask, rows.turns(batches)) if config.by_turn else ratios
 
 
 def moments_of(prefix: str, table: Table, rows: Rows) -> dict[str, tuple[float, float]]:

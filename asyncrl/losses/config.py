@@ -127,14 +127,10 @@ def resolve(config: LossConfig) -> LossConfig:
     return resolved
 
 
-NOT_IN_THE_LOOP = {
-    "remax": "a greedy completion per prompt as baseline",
-}
-"""Presets that `policy_loss` computes, and what else of the algorithm the training loop does not have yet."""
-
 ESTIMATORS = {
     "vtrace": ("vtrace", "none"),
     "opo": ("group", "opo"),
+    "remax": ("group", "greedy"),
     "reinforce_pp": ("reinforce_pp", "none"),
     "reinforce_pp_baseline": ("reinforce_pp", "mean"),
 }
@@ -158,11 +154,6 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         ConfigError: rule, value and way out; also everything `resolve` refuses.
     """
     row, config = find_preset(config.preset), resolve(config)
-    if row.name in NOT_IN_THE_LOOP:
-        raise ConfigError(
-            f"loss.preset={row.name} needs {NOT_IN_THE_LOOP[row.name]}, which the training loop does not have yet; "
-            "without it the name would be wrong. Use one of configs/loss/, for example loss=dppo_tv"
-        )
     if config.edge == "U" and config.weight == "none" and row.surrogate != "m2po_areal":
         raise ConfigError(
             f"loss.edge=U with loss.weight=none (preset {row.name!r}) drops the correction from the behavior to the "

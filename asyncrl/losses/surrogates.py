@@ -146,7 +146,7 @@ def binary_kl(new: Float[Tensor, " T"], old: Float[Tensor, " T"]) -> Float[Tenso
 def gmpo(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     """-A exp(mean_t of the log-ratio clipped on the side the advantage pushes to); A is its mean over the sequence."""
     new, old = edge_ends(tokens, edge)
-    # Token by token, as in verl: one hopeless token must not push the whole mean out of the range of `exp`.
+    # Token by token: one hopeless token must not push the whole mean out of the range of `exp`.
     log_ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     sign = tokens.advantages.sign()
     low, high = -value(config.clip_low), value(config.clip_high)

@@ -18,9 +18,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Lease
-from asyncrl.replay.shards import shard_step
-from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
+from asyncrl.types import (
+    GREEDY_REWARD,
+    NO_VERSION,
+    GroupHeader,
+    StepPlan,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryHeader,
+)
 
 VOCABULARY = 264
 FAMILIES = {
@@ -54,16 +62,27 @@ def tiny_checkpoint(folder: Path, family: str = "qwen2", **changes: Any) -> Path
 
 
 def make_group(
-    rng: np.random.Generator, group_id: int, *, size: int, versions: tuple[int, ...], longest: int = 12
+    rng: np.random.Generator,
+    group_id: int,
+    *,
+    size: int,
+    versions: tuple[int, ...],
+    longest: int = 12,
+    observed: bool = False,
 ) -> TrajectoryGroup:
-    """A prompt and `size` completions; each completion's tokens are of `versions`, oldest first, in random runs."""
+    """A prompt and `size` completions; each completion's tokens are of `versions`, oldest first, in random runs.
+
+    With `observed`, some tokens of a completion are observations between its turns.
+    """
     prompt = rng.integers(0, 256, rng.integers(2, 8))
     trajectories = []
     for _ in range(size):
         completion = rng.integers(0, 256, rng.integers(1, longest))
         mask = np.concatenate([np.zeros(len(prompt), bool), np.ones(len(completion), bool)])
         stamps = np.full(len(mask), NO_VERSION, np.int32)
-        stamps[mask] = np.sort(rng.choice(versions, len(completion)))
+        if observed:
+            mask[len(prompt) + 2 : -1 : 4] = False
+        stamps[mask] = np.sort(rng.choice(versions, int(mask.sum())))
         logprobs = np.where(mask, -rng.uniform(0.1, 6.0, len(mask)), 0.0)
         trajectories.append(
             Trajectory(
@@ -72,6 +91,7 @@ def make_group(
                 behavior_logprobs=logprobs.astype(np.float32),
                 policy_versions=stamps,
                 reward=float(rng.integers(0, 2)),
+                rewards={"short": 1.0 / len(completion), GREEDY_REWARD: group_id % 3 / 2},
                 finish_reason="length" if len(completion) == longest - 1 else "stop",
             )
         )
@@ -105,16 +125,25 @@ def _trajectory_header(trajectory: Trajectory) -> TrajectoryHeader:
         prompt_length=trajectory.prompt_length,
         reward=trajectory.reward,
         version_tokens=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        rewards=trajectory.rewards,
     )
 
 
 def make_step(
-    seed: int, *, groups: int = 4, size: int = 4, world: int = 1, step: int = 0, max_staleness: int = 2, oldest: int = 4
+    seed: int,
+    *,
+    groups: int = 4,
+    size: int = 4,
+    world: int = 1,
+    step: int = 0,
+    max_staleness: int = 2,
+    oldest: int = 4,
+    observed: bool = False,
 ) -> tuple[StepPlan, list[TrajectoryGroup]]:
     """A sealed step at version 10 with tokens of versions 10 - oldest ... 10, some of them over age."""
     rng = np.random.default_rng(seed)
     versions = tuple(range(10 - oldest, 11))
-    members = [make_group(rng, 100 * step + i, size=size, versions=versions) for i in range(groups)]
+    members = [make_group(rng, 100 * step + i, size=size, versions=versions, observed=observed) for i in range(groups)]
     plan = StepPlan(
         step=step,
         policy_version=10,

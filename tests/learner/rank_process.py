@@ -16,7 +16,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.ranks import choice_of_rank_zero
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import train
+from asyncrl.learner.train import Training, train
 from asyncrl.schema import Config
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 
@@ -45,16 +45,18 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
     resume_from = choice_of_rank_zero(found, device)
     train(
         config,
-        replay=replay,
-        publisher=publisher,
-        roles=roles,
-        checkpoints=checkpoints,
-        start=begin(replay, checkpoints, roles, resume_from, rank=rank, device=device),
-        log=rows,
-        run_dir=folder,
-        rank=rank,
-        world=world,
-        device=device,
+        Training(
+            replay=replay,
+            publisher=publisher,
+            roles=roles,
+            checkpoints=checkpoints,
+            start=begin(replay, checkpoints, roles, resume_from, rank=rank, device=device),
+            log=rows,
+            run_dir=folder,
+            rank=rank,
+            world=world,
+            device=device,
+        ),
     )
     learned = {}
     for name, trained_model, _ in roles.trained():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.learner.plan import plan_minibatches
-from asyncrl.replay.shards import shard_step
+from asyncrl.replay.balance import shard_step
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
 
 

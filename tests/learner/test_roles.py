@@ -12,7 +12,7 @@ from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.train import train
+from asyncrl.learner.train import Training, train
 from asyncrl.losses.config import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, CriticConfig
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
@@ -51,16 +51,18 @@ def run(config: Config, replay: FedReplay | None = None, resume: bool = False) -
     resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
     train(
         config,
-        replay=replay,
-        publisher=publisher,
-        roles=roles,
-        checkpoints=checkpoints,
-        start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
-        log=rows,
-        run_dir=Path(config.run.dir),
-        rank=0,
-        world=1,
-        device=CPU,
+        Training(
+            replay=replay,
+            publisher=publisher,
+            roles=roles,
+            checkpoints=checkpoints,
+            start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
+            log=rows,
+            run_dir=Path(config.run.dir),
+            rank=0,
+            world=1,
+            device=CPU,
+        ),
     )
     return roles, publisher, rows
 
@@ -89,6 +91,17 @@ def test_a_critic_learns_the_returns_of_a_batch_it_sees_again_and_again(tmp_path
     assert rows.rows[-1]["critic/loss"] < 0.3 * rows.rows[0]["critic/loss"]
 
 
+def test_beside_adapters_the_critic_is_trained_whole_and_not_sent(tmp_path: Path):
+    config = ppo_gae(tmp_path, steps=3, save_every=3)
+    config.model.lora_rank = 4
+    fresh = weights(build_roles(config, CPU, None))
+    roles, publisher, _ = run(config)
+    moved = {name for name, tensor in weights(roles).items() if not torch.equal(tensor, fresh[name])}
+    assert {name for name in moved if name.startswith("policy")} == {n for n in fresh if "policy" in n and "lora" in n}
+    assert {name for name in moved if name.startswith("critic")} == {name for name in fresh if "critic" in name}
+    assert all("lora" in name or "rank_alpha" in name for name in publisher.newest)
+
+
 def test_the_policy_stays_put_and_is_published_while_the_critic_warms_up(tmp_path: Path):
     config = ppo_gae(tmp_path, steps=3, save_every=3)
     config.critic.warmup_steps = 2
@@ -106,8 +119,10 @@ def test_the_policy_stays_put_and_is_published_while_the_critic_warms_up(tmp_pat
     start = begin(replay, checkpoints, roles, None, rank=0, device=CPU)
     train(
         config,
-        **{"replay": replay, "publisher": publisher, "roles": roles, "checkpoints": checkpoints, "start": start},
-        **{"log": rows, "run_dir": tmp_path, "rank": 0, "world": 1, "device": CPU},
+        Training(
+            **{"replay": replay, "publisher": publisher, "roles": roles, "checkpoints": checkpoints, "start": start},
+            **{"log": rows, "run_dir": tmp_path, "rank": 0, "world": 1, "device": CPU},
+        ),
     )
     assert publisher.versions == [0, 1, 2, 3]
     assert largest_difference(started, kept[2]) == 0.0 < largest_difference(started, kept[3])
@@ -170,10 +185,35 @@ def test_a_resumed_run_ends_with_all_the_weights_of_an_undisturbed_one(tmp_path:
     assert rows.rows[-1]["loss/total"] == expected.rows[-1]["loss/total"]
 
 
-def test_a_checkpoint_without_a_critic_does_not_resume_a_run_with_one(tmp_path: Path):
-    run(make_config(tmp_path, steps=2))
-    with pytest.raises(CheckpointError, match=r"(?s)does not fit .*critic.* the critic and"):
-        run(ppo_gae(tmp_path), resume=True)
+@pytest.mark.parametrize(
+    ("saved", "resumed", "says"),
+    [
+        (make_config, ppo_gae, "saved without a critic, and these settings have one.*advantage.estimator"),
+        (ppo_gae, make_config, "saved with a critic, and these settings have none.*advantage.estimator"),
+        (averaged, make_config, "with an averaged policy, and these settings have none.*learner.proximal_ema"),
+        (make_config, averaged, "without an averaged policy, and these settings have one"),
+    ],
+)
+def test_a_checkpoint_resumes_only_a_run_with_the_same_models(tmp_path: Path, saved: Any, resumed: Any, says: str):
+    run(saved(tmp_path, steps=2))
+    with pytest.raises(CheckpointError, match=says):
+        run(resumed(tmp_path), resume=True)
+
+
+def test_the_critic_is_exported_whole_and_another_run_starts_from_it(tmp_path: Path):
+    config = ppo_gae(tmp_path, steps=2)
+    roles, _, _ = run(config)
+    assert roles.critic is not None
+    again = ppo_gae(tmp_path / "again")
+    again.critic.path = str(Path(config.run.dir) / "critic")
+    fresh = build_roles(again, CPU, None).critic
+    assert fresh is not None
+    learned, started = (dict(critic.model.named_parameters()) for critic in (roles.critic, fresh))
+    assert any("score" in name and bool(weight.any()) for name, weight in learned.items())
+    assert (
+        largest_difference({k: v.detach() for k, v in learned.items()}, {k: v.detach() for k, v in started.items()})
+        == 0
+    )
 
 
 @pytest.mark.parametrize("make", [ppo_gae, reinforce_pp])
@@ -188,3 +228,23 @@ def test_a_poisoned_step_moves_neither_policy_nor_critic(tmp_path: Path):
     replay.poisoned = {0, 1}
     with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
         run(ppo_gae(tmp_path), replay)
+
+
+def test_a_checkpoint_while_the_critic_warms_up_changes_nothing_and_resumes_bit_for_bit(tmp_path: Path):
+    def warming(folder: Path, **learner: Any) -> Config:
+        config = ppo_gae(folder, **({"steps": 5, "save_every": 1} | learner))
+        config.critic.warmup_steps = 3
+        return config
+
+    unsaved, _, expected = run(warming(tmp_path / "unsaved", save_every=5))
+    saved, _, _ = run(warming(tmp_path / "saved"))
+    config = warming(tmp_path / "cut")
+    with pytest.raises(NoProgress):
+        run(config, FedReplay(steps=2))
+    again = FedReplay()
+    again.next_version = 3
+    resumed, _, rows = run(config, again, resume=True)
+    assert [row["optim/lr"] > 0 for row in rows.rows] == [False, True, True]
+    for other in (saved, resumed):
+        assert largest_difference(weights(unsaved), weights(other)) == 0.0
+    assert rows.rows[-1]["loss/total"] == expected.rows[-1]["loss/total"]

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.plan import Member, plan_minibatches
 from asyncrl.learner.targets import with_targets
 from asyncrl.replay.base import Lease
 from asyncrl.schema import AdvantageConfig
+from asyncrl.types import GREEDY_REWARD
 from tests.learner.feed import make_lease, make_step
 
 CPU = torch.device("cpu")
@@ -20,12 +22,19 @@ KL_COEF = 0.1
 SETTINGS = {
     "grpo": AdvantageConfig(std="group"),
     "opo": AdvantageConfig(baseline="opo"),
+    "remax": AdvantageConfig(baseline="greedy", kl_coef=KL_COEF),
+    "gdpo": AdvantageConfig(estimator="gdpo", std="group", components={"short": 0.5, GREEDY_REWARD: -2.0}),
     "group_priced": AdvantageConfig(kl_coef=KL_COEF),
     "reinforce_pp": AdvantageConfig(estimator="reinforce_pp", baseline="none", std="batch", gamma=0.9, kl_coef=KL_COEF),
     "reinforce_pp_baseline": AdvantageConfig(estimator="reinforce_pp", std="batch", kl_coef=KL_COEF),
     "gae": AdvantageConfig(estimator="gae", baseline="none", std="none", gamma=0.9, lam=0.8, kl_coef=KL_COEF),
     "gae_whitened": AdvantageConfig(estimator="gae", baseline="none", std="batch"),
     "vtrace": AdvantageConfig(estimator="vtrace", baseline="none", std="none", gamma=0.9, lam=0.8),
+    "vtrace_turns": AdvantageConfig(estimator="vtrace_turns", baseline="none", std="none", lam=0.8),
+    "retrace": AdvantageConfig(estimator="retrace", baseline="none", std="none", gamma=0.9, lam=0.8, c_bar=1.5),
+    "retrace_turns": AdvantageConfig(estimator="retrace_turns", baseline="none", std="batch", lam=0.8),
+    "vapo": AdvantageConfig(estimator="gae", baseline="none", std="none", gamma=0.9, lam=1.0, lam_alpha=0.4),
+    "retrace_vapo": AdvantageConfig(estimator="retrace", baseline="none", std="none", lam=0.9, lam_alpha=0.4),
 }
 
 Tokens = dict[Member, dict[str, np.ndarray]]
@@ -67,7 +76,7 @@ def unpacked(batches: list[MicroBatch]) -> Tokens:
 
 
 def targets_of(name: str, seed: int, budget: int = 80) -> tuple[Lease, Tokens]:
-    plan, groups = make_step(seed, groups=5)
+    plan, groups = make_step(seed, groups=5, observed=SETTINGS[name].by_turn)
     lease = make_lease(plan, groups)
     batches, _ = with_targets(plan, scored(lease, budget), SETTINGS[name], KL_COEF, CPU)
     return lease, unpacked(batches)
@@ -96,10 +105,52 @@ def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict
         others = np.mean(list(paid.values())) if paid else 0.0
         scores = np.array([header.reward + paid.get(t, others) for t, header in enumerate(group.trajectories)])
         lengths = np.array([header.loss_tokens for header in group.trajectories])
+        if config.baseline == "greedy":
+            found |= {(g, t): scores[t] - header.rewards[GREEDY_REWARD] for t, header in enumerate(group.trajectories)}
+            continue
         baseline = (scores * lengths).sum() / lengths.sum() if config.baseline == "opo" else scores.mean()
         scale = scores.std(ddof=1) + 1e-6 if config.std == "group" else 1.0
         found |= {(g, t): (score - baseline) / scale for t, score in enumerate(scores)}
     return found
+
+
+def by_components(lease: Lease, config: AdvantageConfig) -> dict[Member, float]:
+    """Over-age siblings and all: their rewards are known."""
+    found: dict[Member, float] = {}
+    for g, group in enumerate(lease.plan.groups):
+        total = np.zeros(len(group.trajectories))
+        for name, weight in config.components.items():
+            part = np.array([header.rewards[name] for header in group.trajectories])
+            total += weight * (part - part.mean()) / (part.std(ddof=1) + 1e-6)
+        found |= {(g, t): float(value) for t, value in enumerate(total)}
+    everyone = np.array(list(found.values()))
+    return {member: (value - everyone.mean()) / (everyone.std(ddof=1) + 1e-6) for member, value in found.items()}
+
+
+def ratios_of(config: AdvantageConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    if not config.uses_ratio:
+        return np.ones(len(arrays["values"]))
+    logs = arrays["current_logprobs"].astype(np.float64) - arrays["behavior_logprobs"]
+    if config.by_turn:
+        turn = np.cumsum(np.diff(arrays["position_ids"], prepend=-1) != 1)
+        logs = np.array([logs[turn == here].mean() for here in turn])
+    return np.exp(logs)
+
+
+def traced_back(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
+    """GAE and Retrace: A_t = d_t + gamma lam c_{t+1} A_{t+1}, and targets V_t + c_t A_t with the critic's own lam."""
+    rewards, advantages, targets = rewards_of(lease, config, tokens), {}, {}
+    for member, arrays in tokens.items():
+        r, values, n = rewards[member], arrays["values"].astype(np.float64), len(rewards[member])
+        capped = np.minimum(config.c_bar, ratios_of(config, arrays))
+        adaptive = max(0.0, 1 - 1 / (config.lam_alpha * n)) if config.lam_alpha else config.lam
+        for lam, keep in ((config.lam, targets), (adaptive, advantages)):
+            a, ahead = np.zeros(n + 1), np.append(values, 0.0)
+            for t in reversed(range(n)):
+                carried = config.gamma * lam * capped[t + 1] * a[t + 1] if t + 1 < n else 0.0
+                a[t] = r[t] + config.gamma * ahead[t + 1] - values[t] + carried
+            keep[member] = a[:n] if keep is advantages else values + capped * a[:n]
+    return advantages, targets
 
 
 def backwards(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
@@ -109,9 +160,7 @@ def backwards(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[di
         r, values = rewards[member], arrays["values"].astype(np.float64)
         if config.estimator == "reinforce_pp":
             values = np.zeros_like(r)
-        ratio = np.ones_like(r)
-        if config.estimator == "vtrace":
-            ratio = np.exp(arrays["current_logprobs"].astype(np.float64) - arrays["behavior_logprobs"])
+        ratio = ratios_of(config, arrays)
         lam = 1.0 if config.estimator == "reinforce_pp" else config.lam
         error = next_value = next_target = 0.0
         a, v = np.zeros_like(r), np.zeros_like(r)
@@ -139,8 +188,12 @@ def test_advantages_and_targets_are_those_of_the_formula(name: str, seed: int):
     if config.estimator == "group" or name == "reinforce_pp_baseline":
         scores = against_group(lease, config, tokens)
         expected = {member: np.full(len(arrays["advantages"]), scores[member]) for member, arrays in tokens.items()}
+    elif config.estimator == "gdpo":
+        scores = by_components(lease, config)
+        expected = {member: np.full(len(arrays["advantages"]), scores[member]) for member, arrays in tokens.items()}
     else:
-        expected, targets = backwards(lease, config, tokens)
+        traced = name.startswith("retrace") or config.lam_alpha > 0
+        expected, targets = (traced_back if traced else backwards)(lease, config, tokens)
     if config.estimator != "group" and config.std == "batch":
         expected = whitened(expected)
     for member, arrays in tokens.items():
@@ -204,3 +257,20 @@ def test_a_rank_without_tokens_joins_with_nothing(name: str):
         filled, measured = with_targets(plan, batches, SETTINGS[name], KL_COEF, CPU)
         assert all(batch.advantages is not None and not batch.advantages.any() for batch in filled)
         assert measured.ratios["advantage/mean"] == (0.0, 0.0)
+
+
+def test_turns_give_other_traces_than_tokens_and_the_tests_see_some():
+    tokens, turns = (targets_of(name, 1)[1] for name in ("retrace", "retrace_turns"))
+    assert any((np.diff(arrays["position_ids"]) > 1).any() for arrays in turns.values())
+    assert not any((np.diff(arrays["position_ids"]) > 1).any() for arrays in tokens.values())
+
+
+@pytest.mark.parametrize(("name", "says"), [("remax", "greedy completion per group"), ("gdpo", "component short")])
+def test_a_named_reward_that_did_not_come_is_never_taken_for_zero(name: str, says: str):
+    plan, groups = make_step(0)
+    nameless = tuple(
+        replace(group, trajectories=tuple(replace(t, rewards={}) for t in group.trajectories)) for group in plan.groups
+    )
+    plan = replace(plan, groups=nameless)
+    with pytest.raises(RewardError, match=says):
+        with_targets(plan, scored(make_lease(plan, groups), 1000), SETTINGS[name], KL_COEF, CPU)

@@ -14,7 +14,7 @@ from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import evaluation_metrics, train
+from asyncrl.learner.train import Training, evaluation_metrics, train
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, ReplayConfig, RunConfig
 from asyncrl.types import NO_VERSION, EvalSummary
 from asyncrl.weights.base import PublishStats
@@ -45,16 +45,18 @@ def run(
     publisher, rows = publisher or KeptWeights(), KeptRows()
     train(
         config,
-        replay=replay,
-        publisher=publisher,
-        roles=roles,
-        checkpoints=checkpoints,
-        start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
-        log=rows,
-        run_dir=folder,
-        rank=0,
-        world=1,
-        device=CPU,
+        Training(
+            replay=replay,
+            publisher=publisher,
+            roles=roles,
+            checkpoints=checkpoints,
+            start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
+            log=rows,
+            run_dir=folder,
+            rank=0,
+            world=1,
+            device=CPU,
+        ),
     )
     return publisher, rows
 
@@ -194,6 +196,43 @@ def test_no_version_is_sent_before_the_replay_knows_it_so_that_none_is_used_twic
     publisher = KnownVersions(replay)
     run(make_config(tmp_path), replay, publisher=publisher)
     assert publisher.known == [True] * 7
+
+
+class EveryWeights(KeptWeights):
+    """Keeps all versions; `late`: copied as late as the publisher may, when it is waited for."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.open: list[tuple[int, list[tuple[str, torch.Tensor]]]] = []
+        self.every: dict[int, dict[str, torch.Tensor]] = {}
+
+    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+        assert not self.open, "a version was not waited for"
+        self.open.append((policy_version, list(tensors)))
+        if not self.late:
+            self.wait_copied()
+        return PublishStats(wait_previous_s=0.0, nbytes=0)
+
+    def wait_copied(self) -> float:
+        for policy_version, tensors in self.open:
+            super().publish(policy_version, tensors)
+            self.every[policy_version] = self.newest
+        self.open = []
+        return 0.0
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_weights_that_are_copied_beside_the_next_step_are_those_of_their_version(tmp_path: Path, updates: int):
+    kept = {}
+    for late in (False, True):
+        config = make_config(tmp_path / str(late), updates_per_batch=updates)
+        publisher, _ = run(config, FedReplay(), publisher=EveryWeights(late))
+        assert isinstance(publisher, EveryWeights) and publisher.versions == list(range(7)) and not publisher.open
+        kept[late] = publisher.every
+    for version in range(7):
+        assert largest_difference(kept[False][version], kept[True][version]) == 0.0, version
+        assert version == 0 or largest_difference(kept[True][version - 1], kept[True][version]) > 0.0, version
 
 
 def test_an_evaluation_of_which_every_row_failed_has_no_accuracy():

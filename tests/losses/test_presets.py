@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from asyncrl.losses import PRESETS, policy_loss, preset
-from asyncrl.losses.config import NOT_IN_THE_LOOP
 from asyncrl.losses.preset_table import with_table
 from tests.losses.batches import random_batch, to_inputs
 from tests.losses.references import NEEDS_PROXIMAL, REFERENCES, gradient
@@ -38,7 +37,7 @@ def compare(name: str, seed: int, proximal: bool, noise: float = 0.4) -> None:
 def test_every_preset_has_a_reference_and_a_yaml() -> None:
     assert set(PRESETS) == set(REFERENCES)
     configs = Path(__file__).parents[2] / "configs" / "loss"
-    assert {path.stem for path in configs.glob("*.yaml")} == set(PRESETS) - set(NOT_IN_THE_LOOP)
+    assert {path.stem for path in configs.glob("*.yaml")} == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)

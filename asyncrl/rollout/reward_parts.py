@@ -1,0 +1,52 @@
+"""Named parts of the reward that the learner's advantage asks for.
+
+They are found missing here, where the attempt can still fail: at the learner a missing part could only end the run, or
+pass for a 0 that moves its siblings' baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.environments.base import Episodes
+from asyncrl.errors import RewardError
+from asyncrl.schema import AdvantageConfig
+from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """What every trajectory brings beside its reward."""
+
+    required: tuple[str, ...] = ()
+    """From the reward function."""
+    greedy: SamplingParams | None = None
+    """How the one completion per attempt is sampled whose reward is the baseline (ReMax); None: no such baseline."""
+
+    @classmethod
+    def of(cls, config: AdvantageConfig, sampling: SamplingParams) -> RewardParts:
+        greedy = replace(sampling, temperature=0.0) if config.baseline == "greedy" else None
+        return cls(required=tuple(config.components), greedy=greedy)
+
+    def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
+        """The trajectories with the greedy completion's reward among their parts.
+
+        Raises:
+            RewardError: the reward function left a part out, or gave one the name of the baseline.
+        """
+        for trajectory in trajectories:
+            lacking = [name for name in self.required if name not in trajectory.rewards]
+            if lacking:
+                raise RewardError(
+                    f"the reward function returned no {', '.join(lacking)} (it returned: score, "
+                    f"{', '.join(trajectory.rewards)}), which advantage.components names. Return every one each time"
+                )
+        if greedy is None:
+            return tuple(trajectories)
+        if any(GREEDY_REWARD in trajectory.rewards for trajectory in trajectories):
+            raise RewardError(
+                f"the reward function returned {GREEDY_REWARD!r}, a name kept for the baseline. Rename it"
+            )
+        baseline = {GREEDY_REWARD: greedy.trajectories[0].reward}
+        return tuple(replace(trajectory, rewards=trajectory.rewards | baseline) for trajectory in trajectories)
