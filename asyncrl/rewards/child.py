@@ -1,4 +1,4 @@
-"""`python -m asyncrl.rewards.child FUNCTION MODEL PROGRESS_FD PARENT_PID`: where a reward function runs.
+"""`python -m asyncrl.rewards.child KIND FUNCTION MODEL PROGRESS_FD PARENT_PID`: where a function of the user runs.
 
 consumes:     calls from the pipe on standard input
 waits for:    the next call, without a deadline: the pool owns the deadlines and kills this process past one
@@ -10,15 +10,20 @@ User code may print, crash, hang or exit here; none of it reaches the rollout wo
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.rewards.loader import GroupReward, make_reward
+from asyncrl.rewards.filters import FinishedGroup, make_filter
+from asyncrl.rewards.loader import make_reward
+from asyncrl.rewards.score import RewardScore
 from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, end_call, pack_frame
 
 READ_BYTES = 1 << 20
@@ -27,29 +32,54 @@ FLUSH_S = 0.005
 PR_SET_PDEATHSIG = 1
 
 
-def main(function: str, model: str, progress_fd: int, parent_pid: int) -> int:
+def reward_answers(function: str, model: str) -> Callable[..., Any]:
+    """`(completions, row) -> [[value, parts] or why there is none, ...]`"""
+    reward = make_reward(function, model)
+
+    def answer(completions: list[str], row: dict[str, Any]) -> list[Any]:
+        outcomes = reward(completions, row)
+        return [[o.value, o.parts] if isinstance(o, RewardScore) else str(o) for o in outcomes]
+
+    return answer
+
+
+def filter_answers(function: str, model: str) -> Callable[..., Any]:
+    """`(fields of a FinishedGroup) -> [keep, why not]`"""
+    judge = make_filter(function)
+
+    def answer(fields: dict[str, Any]) -> list[Any]:
+        verdict = judge(FinishedGroup(**fields))
+        return [verdict.keep, verdict.why]
+
+    return answer
+
+
+KINDS = {"reward": reward_answers, "filter": filter_answers}
+
+
+def main(kind: str, function: str, model: str, progress_fd: int, parent_pid: int) -> int:
     calls_fd, results_fd = _take_pipes()
     _die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     progress = mmap.mmap(progress_fd, PROGRESS_BYTES)
     try:
-        reward = make_reward(function, model)
+        answers = KINDS[kind](function, model)
     except AsyncRLError as error:
         _write(results_fd, pack_frame(["refused", str(error)]))
         return 2
     _write(results_fd, pack_frame(["ready"]))
-    _serve(reward, calls_fd, results_fd, progress)
+    _serve(answers, calls_fd, results_fd, progress)
     return 0
 
 
-def _serve(reward: GroupReward, calls_fd: int, results_fd: int, progress: mmap.mmap) -> None:
+def _serve(answers: Callable[..., Any], calls_fd: int, results_fd: int, progress: mmap.mmap) -> None:
     buffer = FrameBuffer()
     while data := os.read(calls_fd, READ_BYTES):
         results: list[bytes] = []
         flushed = time.monotonic()
-        for call_id, completions, row in buffer.feed(data):
+        for call_id, *arguments in buffer.feed(data):
             begin_call(progress, call_id)
-            answer = _score(reward, completions, row)
+            answer = _answer(functools.partial(answers, *arguments))
             end_call(progress)
             results.append(pack_frame([call_id, answer]))
             if time.monotonic() - flushed > FLUSH_S:
@@ -58,10 +88,12 @@ def _serve(reward: GroupReward, calls_fd: int, results_fd: int, progress: mmap.m
         _write(results_fd, b"".join(results))
 
 
-def _score(reward: GroupReward, completions: list[str], row: dict[str, object]) -> list[list[object]] | str:
-    """Scores, or the text of the failure."""
+def _answer(call: Callable[[], Any]) -> Any:
+    """What the call gives, or the text of its failure."""
     try:
-        return [[score.value, score.parts] for score in reward(completions, row)]
+        return call()
+    except AsyncRLError as error:
+        return str(error)
     except Exception as error:  # user code at a process boundary: its failure is an answer, sent back as text
         return f"{type(error).__name__}: {error}"
 
@@ -92,6 +124,6 @@ def _write(fd: int, data: bytes) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+        sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Reward functions by path, and the three signatures that are understood.
+"""Functions of the user by path, and the three signatures of reward functions that are understood.
 
     ours:  f(completion, row) -> number or {"score": number, ...}
     verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None)
@@ -20,29 +20,33 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError
-from asyncrl.rewards.score import RewardScore, to_score
+from asyncrl.rewards.score import Outcome, to_score
 
 Row = dict[str, Any]
-GroupReward = Callable[[list[str], Row], list[RewardScore]]
-"""`(completions [G], row) -> scores [G]`: what every signature is adapted to."""
+GroupReward = Callable[[list[str], Row], list[Outcome]]
+"""`(completions [G], row) -> scores or failures [G]`: what every signature is adapted to."""
 
 
-def load_reward(spec: str) -> Callable[..., Any]:
+def load_function(spec: str, setting: str = "reward.function") -> Callable[..., Any]:
     """The function named by `file.py:name` or `package.module:name`.
+
+    Args:
+        setting: which key named it, for the error.
 
     Raises:
         ConfigError: malformed, no such file, module or function; or importing it failed.
     """
+    given = f"{setting}={spec!r}"
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"reward.function={spec!r} names no function. Write file.py:name or package.module:name")
-    module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
+        raise ConfigError(f"{given} names no function. Write file.py:name or package.module:name")
+    module = _load_file(Path(place), given) if place.endswith(".py") else _load_module(place, given)
     function = getattr(module, name, None)
     if function is None:
         defined = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ConfigError(f"reward.function={spec!r}: {place} has no {name!r}. It defines: {', '.join(defined)}")
+        raise ConfigError(f"{given}: {place} has no {name!r}. It defines: {', '.join(defined)}")
     if not callable(function):
-        raise ConfigError(f"reward.function={spec!r} is a {type(function).__name__}, not a function")
+        raise ConfigError(f"{given} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -52,7 +56,7 @@ def make_reward(spec: str, model: str = "") -> GroupReward:
     Raises:
         ConfigError: it cannot be loaded, made or called.
     """
-    function = load_reward(spec)
+    function = load_function(spec)
     if not model:
         return adapt_reward(function, spec)
     try:
@@ -83,8 +87,8 @@ def adapt_reward(function: Callable[..., Any], name: str) -> GroupReward:
             "compute_score(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
         )
 
-    def per_completion(completions: list[str], row: Row) -> list[RewardScore]:
-        return [to_score(_settle(function(text, row)), name) for text in completions]
+    def per_completion(completions: list[str], row: Row) -> list[Outcome]:
+        return [_outcome(lambda text=text: function(text, row), name) for text in completions]
 
     return per_completion
 
@@ -92,7 +96,7 @@ def adapt_reward(function: Callable[..., Any], name: str) -> GroupReward:
 def _adapt_verl(function: Callable[..., Any], name: str, parameters: Any) -> GroupReward:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def per_completion(completions: list[str], row: Row) -> list[RewardScore]:
+    def per_completion(completions: list[str], row: Row) -> list[Outcome]:
         reward_model = row.get("reward_model")
         if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
             raise RewardError(f"{name} needs the column reward_model.ground_truth; the row has: {', '.join(row)}")
@@ -102,7 +106,7 @@ def _adapt_verl(function: Callable[..., Any], name: str, parameters: Any) -> Gro
             "extra_info": row.get("extra_info"),
         }
         given = {key: value for key, value in given.items() if takes_any or key in parameters}
-        return [to_score(_settle(function(solution_str=text, **given)), name) for text in completions]
+        return [_outcome(lambda text=text: function(solution_str=text, **given), name) for text in completions]
 
     return per_completion
 
@@ -110,7 +114,7 @@ def _adapt_verl(function: Callable[..., Any], name: str, parameters: Any) -> Gro
 def _adapt_trl(function: Callable[..., Any], name: str, parameters: Any) -> GroupReward:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def per_group(completions: list[str], row: Row) -> list[RewardScore]:
+    def per_group(completions: list[str], row: Row) -> list[Outcome]:
         size = len(completions)
         chat = isinstance(row["prompt"], list)
         # As TRL does: a conversational prompt gets conversational completions.
@@ -123,15 +127,25 @@ def _adapt_trl(function: Callable[..., Any], name: str, parameters: Any) -> Grou
         missing = [k for k in missing if k not in given and parameters[k].kind is not inspect.Parameter.VAR_POSITIONAL]
         if missing:
             raise RewardError(f"{name} needs the column(s) {', '.join(missing)}; the row has: {', '.join(row)}")
-        returned = _settle(function(**given))
+        returned = settle(function(**given))
         if not isinstance(returned, list | tuple) or len(returned) != size:
             raise RewardError(f"{name} must return a list of {size} numbers, got {returned!r:.80}")
-        return [to_score(entry, name) for entry in returned]
+        return [_outcome(lambda entry=entry: entry, name) for entry in returned]
 
     return per_group
 
 
-def _settle(returned: Any) -> Any:
+def _outcome(score: Callable[[], Any], name: str) -> Outcome:
+    """What `score` says of one completion; its failure is that completion's alone."""
+    try:
+        return to_score(settle(score()), name)
+    except RewardError as error:
+        return error
+    except Exception as error:  # user code at a process boundary: its failure is an answer
+        return RewardError(f"{type(error).__name__}: {error}")
+
+
+def settle(returned: Any) -> Any:
     """The result of a plain or an async function."""
     if inspect.isawaitable(returned):
         return asyncio.run(_wait(returned))
@@ -142,10 +156,10 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _load_file(path: Path, spec: str) -> ModuleType:
+def _load_file(path: Path, given: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"reward.function={spec!r}: there is no file {path} (looked from {Path.cwd()})")
-    location = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+        raise ConfigError(f"{given}: there is no file {path} (looked from {Path.cwd()})")
+    location = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     assert location is not None and location.loader is not None  # holds for any name that ends in .py
     module = importlib.util.module_from_spec(location)
     # Registered and with its folder importable, so that dataclasses and imports of neighbouring files work in it.
@@ -154,12 +168,12 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         location.loader.exec_module(module)
     except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
-        raise ConfigError(f"reward.function={spec!r}: importing it failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}") from error
     return module
 
 
-def _load_module(name: str, spec: str) -> ModuleType:
+def _load_module(name: str, given: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # as above
-        raise ConfigError(f"reward.function={spec!r}: importing it failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}") from error

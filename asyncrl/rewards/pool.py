@@ -1,7 +1,7 @@
-"""Runs the reward function in child processes with a deadline per call.
+"""Runs a function of the user, a reward or a filter, in child processes with a deadline per call.
 
-A call that hangs, crashes its process, raises or returns no finite number fails alone, with RewardError; calls that
-shared its process are run again in a fresh one. No failure ever becomes a score.
+A call that hangs, crashes its process, raises or returns nonsense fails alone; calls that shared its process are run
+again in a fresh one. No failure ever becomes a score.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from asyncrl.errors import ConfigError, RewardError, WireError
-from asyncrl.rewards.process import RewardProcess
-from asyncrl.rewards.score import RewardScore
+from asyncrl.errors import AsyncRLError, ConfigError, RewardError, WireError
+from asyncrl.rewards.process import FunctionProcess
+from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rewards.wire import IDLE, pack_frame
 
 log = logging.getLogger(__name__)
@@ -30,26 +30,31 @@ MAX_BLAMELESS_DEATHS = 3
 @dataclass(slots=True)
 class _Call:
     frame: bytes
-    answer: asyncio.Future[list[RewardScore]]
+    answer: asyncio.Future[Any]
 
 
-class RewardPool:
-    """`async with RewardPool(...) as pool: scores = await pool.score(completions, row)`.
+class FunctionPool:
+    """Starts the children, sends them calls, replaces them. `RewardPool` and `FilterPool` say what is called.
 
     Args:
+        kind: `reward` or `filter`, see `child.KINDS`.
+        error: what a failed call raises.
         function: `file.py:name` or `package.module:name`.
         workers: child processes.
         timeout_s: deadline of one call, counted from the moment it begins to run.
         model: `reward.model`; given, `function` names what is made of it (see `make_reward`).
     """
 
-    def __init__(self, function: str, *, workers: int, timeout_s: float, model: str = "") -> None:
+    def __init__(
+        self, kind: str, error: type[AsyncRLError], function: str, *, workers: int, timeout_s: float, model: str = ""
+    ) -> None:
+        self._kind, self._error = kind, error
         self._function = function
         self._model = model
         self._start_timeout_s = MODEL_START_TIMEOUT_S if model else START_TIMEOUT_S
         self._workers = workers
         self._timeout_s = timeout_s
-        self._processes: list[RewardProcess] = []
+        self._processes: list[FunctionProcess] = []
         self._waiting: dict[int, _Call] = {}
         self._next_id = 1
         self._blameless_deaths = 0
@@ -58,9 +63,9 @@ class RewardPool:
         self._closing = False
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._counts = {"reward_calls": 0.0, "reward_failures": 0.0, "reward_restarts": 0.0}
+        self._counts = {f"{kind}_calls": 0.0, f"{kind}_failures": 0.0, f"{kind}_restarts": 0.0}
 
-    async def __aenter__(self) -> RewardPool:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -85,20 +90,16 @@ class RewardPool:
             raise ConfigError(self._refusal)
         self._started = True
 
-    async def score(self, completions: list[str], row: dict[str, Any]) -> list[RewardScore]:
-        """One score per completion of one group.
-
-        Raises:
-            RewardError: any failure of this call: raised, timed out, killed its process, or gave no finite number.
-        """
+    async def call(self, *arguments: Any) -> Any:
+        """The function's answer, as the child wrote it. Raises `error`: it raised, timed out or killed its process."""
         if self._closing:
-            raise RewardError("the reward pool is closed")
+            raise self._error(f"the {self._kind} pool is closed")
         call_id, self._next_id = self._next_id, self._next_id + 1
-        self._counts["reward_calls"] += 1
+        self._counts[f"{self._kind}_calls"] += 1
         try:
-            frame = pack_frame([call_id, completions, row])
+            frame = pack_frame([call_id, *arguments])
         except WireError as error:
-            raise self._failure(str(error)) from error
+            raise self.failure(str(error)) from error
         call = _Call(frame, asyncio.get_running_loop().create_future())
         self._dispatch(call_id, call)
         return await call.answer
@@ -110,7 +111,7 @@ class RewardPool:
     async def close(self) -> None:
         """Kill the children; calls still open fail. Waits for the processes to be gone, for at most 5 s."""
         self._closing = True
-        self._fail_all("the reward pool was closed")
+        self._fail_all(f"the {self._kind} pool was closed")
         for task in self._tasks:
             task.cancel()
         for process in self._processes:
@@ -127,7 +128,7 @@ class RewardPool:
         least = min(ready, key=lambda process: len(process.outstanding))
         least.send(call_id, call, call.frame)
 
-    def _on_message(self, process: RewardProcess, message: list[Any]) -> None:
+    def _on_message(self, process: FunctionProcess, message: list[Any]) -> None:
         head, *rest = message
         if head == "ready":
             process.ready = True
@@ -146,11 +147,11 @@ class RewardPool:
         if call is None or call.answer.done():
             return
         if isinstance(rest[0], str):
-            call.answer.set_exception(self._failure(rest[0]))
+            call.answer.set_exception(self.failure(rest[0]))
         else:
-            call.answer.set_result([RewardScore(value=value, parts=parts) for value, parts in rest[0]])
+            call.answer.set_result(rest[0])
 
-    def _on_death(self, process: RewardProcess, description: str) -> None:
+    def _on_death(self, process: FunctionProcess, description: str) -> None:
         if process in self._processes:
             self._processes.remove(process)
         if self._closing:
@@ -159,7 +160,7 @@ class RewardPool:
             self._refusal = self._refusal or f"importing {self._function} ended its process ({description})"
             self._ready.set()
             return
-        self._counts["reward_restarts"] += 1
+        self._counts[f"{self._kind}_restarts"] += 1
         self._spawn(self._start_process())
         self._blame(process, description)
         for call_id, innocent in process.outstanding.items():
@@ -169,9 +170,9 @@ class RewardPool:
             self._fail_all(self._refusal)
         elif self._blameless_deaths >= MAX_BLAMELESS_DEATHS:
             self._blameless_deaths = 0
-            self._fail_all(f"reward processes keep dying outside any call (last: {description})")
+            self._fail_all(f"{self._kind} processes keep dying outside any call (last: {description})")
 
-    def _blame(self, process: RewardProcess, description: str) -> None:
+    def _blame(self, process: FunctionProcess, description: str) -> None:
         """Fail the call that was running when the process died, if one was."""
         guilty, _ = process.current_call()
         call = process.outstanding.pop(guilty, None)
@@ -183,8 +184,8 @@ class RewardPool:
             self._fail(call, f"the call ended its process ({description})")
 
     async def _start_process(self) -> None:
-        process = RewardProcess(self._on_message, self._on_death)
-        await process.start(self._function, self._model)
+        process = FunctionProcess(self._on_message, self._on_death)
+        await process.start(self._kind, self._function, self._model)
         self._processes.append(process)
 
     async def _watch(self) -> None:
@@ -197,7 +198,7 @@ class RewardPool:
             for process in list(self._processes):
                 self._check_deadline(process)
 
-    def _check_deadline(self, process: RewardProcess) -> None:
+    def _check_deadline(self, process: FunctionProcess) -> None:
         call_id, running_s = process.current_call()
         silent_s = asyncio.get_running_loop().time() - process.heard_at
         if call_id == IDLE:
@@ -209,17 +210,18 @@ class RewardPool:
             process.overdue = call_id
             process.kill()
 
-    def _failure(self, why: str) -> RewardError:
-        self._counts["reward_failures"] += 1
-        count = f"{self._counts['reward_failures']:.0f}"
-        # The 1st, 10th, 100th ...: a reward that always fails stalls the run and must be seen, without filling a disk.
+    def failure(self, why: str) -> AsyncRLError:
+        """Count a failed call and say what to raise."""
+        self._counts[f"{self._kind}_failures"] += 1
+        count = f"{self._counts[f'{self._kind}_failures']:.0f}"
+        # The 1st, 10th, 100th ...: one that always fails stalls the run and must be seen, without filling a disk.
         if not self._closing and count.strip("0") == "1":
-            log.warning("reward failure %s, its group gets no score: %s: %.500s", count, self._function, why)
-        return RewardError(f"{self._function}: {why}")
+            log.warning("%s failure %s, its group is not whole: %s: %.500s", self._kind, count, self._function, why)
+        return self._error(f"{self._function}: {why}")
 
     def _fail(self, call: _Call, why: str) -> None:
         if not call.answer.done():
-            call.answer.set_exception(self._failure(why))
+            call.answer.set_exception(self.failure(why))
 
     def _fail_all(self, why: str) -> None:
         for process in self._processes:
@@ -234,3 +236,28 @@ class RewardPool:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
+
+
+class RewardPool(FunctionPool):
+    """`async with RewardPool(...) as pool: scores = await pool.score(completions, row)`; see `FunctionPool`."""
+
+    def __init__(self, function: str, *, workers: int, timeout_s: float, model: str = "") -> None:
+        super().__init__("reward", RewardError, function, workers=workers, timeout_s=timeout_s, model=model)
+
+    async def score(self, completions: list[str], row: dict[str, Any]) -> list[Outcome]:
+        """One score per completion of one group, or why this one has none.
+
+        Raises:
+            RewardError: none has one: the call timed out or killed its process, or failed for each of them.
+        """
+        answers = await self.call(completions, row)
+        failed = [answer for answer in answers if isinstance(answer, str)]
+        error = self.failure(failed[0]) if failed else None
+        if error is not None and len(failed) == len(answers):
+            raise error
+        return [
+            RewardError(f"{self._function}: {answer}")
+            if isinstance(answer, str)
+            else RewardScore(value=answer[0], parts=answer[1])
+            for answer in answers
+        ]

@@ -1,4 +1,4 @@
-"""One reward child process as the event loop sees it: start, send, answers, progress, death."""
+"""One child process with a function of the user as the event loop sees it: start, send, answers, progress, death."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, read_progres
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
-class RewardProcess(asyncio.SubprocessProtocol):
+class FunctionProcess(asyncio.SubprocessProtocol):
     """`on_message(process, message)` for each frame; `on_death(process, description)` exactly once, at its end."""
 
     def __init__(
-        self, on_message: Callable[[RewardProcess, list[Any]], None], on_death: Callable[[RewardProcess, str], None]
+        self, on_message: Callable[[FunctionProcess, list[Any]], None], on_death: Callable[[FunctionProcess, str], None]
     ) -> None:
         self._on_message = on_message
         self._on_death = on_death
@@ -44,10 +44,10 @@ class RewardProcess(asyncio.SubprocessProtocol):
         self.outstanding: dict[int, Any] = {}
         """Calls sent or about to be, by id, in order."""
 
-    async def start(self, function: str, model: str = "") -> None:
+    async def start(self, kind: str, function: str, model: str) -> None:
         loop = asyncio.get_running_loop()
         paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-        settings = (function, model, str(self._progress_fd), str(os.getpid()))
+        settings = (kind, function, model, str(self._progress_fd), str(os.getpid()))
         command = [sys.executable, "-m", "asyncrl.rewards.child", *settings]
         try:
             await loop.subprocess_exec(

@@ -1,4 +1,7 @@
-"""What a reward is: one finite number, and optionally named components. Everything else is an error."""
+"""What a reward is: one finite number, and optionally named components. Everything else is an error.
+
+An error concerns one completion where its function was called for that one, else the whole group.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ class RewardScore:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     """Other numbers the function returned beside `score`, by name."""
+
+
+Outcome = RewardScore | RewardError
+"""Of one completion: its score, or why it has none."""
 
 
 def to_score(returned: Any, function: str) -> RewardScore:

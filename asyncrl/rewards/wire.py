@@ -1,7 +1,10 @@
 """What passes between the pool and its children: length-prefixed msgpack frames, and one shared progress record.
 
-    pool -> child:  [call id, completions, row]
-    child -> pool:  ["ready"] or ["refused", why]; then [call id, [[value, parts], ...]] or [call id, why it failed]
+    pool -> child:  [call id, argument, ...]
+    child -> pool:  ["ready"] or ["refused", why]; then [call id, answer] or [call id, why it failed]
+
+    of a reward:    (completions, row) -> [[value, parts] or why this one has none, ...]
+    of a filter:    (fields of a FinishedGroup) -> [keep, why not]
 
 The progress record is what lets the pool name the guilty call exactly, after a timeout or a crash, although results
 are written in batches. Both ends are asyncrl's own processes on one machine.

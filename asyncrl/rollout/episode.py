@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import Engine, GenerateRequest
 from asyncrl.environments.base import Decode, Environment, Episodes, EpisodeTools, Score
-from asyncrl.errors import GenerationError, RewardError
+from asyncrl.errors import AsyncRLError, GenerationError, IncompleteGroupError, RewardError
+from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.types import (
     NO_VERSION,
     Assignment,
@@ -28,6 +29,18 @@ from asyncrl.types import (
     TrajectoryGroup,
 )
 
+NEXT_TRY = 0x9E3779B97F4A7C15
+"""Added to the seed for each further try at missing members, or they would be sampled as before and fail as before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """How many members a group has, how many are enough, and how often they are tried for."""
+
+    size: int
+    fewest: int
+    tries: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
@@ -37,25 +50,69 @@ class EpisodeRunner:
     environment: Environment
     decode: Decode
     score: Score
+    parts: RewardParts = field(default_factory=RewardParts)
 
     async def run_group(
-        self, assignment: Assignment, prompt: Prompt, *, size: int, sampling: SamplingParams, worker: str
+        self, assignment: Assignment, prompt: Prompt, *, shape: GroupShape, sampling: SamplingParams, worker: str
     ) -> TrajectoryGroup:
-        """Raises GenerationError or RewardError; the caller reports the attempt as failed with that reason."""
+        """The caller reports the attempt as failed with the reason that is raised.
+
+        Raises:
+            GenerationError, RewardError: no member came to its end, or a part of the reward is missing.
+            IncompleteGroupError: some members did, but fewer than are enough, however often the others were tried.
+        """
         started_at = time.time()
         name = f"{assignment.group_id}.{assignment.attempt}"
-        episodes = await self._run(prompt, size, sampling, name=name, seed=assignment.seed)
+        # Side by side: one after the other would double the time that a group takes.
+        episodes, greedy = await asyncio.gather(
+            self._run_members(prompt, shape, sampling, name=name, seed=assignment.seed),
+            self._run_greedy(prompt, name),
+        )
         return TrajectoryGroup(
             group_id=assignment.group_id,
             prompt_index=assignment.prompt_index,
             attempt=assignment.attempt,
             worker=worker,
-            trajectories=episodes.trajectories,
+            trajectories=self.parts.complete(episodes.trajectories, greedy),
             prompt_text=prompt.text,
             completion_texts=episodes.texts,
             started_at=started_at,
             finished_at=time.time(),
         )
+
+    async def _run_greedy(self, prompt: Prompt, name: str) -> Episodes | None:
+        """The completion whose reward is the baseline; None where there is no such baseline."""
+        if self.parts.greedy is None:
+            return None
+        episodes = await self._run(prompt, 1, self.parts.greedy, name=f"{name}.greedy", seed=0)
+        for failure in episodes.failures:
+            raise failure
+        return episodes
+
+    async def _run_members(
+        self, prompt: Prompt, shape: GroupShape, sampling: SamplingParams, *, name: str, seed: int
+    ) -> Episodes:
+        """Those that fail are made again alone, once any sibling has come to its end."""
+        made = await self._run(prompt, shape.size, sampling, name=name, seed=seed)
+        failures: list[AsyncRLError] = list(made.failures)
+        for again in range(1, shape.tries):
+            missing = shape.size - len(made.trajectories)
+            if not missing:
+                break
+            fresh = (seed + again * NEXT_TRY) % 2**63
+            try:
+                more = await self._run(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
+            except (GenerationError, RewardError) as error:  # counted as one of the tries
+                failures.append(error)
+                continue
+            failures += more.failures
+            made = Episodes(trajectories=made.trajectories + more.trajectories, texts=made.texts + more.texts)
+        if len(made.trajectories) < shape.fewest:
+            raise IncompleteGroupError(
+                f"{len(made.trajectories)} of {shape.size} members after {shape.tries} tries, {shape.fewest} are "
+                f"needed; the last failure: {failures[-1]}"
+            )
+        return made
 
     async def run_evaluation(
         self, assignment: EvalAssignment, rows: PromptSource, *, sampling: SamplingParams
@@ -86,6 +143,8 @@ class EpisodeRunner:
         try:
             episodes = await self._run(prompt, 1, sampling, name=name, seed=0, pinned=True)
         except (GenerationError, RewardError):  # counted: rows without a score are the result's `failed`
+            return None
+        if not episodes.trajectories:
             return None
         (trajectory,) = episodes.trajectories
         versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())

@@ -1,15 +1,20 @@
 """Groups that are not worth training on, dropped where they are made: no byte of them travels.
 
 A dropped group is counted with its reason and makes room for exactly one new prompt, so batches stay full (dynamic
-sampling as in DAPO).
+sampling as in DAPO). The user's own filters (`rollout.filters`) come after the built-in ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rewards.filters import FinishedGroup
 from asyncrl.schema import RolloutConfig
-from asyncrl.types import DropReason, TrajectoryGroup
+from asyncrl.types import DropReason, Prompt, TrajectoryGroup
 
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """True: the group is to be dropped."""
@@ -29,11 +34,54 @@ def all_truncated(group: TrajectoryGroup) -> bool:
 
 
 TRUNCATED: dict[str, GroupFilter | None] = {"never": None, "any": any_truncated, "all": all_truncated}
-Filters = Sequence[tuple[DropReason, GroupFilter]]
+BuiltIn = Sequence[tuple[DropReason, GroupFilter]]
 
 
-def make_filters(config: RolloutConfig) -> Filters:
-    """Those that the settings ask for, in the order they are tried."""
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    reason: DropReason
+    detail: str
+    """Which filter, and what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """In the order they are tried."""
+
+    built_in: BuiltIn = ()
+    own: Sequence[FilterPool] = ()
+    """Of the user."""
+
+    async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
+        """What the first filter says that wants the group dropped.
+
+        Raises:
+            FilterError: one of the user's failed. The group is then neither kept nor dropped by it.
+        """
+        for reason, unwanted in self.built_in:
+            if unwanted(group):
+                return Unwanted(reason, "by rollout.drop_*")
+        for pool in self.own:
+            verdict = await pool.judge(finished(group, prompt))
+            if not verdict.keep:
+                return Unwanted(DropReason.FILTERED, f"{pool.name}: {verdict.why}" if verdict.why else pool.name)
+        return None
+
+
+def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
+    """What the user's filters see of it."""
+    return FinishedGroup(
+        completions=list(group.completion_texts),
+        rewards=[trajectory.reward for trajectory in group.trajectories],
+        parts=[trajectory.rewards for trajectory in group.trajectories],
+        finish_reasons=[trajectory.finish_reason for trajectory in group.trajectories],
+        lengths=[int(np.count_nonzero(trajectory.loss_mask)) for trajectory in group.trajectories],
+        row=prompt.columns,
+    )
+
+
+def built_in_filters(config: RolloutConfig) -> BuiltIn:
+    """Those that the settings ask for."""
     filters: list[tuple[DropReason, GroupFilter]] = []
     truncated = TRUNCATED[config.drop_truncated]
     if truncated is not None:
@@ -41,8 +89,3 @@ def make_filters(config: RolloutConfig) -> Filters:
     if config.drop_zero_variance:
         filters.append((DropReason.FILTERED_ZERO_VARIANCE, zero_variance))
     return filters
-
-
-def why_dropped(filters: Filters, group: TrajectoryGroup) -> DropReason | None:
-    """The reason of the first filter that wants the group dropped."""
-    return next((reason for reason, unwanted in filters if unwanted(group)), None)

@@ -176,10 +176,15 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     for group, key in (("model", "path"), ("reward", "model")):
         if config[group][key] and Path(config[group][key]).is_dir():
             config[group][key] = str(Path(config[group][key]).resolve())
-    place, _, name = config["reward"]["function"].rpartition(":")
-    if place.endswith(".py"):
-        config["reward"]["function"] = f"{Path(place).resolve()}:{name}"
+    config["reward"]["function"] = _absolute_function(config["reward"]["function"])
+    config["rollout"]["filters"] = [_absolute_function(spec) for spec in config["rollout"]["filters"]]
     return config
+
+
+def _absolute_function(spec: str) -> str:
+    """Of `file.py:name` the file; `package.module:name` is left as it is."""
+    place, _, name = spec.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
 
 
 def run_pool(config: Config) -> int:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.pool import MODEL_START_TIMEOUT_S, RewardPool
-from asyncrl.rewards.score import RewardScore
+from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.schema import RewardConfig
 
 CONCURRENT_CALLS = 1000
@@ -24,7 +24,8 @@ CONCURRENT_CALLS = 1000
 RESTARTS = 10
 """Of the actor, after its process was lost; calls made meanwhile wait for the next one."""
 
-Scores = list[tuple[float, dict[str, float]]]
+Scores = list[tuple[float, dict[str, float]] | str]
+"""Per completion its score and parts, or why it has none."""
 
 
 class RewardService:
@@ -49,7 +50,8 @@ class RewardService:
 
     async def score(self, completions: list[str], row: dict[str, Any]) -> Scores:
         await self._started()
-        return [(score.value, score.parts) for score in await self._pool.score(completions, row)]
+        outcomes = await self._pool.score(completions, row)
+        return [(o.value, o.parts) if isinstance(o, RewardScore) else str(o) for o in outcomes]
 
     async def _started(self) -> None:
         # The first call after each start of the actor's process starts the pool, for all that wait.
@@ -85,7 +87,7 @@ class SharedRewards:
     async def __aexit__(self, *_: object) -> None:
         """The service lives as long as the pool of workers."""
 
-    async def score(self, completions: list[str], row: dict[str, Any]) -> list[RewardScore]:
+    async def score(self, completions: list[str], row: dict[str, Any]) -> list[Outcome]:
         """Raises RewardError: the call failed there, was not answered in time, or the service is lost."""
         self._counts["reward_calls"] += 1
         try:
@@ -99,7 +101,9 @@ class SharedRewards:
             raise self._failure(f"the reward service is lost: {error}") from error
         except RayError as error:
             raise self._failure(f"Ray could not reach the reward service: {error}") from error
-        return [RewardScore(value=value, parts=parts) for value, parts in scores]
+        failed = [score for score in scores if isinstance(score, str)]
+        self._counts["reward_failures"] += bool(failed)
+        return [RewardError(o) if isinstance(o, str) else RewardScore(value=o[0], parts=o[1]) for o in scores]
 
     def stats(self) -> dict[str, float]:
         return dict(self._counts)

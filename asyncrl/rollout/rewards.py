@@ -6,14 +6,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.score import RewardScore
+from asyncrl.rewards.score import Outcome
 from asyncrl.rollout.host import late_import
 from asyncrl.schema import Config
 
 
 class Rewards(Protocol):
-    async def score(self, completions: list[str], row: dict[str, Any]) -> list[RewardScore]:
-        """One score per completion of one group. Raises RewardError for any failure of this call."""
+    async def score(self, completions: list[str], row: dict[str, Any]) -> list[Outcome]:
+        """One score per completion of one group, or why this one has none. Raises RewardError when none has one."""
         ...
 
     def stats(self) -> dict[str, float]: ...

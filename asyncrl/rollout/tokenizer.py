@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from asyncrl.environments.base import Decode
 from asyncrl.errors import ConfigError
@@ -20,6 +20,28 @@ def load_tokenizer(model_path: str) -> Any:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def check_vocabulary(model_path: str, tokenizer: Any) -> None:
+    """Is the tokenizer that of the model beside it?
+
+    Tokens added to a tokenizer may lie beyond the model's embeddings and never come up; its own ones, and the one that
+    ends a text, may not.
+
+    Raises:
+        ConfigError: the model has no such tokens, or no config.
+    """
+    try:
+        model = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={model_path} has no config that transformers can read: {error}") from error
+    end = -1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    needed = max(int(tokenizer.vocab_size), end + 1)
+    if needed > int(model.vocab_size):
+        raise ConfigError(
+            f"model.path={model_path}: its tokenizer uses token ids up to {needed - 1}, and its model's vocab_size is "
+            f"{model.vocab_size}. They belong to different models: copy both from the same one"
+        )
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:

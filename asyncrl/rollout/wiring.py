@@ -12,14 +12,16 @@ from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
 from asyncrl.environments.registry import make_environment
 from asyncrl.replay.client import RolloutClient
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.filters import make_filters
+from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.filters import Filters, built_in_filters
 from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.rewards import make_rewards
-from asyncrl.rollout.tokenizer import load_tokenizer, make_decode, stop_token_ids
+from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, stop_token_ids
 from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.schema import Config
+from asyncrl.schema import Config, RolloutConfig
 from asyncrl.types import SamplingParams
 from asyncrl.weights.factory import make_subscriber
 
@@ -45,6 +47,10 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(make_rewards(config))
+        own_filters = [
+            await stack.enter_async_context(FilterPool(function, timeout_s=config.reward.timeout_s))
+            for function in config.rollout.filters
+        ]
         engine = make_engine(config)
         stack.push_async_callback(engine.close)
         replay = RolloutClient(
@@ -67,7 +73,7 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
             admit=None if model_less else expected_parameters(config.model.path).check,
         )
         stack.callback(subscriber.close)
-        for source in (engine.stats, rewards.stats, subscriber.stats):
+        for source in (engine.stats, rewards.stats, subscriber.stats, *(pool.stats for pool in own_filters)):
             report.add(source)
         worker = RolloutWorker(
             name=name,
@@ -77,13 +83,14 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
                 environment=make_environment(config.environment),
                 decode=make_decode(texts.tokenizer),
                 score=rewards.score,
+                parts=RewardParts.of(config.advantage, texts.sampling),
             ),
             prompts=texts.prompts,
             evaluation_rows=texts.evaluation_rows,
             check=subscriber.check,
             proven=lambda: subscriber.proven,
-            filters=make_filters(config.rollout),
-            group_size=config.rollout.group_size,
+            filters=Filters(built_in_filters(config.rollout), own_filters),
+            shape=group_shape(config.rollout),
             sampling=texts.sampling,
             slots=slots_per_worker(config),
             # Half of the learner's patience: a stuck engine is replaced before the learner gives up on it.
@@ -93,6 +100,14 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
         )
         report.start_clocks()
         await worker.run()
+
+
+def group_shape(rollout: RolloutConfig) -> GroupShape:
+    return GroupShape(
+        size=rollout.group_size,
+        fewest=rollout.min_group_size or rollout.group_size,
+        tries=rollout.max_attempts,
+    )
 
 
 def slots_per_worker(config: Config) -> int:
@@ -107,6 +122,8 @@ def slots_per_worker(config: Config) -> int:
 
 def _load_texts(config: Config) -> _Texts:
     tokenizer = load_tokenizer(config.model.path)
+    if config.engine.name != "fake":
+        check_vocabulary(config.model.path, tokenizer)
     limit = config.data.max_prompt_tokens
     prompts = PromptSource(
         config.data.path, tokenizer, seed=config.seed, shuffle=config.data.shuffle, max_prompt_tokens=limit

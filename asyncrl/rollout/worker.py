@@ -19,13 +19,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import ConfigError, GenerationError, NoProgress, RewardError
+from asyncrl.errors import ConfigError, FilterError, GenerationError, IncompleteGroupError, NoProgress, RewardError
 from asyncrl.replay.base import Acquired, RolloutReplay
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.filters import Filters, why_dropped
+from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.version_hold import VersionHold
-from asyncrl.types import Assignment, DropReason, EvalAssignment, SamplingParams
+from asyncrl.types import Assignment, DropReason, EvalAssignment, Prompt, SamplingParams, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RolloutWorker:
         check: Callable[[], None],
         proven: Callable[[], bool],
         filters: Filters,
-        group_size: int,
+        shape: GroupShape,
         sampling: SamplingParams,
         slots: int,
         wait_timeout_s: float,
@@ -75,7 +75,7 @@ class RolloutWorker:
         self._check = check
         self._proven = proven
         self._filters = filters
-        self._group_size = group_size
+        self._shape = shape
         self._sampling = sampling
         self._greedy = SamplingParams(
             temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids
@@ -126,8 +126,13 @@ class RolloutWorker:
         prompt = self._prompts[assignment.prompt_index]
         try:
             group = await self._runner.run_group(
-                assignment, prompt, size=self._group_size, sampling=self._sampling, worker=self._name
+                assignment, prompt, shape=self._shape, sampling=self._sampling, worker=self._name
             )
+        except IncompleteGroupError as error:
+            self._failures_in_row = 0  # some members were generated
+            self._report.count("groups_failed")
+            await self._replay.fail(assignment, DropReason.INCOMPLETE, str(error))
+            return
         except GenerationError as error:
             self._report.count("groups_failed")
             self._failures_in_row += 1
@@ -141,15 +146,25 @@ class RolloutWorker:
             return
         self._failures_in_row = 0
         await self._wait_proven()
-        unwanted = why_dropped(self._filters, group)
-        if unwanted is not None:
-            self._report.count("groups_filtered")
-            await self._replay.fail(assignment, unwanted, "by rollout.drop_*")
+        if not await self._passes(assignment, prompt, group):
             return
         reply = await self._replay.insert(group)
         self._report.count(f"groups_{reply.status}")
         if reply.status == "rejected":
             log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+
+    async def _passes(self, assignment: Assignment, prompt: Prompt, group: TrajectoryGroup) -> bool:
+        """Whether the filters let the group through; if not, its end is reported."""
+        try:
+            unwanted = await self._filters.why_dropped(group, prompt)
+        except FilterError as error:
+            self._report.count("groups_failed")
+            await self._replay.fail(assignment, DropReason.FAILED_FILTER, str(error))
+            return False
+        if unwanted is not None:
+            self._report.count("groups_filtered")
+            await self._replay.fail(assignment, unwanted.reason, unwanted.detail)
+        return unwanted is None
 
     async def _evaluate(self, assignment: EvalAssignment) -> None:
         if self._evaluation_rows is None:

@@ -86,3 +86,13 @@ class Judge:
 
 def no_judge(path):
     return None
+
+
+def picky(completion, row):
+    if completion == "bad":
+        raise ValueError("cannot read it")
+    return 1.0
+
+
+def trl_picky(completions, **columns):
+    return [None if completion == "bad" else 1.0 for completion in completions]

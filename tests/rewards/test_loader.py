@@ -7,18 +7,23 @@ import pytest
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.exact_match import exact_match
-from asyncrl.rewards.loader import adapt_reward, load_reward, make_reward
+from asyncrl.rewards.loader import adapt_reward, load_function, make_reward
 from asyncrl.rewards.score import RewardScore
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 
 
 def scores(name: str, completions: list[str], row: dict) -> list[RewardScore]:
-    return adapt_reward(load_reward(f"{FILE}:{name}"), name)(completions, row)
+    """Raises the first failure."""
+    outcomes = adapt_reward(load_function(f"{FILE}:{name}"), name)(completions, row)
+    for outcome in outcomes:
+        if isinstance(outcome, RewardError):
+            raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, RewardScore)]
 
 
 def test_a_function_is_found_by_file_and_by_module():
-    assert load_reward("asyncrl.rewards.exact_match:exact_match") is exact_match
+    assert load_function("asyncrl.rewards.exact_match:exact_match") is exact_match
     assert scores("length", ["a", "abc"], {"prompt": "p"}) == [RewardScore(value=1.0), RewardScore(value=3.0)]
 
 
@@ -34,13 +39,13 @@ def test_a_function_is_found_by_file_and_by_module():
 )
 def test_a_spec_that_names_nothing_is_refused_with_the_reason(spec, says):
     with pytest.raises(ConfigError, match=says):
-        load_reward(spec)
+        load_function(spec)
 
 
 def test_a_file_that_fails_on_import_is_refused_with_its_error(tmp_path):
     (tmp_path / "broken.py").write_text("raise OSError('disk on fire')")
     with pytest.raises(ConfigError, match="disk on fire"):
-        load_reward(f"{tmp_path}/broken.py:f")
+        load_function(f"{tmp_path}/broken.py:f")
 
 
 def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path):
@@ -50,12 +55,12 @@ def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path
         "from neighbour_of_reward import BONUS\n@dataclass\nclass A:\n    x: int\n"
         "def f(completion, row):\n    return BONUS + A(1).x\n"
     )
-    assert load_reward(f"{tmp_path}/mine.py:f")("", {}) == 3.0
+    assert load_function(f"{tmp_path}/mine.py:f")("", {}) == 3.0
 
 
 def test_a_function_of_no_known_signature_is_refused():
     with pytest.raises(ConfigError, match="cannot be called as"):
-        adapt_reward(load_reward(f"{FILE}:no_arguments"), "no_arguments")
+        adapt_reward(load_function(f"{FILE}:no_arguments"), "no_arguments")
 
 
 def test_verl_compute_score_gets_its_columns_and_names_its_parts():

@@ -65,6 +65,20 @@ def test_a_bad_call_fails_alone_and_its_batch_mates_succeed(bad, says):
     assert [[score.value for score in scores] for scores in results] == [[1.0]] * 10
 
 
+@pytest.mark.parametrize("name", ["picky", "trl_picky"])
+def test_a_completion_that_cannot_be_scored_leaves_its_siblings_theirs(name):
+    async def scenario():
+        async with RewardPool(f"{FILE}:{name}", workers=1, timeout_s=5) as pool:
+            some = await pool.score(["a", "bad", "c"], row(""))
+            none = await asyncio.gather(pool.score(["bad", "bad"], row("")), return_exceptions=True)
+            return some, none, pool.stats()
+
+    (first, failed, third), (none,), stats = asyncio.run(scenario())
+    assert first.value == third.value == 1.0
+    assert isinstance(failed, RewardError) and isinstance(none, RewardError)
+    assert stats["reward_failures"] == 2
+
+
 def test_output_and_input_of_user_code_do_not_disturb_the_pipe():
     async def scenario():
         async with RewardPool(COMMANDS, workers=1, timeout_s=5) as pool:
@@ -89,10 +103,10 @@ def test_several_bad_calls_in_one_batch_each_fail_and_all_others_succeed():
 
 def test_a_deadline_counts_from_the_start_of_the_call_and_not_from_its_queueing():
     async def scenario():
-        async with RewardPool(COMMANDS, workers=1, timeout_s=0.3) as pool:
-            return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(40)))  # 0.8 s together
+        async with RewardPool(COMMANDS, workers=1, timeout_s=1.0) as pool:
+            return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(75)))  # 1.5 s together
 
-    assert len(asyncio.run(scenario())) == 40
+    assert len(asyncio.run(scenario())) == 75
 
 
 def test_a_child_killed_from_outside_while_idle_is_replaced():

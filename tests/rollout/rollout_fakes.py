@@ -14,8 +14,10 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import RewardError
 from asyncrl.replay.base import Acquired, Board, InsertReply
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, SamplingParams, TrajectoryGroup
@@ -137,6 +139,7 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         environment=SingleTurn(),
         decode=ByteTokenizer().decode,
         score=changes.pop("score", reward_length),
+        parts=changes.pop("parts", RewardParts()),
     )
     settings = {
         "name": "rollout-0",
@@ -146,8 +149,8 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         "evaluation_rows": prompt_source(path),
         "check": lambda: None,
         "proven": lambda: True,
-        "filters": (),
-        "group_size": 4,
+        "filters": Filters(),
+        "shape": GroupShape(size=4, fewest=4, tries=1),
         "sampling": SAMPLING,
         "slots": 16,
         "wait_timeout_s": 30.0,

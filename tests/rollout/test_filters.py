@@ -3,14 +3,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from asyncrl.rollout.filters import make_filters, why_dropped
+from asyncrl.replay.inprocess import InProcessReplay
+from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rewards.score import RewardScore
+from asyncrl.rollout.filters import Filters, built_in_filters
+from asyncrl.rollout.report import WorkerReport
 from asyncrl.schema import RolloutConfig
-from asyncrl.types import DropReason, Trajectory
+from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
 from tests.replay.helpers import group as replay_group
+from tests.replay.helpers import settings
 from tests.replay.test_order import ORDER
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
+
+PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.zeros(1, np.int32), text="p", columns={"prompt": "p"})
 
 
 def made(*members: tuple[float, str]):
@@ -25,7 +33,7 @@ CUT = made((0.0, "length"), (1.0, "length"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "reasons"),
+    ("wanted", "reasons"),
     [
         ({}, [None, None, None]),
         ({"drop_zero_variance": True}, [DropReason.FILTERED_ZERO_VARIANCE, None, None]),
@@ -33,16 +41,17 @@ CUT = made((0.0, "length"), (1.0, "length"))
         ({"drop_truncated": "all"}, [None, None, DropReason.OVER_LENGTH]),
     ],
 )
-def test_each_filter_drops_what_it_says(settings, reasons):
-    filters = make_filters(RolloutConfig(**settings))
-    assert [why_dropped(filters, group) for group in (FLAT, MIXED, CUT)] == reasons
+def test_each_filter_drops_what_it_says(wanted, reasons):
+    filters = Filters(built_in_filters(RolloutConfig(**wanted)))
+    said = [asyncio.run(filters.why_dropped(group, PROMPT)) for group in (FLAT, MIXED, CUT)]
+    assert [unwanted and unwanted.reason for unwanted in said] == reasons
 
 
 @pytest.mark.timeout(30)
 def test_a_worker_reports_what_it_filters_and_inserts_the_rest(tmp_path):
     async def scenario():
         replay = ScriptedReplay(20)
-        filters = ((DropReason.FILTERED_ZERO_VARIANCE, lambda group: group.group_id % 2 == 0),)
+        filters = Filters([(DropReason.FILTERED_ZERO_VARIANCE, lambda group: group.group_id % 2 == 0)])
         await make_worker(replay, rows_file(tmp_path / "rows.jsonl", 10), filters=filters).run()
         return replay
 
@@ -51,3 +60,82 @@ def test_a_worker_reports_what_it_filters_and_inserts_the_rest(tmp_path):
     assert {assignment.group_id % 2 for assignment, _, _ in replay.failed} == {0}
     assert {reason for _, reason, _ in replay.failed} == {DropReason.FILTERED_ZERO_VARIANCE}
     assert len(replay.inserted) + len(replay.failed) == 20
+
+
+OWN = """
+def keep(group):
+    if group.row["n"] == 4:
+        raise ValueError("four")
+    if group.row["n"] == 7:
+        return "seven, of " + str(len(group.completions))
+    return group.row["n"] != 2
+"""
+
+
+@pytest.mark.timeout(120)
+def test_filters_of_the_user_drop_with_their_name_and_fail_with_their_error(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+
+    async def scenario():
+        replay = ScriptedReplay(20)
+        async with FilterPool(f"{tmp_path}/mine.py:keep", timeout_s=60) as pool:
+            filters = Filters(own=[pool])
+            await make_worker(replay, rows_file(tmp_path / "rows.jsonl", 10), filters=filters).run()
+        return replay
+
+    replay = asyncio.run(scenario())
+    said = {order.prompt_index % 10: (reason, detail) for order, reason, detail in replay.failed}
+    assert said.keys() == {2, 4, 7}
+    assert said[2] == (DropReason.FILTERED, "keep")
+    assert said[7] == (DropReason.FILTERED, "keep: seven, of 4")
+    assert said[4][0] is DropReason.FAILED_FILTER and "ValueError: four" in said[4][1]
+    assert len(replay.inserted) == 14 and len(replay.failed) == 6
+
+
+STEPS, GROUPS = 12, 4
+
+
+@pytest.mark.timeout(120)
+def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
+    """A real worker beside a learner: with every group that is filtered one more is admitted, and none besides."""
+
+    async def reward_some(texts, row):
+        flat = row["n"] % 3 == 0
+        return [RewardScore(value=0.0 if flat else float(place)) for place, _ in enumerate(texts)]
+
+    # The fake engine goes on serving version 0.
+    admission = settings(groups_per_step=GROUPS, group_size=4, max_staleness=STEPS, pipeline_depth=1)
+    replay = InProcessReplay(admission)
+    learner = replay.learner()
+    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+    learner.publish(policy_version=0, parent=NO_VERSION)
+
+    def train() -> list[int]:
+        prompts = []
+        for step in range(STEPS):
+            plan = learner.lease(step=step, rank=0, world=1, wait_s=60).plan
+            prompts += [group.prompt_index for group in plan.groups]
+            learner.trained(step=step, policy_version=step + 1)
+            rollout.served_now(step + 1, "f")
+        learner.finish()
+        return prompts
+
+    async def scenario() -> tuple[list[int], dict[str, float]]:
+        report = WorkerReport()
+        filters = Filters(built_in_filters(RolloutConfig(drop_zero_variance=True)))
+        rows = rows_file(tmp_path / "rows.jsonl", 100)
+        worker = make_worker(rollout, rows, filters=filters, score=reward_some, report=report)
+        prompts, _ = await asyncio.gather(asyncio.to_thread(train), worker.run())
+        return prompts, report()
+
+    rollout = replay.rollout("rollout-0")
+    rollout.served_now(0, "f")
+    prompts, counts = asyncio.run(scenario())
+    ledger = replay.core.state.ledger
+    filtered = ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE]
+    assert len(prompts) == len(set(prompts)) == STEPS * GROUPS
+    assert not any(prompt % 100 % 3 == 0 for prompt in prompts), "a filtered group was trained"
+    left = ledger.dropped[DropReason.SHUTDOWN]
+    assert 0 < filtered <= counts["groups_filtered"] <= filtered + left  # what is told after the end is dropped by it
+    assert ledger.admitted == replay.core.state.cursor == STEPS * GROUPS + filtered + left
+    assert left <= 2 * GROUPS, "more was admitted than the window and the refills"
