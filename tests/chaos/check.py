@@ -21,6 +21,8 @@ class Verdict:
     acked: int = 0
     unknown: int = 0
     """Inserts whose answer nobody heard: they may count or not."""
+    late: int = 0
+    """Inserts whose sender had lost its order to another meanwhile: refused, or of a group that was over."""
     steps: int = 0
     trained: int = 0
     rollbacks: int = 0
@@ -63,6 +65,7 @@ def check(settings: ChaosSettings) -> Verdict:
     trained = [group for what in steps.values() for group in what["groups"]]
     verdict.trained = len(trained)
     check_training(settings, verdict, steps, trained)
+    check_staleness(settings, verdict, learner)
     check_learner(verdict, learner)
     acked, refused, attempts = client_histories(settings, verdict)
     dropped: set[int] = set()
@@ -96,7 +99,7 @@ def check(settings: ChaosSettings) -> Verdict:
 def check_training(
     settings: ChaosSettings, verdict: Verdict, steps: dict[int, dict[str, Any]], trained: list[dict[str, Any]]
 ) -> None:
-    """Once each, whole, within the bound, and the weights are those of exactly this."""
+    """Once each, whole, and the weights are those of exactly this."""
     if sorted(steps) != list(range(len(steps))):
         verdict.wrong.append(f"steps are missing: {sorted(set(range(max(steps))) - set(steps))[:5]}")
     seen: set[int] = set()
@@ -110,15 +113,30 @@ def check_training(
             verdict.split.append(group["group"])
         if group["content"] != [group["group"]]:
             verdict.wrong.append(f"group {group['group']} was trained with the content of {group['content']}")
-        verdict.max_staleness = max(verdict.max_staleness, group["staleness"])
-    if verdict.max_staleness > settings.max_staleness:
-        verdict.wrong.append(f"a token of staleness {verdict.max_staleness} was trained")
     digest = ""
     for step in sorted(steps):
         digest = train(digest, [group["group"] for group in steps[step]["groups"]])
         if digest != steps[step]["digest"]:
             verdict.wrong.append(f"the weights after step {step} are not those of its history")
             return
+
+
+def check_staleness(settings: ChaosSettings, verdict: Verdict, rows: list[dict[str, Any]]) -> None:
+    """Within the bound in every step ever trained, undone ones too; counted along the learner's own line of weights."""
+    roots: dict[int, tuple[int, ...]] = {}
+    """Version -> the trained versions it descends from, itself among them."""
+    for row in rows:
+        if row["what"] == "restore":
+            # Its own weights under a new number, which is no step.
+            roots[row["version"]] = roots.get(row["parent"], ())
+        elif row["what"] == "trained":
+            current = set(roots[row["parent"]])
+            for version in {version for group in row["groups"] for version in group["versions"]}:
+                age = len(current.symmetric_difference(roots[version]))
+                verdict.max_staleness = max(verdict.max_staleness, age)
+            roots[row["version"]] = (*roots[row["parent"]], row["version"])
+    if verdict.max_staleness > settings.max_staleness:
+        verdict.wrong.append(f"a token of staleness {verdict.max_staleness} was trained")
 
 
 def check_learner(verdict: Verdict, rows: list[dict[str, Any]]) -> None:
@@ -147,10 +165,13 @@ def client_histories(
         for row in lines(path):
             open_inserts += {"invoke": 1, "ok": -1, "fail": -1}.get(row["what"], 0)
             verdict.invoked += row["what"] == "invoke"
+            if "nonce" not in row:
+                continue
             attempts[row["nonce"]] = row["attempt"]
             if row["what"] == "ok":
                 acked.add((row["group"], row["nonce"]))
-            elif row["what"] == "fail":
+            verdict.late += row.get("status") in ("fenced", "closed")
+            if row["what"] == "fail":
                 refused.add(row["nonce"])
         verdict.unknown += open_inserts
     verdict.acked = len(acked)

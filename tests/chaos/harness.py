@@ -1,4 +1,7 @@
-"""Real processes, killed, paused and robbed of their power; they are started again as a supervisor would."""
+"""Real processes, killed, paused, cut off and robbed of power and disk; started again as a supervisor would.
+
+What a fault breaks for a while is mended by `wait`, which every other wait goes through.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from .check import Verdict, check, lines
+from .damage import find_flip
+from .network import TO_PEER, TO_SERVER, Network
 from .power import lose_power
 from .settings import ChaosSettings
 
@@ -25,6 +31,15 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def free_addresses(count: int) -> list[str]:
+    """All different."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"tcp://127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
 
 
 class Harness:
@@ -38,10 +53,14 @@ class Harness:
         self.lost_bytes = 0
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.paused: dict[str, float] = {}
-        self.names = ["server", *(f"w{n}" for n in range(settings.workers)), "learner"]
+        self.complaints: list[str] = []
+        self._mending: list[tuple[float, Callable[[], object]]] = []
+        self.network = Network(settings.address, settings.listen, Random(seed)) if settings.listen else None
+        self.shards = [f"shard-{number}" for number in range(len(settings.shards))]
+        self.names = ["server", *self.shards, *(f"w{n}" for n in range(settings.workers)), "learner"]
 
     def start(self, name: str) -> None:
-        module = "worker" if name.startswith("w") else name
+        module = "worker" if name.startswith("w") else name.partition("-")[0]
         with (self.settings.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name],
@@ -60,6 +79,11 @@ class Harness:
     def power_loss(self) -> None:
         self.kill("server")
         self.lost_bytes += lose_power(self.settings.journal, self.random)
+
+    def kill_shard(self, number: int, *, power: bool) -> None:
+        self.kill(self.shards[number])
+        if power:
+            self.lost_bytes += lose_power(self.settings.shard_journal(number), self.random)
 
     def restart_the_dead(self) -> None:
         """What died is started again; a worker or learner that ended by itself, too, unless the run is over."""
@@ -88,9 +112,69 @@ class Harness:
                 self.kill(name)
         elif kind == "power":
             self.power_loss()
+        elif kind in ("shard", "shard_power"):
+            self.kill_shard(self.random.randrange(len(self.shards)), power=kind == "shard_power")
         elif kind == "pause":
             name = self.random.choice(self.names)
             self.pause(name, self.random.choice((0.3, 2.5)))
+        elif kind == "full":
+            self.fill_disk(self.random.choice((0.3, 2.5)))
+        elif kind == "corrupt":
+            self.corrupt()
+        else:
+            self.disturb(kind)
+
+    def disturb(self, kind: str) -> None:
+        """The network: `cut`, `delay` or `blackhole`."""
+        network, random = self.network, self.random
+        if network is None:
+            raise ValueError(f"{kind} needs settings.listen, so that there is a relay between peers and server")
+        if kind == "cut":
+            network.cut(everybody=random.random() < 0.5)
+        elif kind == "delay":
+            network.delay(0.2)
+            self.mend_after(random.choice((0.3, 1.5)), network.mend)
+        elif kind == "blackhole":
+            network.swallow(random.choice(((TO_SERVER,), (TO_PEER,), (TO_SERVER, TO_PEER))))
+            if random.random() < 0.5:
+                self.mend_after(random.choice((0.3, 2.5)), lambda: network.cut(everybody=True))
+            self.mend_after(2.5, network.mend)
+
+    def fill_disk(self, seconds: float) -> None:
+        self.settings.full.touch()
+        self.mend_after(seconds, lambda: self.settings.full.unlink(missing_ok=True))
+
+    def corrupt(self) -> None:
+        """Flip a durable bit while the server is down. It must refuse to start and name file and byte; mended, the run
+        goes on."""
+        for _ in range(10):
+            self.kill("server")
+            flip = find_flip(self.settings.journal, self.random)
+            if flip is not None:
+                break
+            self.wait_for_steps(1)  # A server that has just begun has nothing durable in its new segment yet.
+        else:
+            raise TimeoutError("ten servers in a row made nothing durable")
+        before = len(self.said("server"))
+        flip.turn()
+        self.start("server")
+        try:
+            self.processes["server"].wait(self.drain_s)
+        except subprocess.TimeoutExpired:
+            self.kill("server")
+        flip.turn()
+        said = self.said("server")[before:]
+        if f"{flip.path.name} is damaged at byte {flip.record}" not in said:
+            self.complaints.append(f"{flip.path.name} was damaged at byte {flip.record}, the server said {said[-600:]}")
+
+    def mend_after(self, seconds: float, mend: Callable[[], object]) -> None:
+        self._mending.append((time.monotonic() + seconds, mend))
+
+    def _mend(self, now: float) -> None:
+        due = [mend for at, mend in self._mending if at <= now]
+        self._mending = [(at, mend) for at, mend in self._mending if at > now]
+        for mend in due:
+            mend()
 
     def pause(self, name: str, seconds: float) -> None:
         self.processes[name].send_signal(signal.SIGSTOP)
@@ -102,11 +186,12 @@ class Harness:
             self.processes[name].send_signal(signal.SIGCONT)
 
     def wait(self, seconds: float) -> None:
-        """Supervise for a while."""
+        """Supervise for a while: start the dead again, wake the paused and mend what is due."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.finished():
             self.restart_the_dead()
             self.resume_the_paused()
+            self._mend(time.monotonic())
             time.sleep(0.02)
 
     def wait_for_steps(self, steps: int) -> None:
@@ -125,8 +210,21 @@ class Harness:
     def wait_for_worker(self, name: str) -> None:
         """Until a group of this worker was taken in: a process that has just begun is not known to anybody."""
         taken = f"no group of {name} was accepted"
-        files = (self.settings.root / "history").glob
-        self.wait_until(lambda: any(row["what"] == "ok" for f in files(f"{name}-*.jsonl") for row in lines(f)), taken)
+        self.wait_until(lambda: any(row["what"] == "ok" for row in self.noted_by(name)), taken)
+
+    def wait_for_order(self, worker: str) -> None:
+        """Until it holds an order that it has sent nothing for: stopped now, it leaves work undone."""
+        self.wait_until(lambda: self.holds_order(worker), f"{worker} held no order")
+
+    def holds_order(self, worker: str) -> bool:
+        rows = self.noted_by(worker)
+        sent = {(row["group"], row["attempt"]) for row in rows if row["what"] == "invoke"}
+        return any((row["group"], row["attempt"]) not in sent for row in rows if row["what"] == "taken")
+
+    def noted_by(self, worker: str) -> list[dict[str, Any]]:
+        """History of the worker's newest life."""
+        pid = self.processes[worker].pid
+        return lines(self.settings.root / "history" / f"{worker}-{pid}.jsonl")
 
     def wait_until(self, happened: Callable[[], bool], otherwise: str) -> None:
         """Supervise until then.
@@ -141,8 +239,9 @@ class Harness:
             self.wait(0.02)
 
     def said(self, name: str) -> str:
-        """What a process has logged so far."""
-        return (self.settings.root / f"{name}.log").read_text(errors="replace")
+        """What a process has logged so far, its earlier lives included."""
+        path = self.settings.root / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def finish(self) -> Verdict:
         """Let the run end in peace and judge it.
@@ -151,16 +250,14 @@ class Harness:
             TimeoutError: it does not end.
         """
         (self.settings.root / "stop").touch()
-        until = time.monotonic() + self.drain_s
-        while not self.finished():
-            if time.monotonic() > until:
-                raise TimeoutError(f"the run did not end within {self.drain_s:.0f} s\n{self.tail()}")
-            self.wait(0.05)
+        self.wait_until(self.finished, "the run did not end")
         for name in ("w0", "server"):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[name].wait(10)
         self.close()
-        return check(self.settings)
+        verdict = check(self.settings)
+        verdict.wrong += self.complaints
+        return verdict
 
     def tail(self) -> str:
         return "\n".join(
@@ -172,6 +269,9 @@ class Harness:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        if self.network is not None:
+            self.network.close()
+            self.network = None
 
 
 @contextlib.contextmanager

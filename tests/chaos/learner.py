@@ -47,11 +47,11 @@ def save(path: Path, weights: Weights) -> None:
 
 
 def groups_of(lease: Lease) -> list[dict[str, Any]]:
-    """What is noted of each group: id, nonces, members, the oldest trained token's staleness."""
+    """What is noted of each group: id, nonces, members, the versions of its trained tokens."""
     rows = []
     for place, header in enumerate(lease.plan.groups):
         found = [t for (group, _), t in sorted(lease.trajectories.items()) if group == place]
-        ages = [lease.plan.staleness[v] for t in header.trajectories for v, _ in t.version_tokens]
+        versions = {v for t in header.trajectories for v, _ in t.version_tokens}
         rows.append(
             {
                 "group": header.group_id,
@@ -60,7 +60,7 @@ def groups_of(lease: Lease) -> list[dict[str, Any]]:
                 "content": sorted({int(t.token_ids[2]) for t in found}),
                 "nonces": sorted({int(t.token_ids[0]) for t in found}),
                 "members": [int(t.token_ids[1]) for t in found],
-                "staleness": max([age for age in ages if age <= lease.plan.max_staleness], default=0),
+                "versions": sorted(v for v in versions if lease.plan.staleness[v] <= lease.plan.max_staleness),
             }
         )
     return rows
@@ -72,8 +72,10 @@ def run(settings: ChaosSettings) -> None:
     weights = load(settings.root / "checkpoint")
     snapshot = weights.snapshot or None
     restored = client.restore(step=weights.step, policy_version=weights.version, snapshot=snapshot)
-    history.note("restore", next_step=restored.next_step, digest=weights.digest)
     version = restored.next_version
+    history.note(
+        "restore", next_step=restored.next_step, version=version, parent=weights.version, digest=weights.digest
+    )
     client.publish(policy_version=version, parent=weights.version)
     client.announce({"version": version})
     step = restored.next_step
@@ -84,7 +86,7 @@ def run(settings: ChaosSettings) -> None:
         digest = train(weights.digest, [row["group"] for row in rows])
         version += 1
         client.trained(step=step, policy_version=version)
-        history.note("trained", step=step, version=version, groups=rows, digest=digest)
+        history.note("trained", step=step, version=version, parent=version - 1, groups=rows, digest=digest)
         client.announce({"version": version})
         weights = Weights(step=step, version=version, digest=digest)
         step += 1

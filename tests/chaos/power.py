@@ -7,6 +7,7 @@ bits.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from asyncrl.replay.disk import Bytes, FolderDisk
 
@@ -36,9 +38,11 @@ class Failpoint:
 
 
 class PowerDisk(FolderDisk):
-    def __init__(self, folder: Path, sync_delay_s: float, failpoint: Failpoint) -> None:
+    """`full`: while this file is there, nothing more fits."""
+
+    def __init__(self, folder: Path, sync_delay_s: float, failpoint: Failpoint, full: Path) -> None:
         super().__init__(folder, locked=True)
-        self._where, self._delay_s, self._failpoint = folder, sync_delay_s, failpoint
+        self._delay_s, self._failpoint, self._full = sync_delay_s, failpoint, full
         self._undo = (folder.parent / UNDO).open("a")
 
     def _note(self, *what: object) -> None:
@@ -46,14 +50,23 @@ class PowerDisk(FolderDisk):
         self._undo.flush()
 
     def create(self, name: str, nbytes: int) -> None:
+        self._refuse_if_full()
         self._note("create", name)
         super().create(name, nbytes)
 
     def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
         self._failpoint.pass_by("write before")
-        self._note("write", name, offset, self.read(name, offset, sum(len(b) for b in buffers)).hex())
-        super().write(name, offset, buffers)
+        content = b"".join(buffers)
+        self._note("write", name, offset, self.read(name, offset, len(content)).hex())
+        if self._full.exists():
+            super().write(name, offset, [content[: len(content) // 2]])  # What a disk without space leaves behind.
+        self._refuse_if_full()
+        super().write(name, offset, [content])
         self._failpoint.pass_by("write after")
+
+    def _refuse_if_full(self) -> None:
+        if self._full.exists():
+            raise OSError(errno.ENOSPC, "no space left on device (planned)")
 
     def sync(self, name: str) -> None:
         self._failpoint.pass_by("sync before")
@@ -71,11 +84,11 @@ class PowerDisk(FolderDisk):
         super().rename(old, new)
 
 
-def lose_power(folder: Path, random: Random) -> int:
-    """Destroy what the dead process had not synced; returns the bytes lost. Now and then a lucky part survives."""
+def unsynced(folder: Path) -> list[list[Any]]:
+    """What was done to the files of a journal since they were synced, in order."""
     path = folder.parent / UNDO
     notes = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")] if path.exists() else []
-    pending: list[list] = []
+    pending: list[list[Any]] = []
     for note in notes:
         if note[0] == "sync":
             pending = [p for p in pending if not (p[0] == "write" and p[1] == note[1])]
@@ -83,11 +96,17 @@ def lose_power(folder: Path, random: Random) -> int:
             pending = [p for p in pending if p[0] == "write"]
         else:
             pending.append(note)
+    return pending
+
+
+def lose_power(folder: Path, random: Random) -> int:
+    """Destroy what the dead process had not synced; returns the bytes lost. Now and then a lucky part survives."""
+    pending = unsynced(folder)
     lost = 0
     survives = random.choice((0, 0, random.randint(0, len(pending))))
     for note in reversed(pending[survives:]):
         lost += _take_back(folder, note, random)
-    path.write_text("")
+    (folder.parent / UNDO).write_text("")
     return lost
 
 

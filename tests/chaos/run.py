@@ -15,11 +15,25 @@ from pathlib import Path
 from random import Random
 
 from .check import Verdict
-from .harness import Harness, free_address, running
+from .harness import DRAIN_S, Harness, free_address, free_addresses, running
 from .power import POINTS, lose_power
 from .settings import ChaosSettings
 
-WEIGHTS = {"worker": 5, "server": 2, "learner": 2, "everything": 1, "power": 5, "pause": 1}
+WEIGHTS = {
+    "worker": 5,
+    "server": 2,
+    "learner": 2,
+    "everything": 1,
+    "power": 5,
+    "pause": 1,
+    "cut": 3,
+    "delay": 1,
+    "blackhole": 2,
+    "full": 1,
+    "corrupt": 1,
+    "shard": 4,
+    "shard_power": 5,
+}
 
 
 def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dict[str, int] | None = None) -> None:
@@ -28,7 +42,7 @@ def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dic
     harness.wait_for_steps(2)
     left = dict(counts or {})
     while left if counts else time.monotonic() < until:
-        kinds = [kind for kind in WEIGHTS if not counts or kind in left]
+        kinds = [kind for kind in WEIGHTS if (kind in left if counts else harness.shards or "shard" not in kind)]
         kind = random.choices(kinds, [left.get(kind, 0) if counts else WEIGHTS[kind] for kind in kinds])[0]
         if kind in left:
             left[kind] -= 1
@@ -45,7 +59,9 @@ def failpoints(settings: ChaosSettings, seed: int, passes: int) -> list[tuple[st
     """At each of the first `passes` passes of each point in turn: crash, lose the power, start again, go on."""
     verdicts = []
     for point in POINTS:
-        here = replace(settings, folder=f"{settings.folder}/{point.replace(' ', '-')}", address=free_address())
+        here = replace(
+            settings, folder=f"{settings.folder}/{point.replace(' ', '-')}", address=free_address(), listen=""
+        )
         with running(here, seed) as harness:
             for count in range(1, passes + 1):
                 harness.wait_for_steps(1)
@@ -70,7 +86,8 @@ def describe(name: str, verdict: Verdict) -> str:
         k: getattr(verdict, k) for k in ("lost", "twice", "fenced", "split", "audit", "wrong") if getattr(verdict, k)
     }
     return (
-        f"{name}; inserts {verdict.invoked}, acknowledged {verdict.acked}, outcome unknown {verdict.unknown}; "
+        f"{name}; inserts {verdict.invoked}, acknowledged {verdict.acked}, too late {verdict.late}, "
+        f"outcome unknown {verdict.unknown}; "
         f"steps {verdict.steps}, groups trained {verdict.trained}, learner restarts {verdict.rollbacks}, "
         f"max staleness {verdict.max_staleness}; lost {len(verdict.lost)}, trained twice {len(verdict.twice)}, "
         f"fenced data trained {len(verdict.fenced)}, split {len(verdict.split)}, "
@@ -82,21 +99,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Chaos for the replay.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--counts", default="", help="fault=number,...: worker server learner everything power pause")
+    parser.add_argument("--counts", default="", help=f"fault=number,...: {' '.join(WEIGHTS)}")
     parser.add_argument("--failpoints", type=int, default=0, metavar="N")
     parser.add_argument("--mutant", default="")
+    parser.add_argument("--folder", default="", help="where logs, histories and journal stay; default: deleted")
+    parser.add_argument("--drain", type=float, default=DRAIN_S, help="seconds without a step that are a failure")
+    parser.add_argument("--shards", type=int, default=0, metavar="N", help="processes that store the payloads")
     given = parser.parse_args()
     counts = {
         name: int(number) for name, _, number in (item.partition("=") for item in given.counts.split(",") if item)
     }
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         settings = ChaosSettings(
-            folder=str(Path(scratch) / "run"), address=free_address(), sync_delay_s=0.01, mutant=given.mutant
+            folder=given.folder or str(Path(scratch) / "run"),
+            address=free_address(),
+            listen=free_address(),
+            shards=free_addresses(given.shards),
+            sync_delay_s=0.01,
+            mutant=given.mutant,
         )
         if given.failpoints:
             found = failpoints(settings, given.seed, given.failpoints)
         else:
-            with running(settings, given.seed) as harness:
+            with running(settings, given.seed, given.drain) as harness:
                 chaos(harness, Random(given.seed), seconds=given.seconds, counts=counts)
                 verdict = harness.finish()
                 faults = ", ".join(f"{name} {count}" for name, count in sorted(harness.faults.items()))

@@ -111,10 +111,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     failpoint = Failpoint(settings.failpoint, settings.failpoint_count)
     with_reply_failpoints(failpoint)
-    if settings.mutant:
+    if settings.mutant in MUTANTS:
         MUTANTS[settings.mutant]()
-    disk = PowerDisk(settings.journal, settings.sync_delay_s, failpoint)
-    run_server(settings.replay(), settings.admission(), "chaos", DIGEST, 7, disk=disk)
+    disk = PowerDisk(settings.journal, settings.sync_delay_s, failpoint, settings.full)
+    config = replace(settings.replay(), address=settings.listen or settings.address)
+    run_server(config, settings.admission(), "chaos", DIGEST, 7, disk=disk)
 
 
 if __name__ == "__main__":

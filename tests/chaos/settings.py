@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ SILENCE_S = 1.0
 class ChaosSettings:
     folder: str
     address: str
+    """Where the peers look for the server."""
+    listen: str = ""
+    """Where it is, when a relay stands between; see `network.py`."""
+    shards: list[str] = field(default_factory=list)
+    """Where the payloads are, when not with the server: an address each."""
     workers: int = 2
     groups_per_step: int = 4
     group_size: int = 2
@@ -34,6 +39,8 @@ class ChaosSettings:
     """Share of the groups that a worker sends twice."""
     slowest_s: float = 0.03
     """What some groups take to be made."""
+    heartbeat_s: float = HEARTBEAT_S
+    silence_s: float = SILENCE_S
     mutant: str = ""
     failpoint: str = ""
     failpoint_count: int = 0
@@ -43,8 +50,16 @@ class ChaosSettings:
         return Path(self.folder)
 
     @property
+    def full(self) -> Path:
+        """While this file is there, the disk of the journal has no space left."""
+        return self.root / "full"
+
+    @property
     def journal(self) -> Path:
         return self.root / "journal"
+
+    def shard_journal(self, number: int) -> Path:
+        return self.root / f"shard-{number}" / "journal"
 
     def save(self) -> None:
         (self.root / "chaos.json").write_text(json.dumps(asdict(self)))
@@ -56,10 +71,11 @@ class ChaosSettings:
     def replay(self) -> ReplayConfig:
         return ReplayConfig(
             address=self.address,
+            shards=len(self.shards),
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,
-            heartbeat_s=HEARTBEAT_S,
-            heartbeat_timeout_s=SILENCE_S,
+            heartbeat_s=self.heartbeat_s,
+            heartbeat_timeout_s=self.silence_s,
             wait_timeout_s=60.0,
             journal=JournalConfig(retain="all", segment_mb=1),
         )

@@ -44,6 +44,7 @@ class ChaosWorker:
         self.history = History(settings.root / "history" / f"{name}-{os.getpid()}.jsonl")
         self.client = RolloutClient(settings.address, worker=name, run_digest=DIGEST, config=settings.replay())
         self.served = NO_VERSION
+        self.waiting_for = ""
         self.random = random.Random(os.getpid())
 
     async def run(self) -> None:
@@ -54,7 +55,9 @@ class ChaosWorker:
                 acquired: Acquired = await self.client.acquire(slots=4, wait_s=0.5)
                 if acquired.stop:
                     break
+                self.note_wait(acquired.waiting_for)
                 for assignment in acquired.assignments:
+                    self.history.note("taken", group=assignment.group_id, attempt=assignment.attempt)
                     tasks.add(asyncio.create_task(self.make(assignment)))
                 for done in [task for task in tasks if task.done()]:
                     tasks.discard(done)
@@ -64,6 +67,11 @@ class ChaosWorker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.client.close()
+
+    def note_wait(self, waiting_for: str) -> None:
+        if waiting_for != self.waiting_for:
+            self.waiting_for = waiting_for
+            self.history.note("waits", waiting_for=waiting_for)
 
     async def follow(self) -> None:
         """Serve the version on the board."""

@@ -1,0 +1,132 @@
+"""`python -m tests.chaos.stops --seconds 30`: each role in turn is stopped (SIGSTOP), with the shipped heartbeats.
+
+Printed for each: after how many seconds the others named it, how long after it ran again the next step came, and the
+verdict over the whole run.
+
+    stopped    named by
+    worker     the server, which gives its orders to others
+    server     every worker and the learner, which connect anew
+    learner    the server, and the workers, which say what they wait for
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.schema import ReplayConfig
+
+from .check import Verdict
+from .harness import Harness, free_address, running
+from .settings import ChaosSettings
+
+ROLES = ("w0", "server", "learner")
+SILENT_SERVER = "no word from the replay server"
+
+
+@dataclass(slots=True, kw_only=True)
+class Stopped:
+    role: str
+    named: dict[str, float] = field(default_factory=dict)
+    """Who named it -> seconds after the stop."""
+    next_step_s: float = 0.0
+    """From the end of the stop."""
+    accused: int
+    """How often it took others for silent when it ran again: the silence was its own."""
+    verdict: Verdict
+
+    def describe(self) -> str:
+        named = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.named.items()) or "nobody"
+        judged = "PASS" if self.verdict.passed else f"FAIL {self.verdict}"
+        return (
+            f"{self.role} stopped: named by {named}; next step {self.next_step_s:.1f} s after it ran again, "
+            f"took others for silent {self.accused} times; steps "
+            f"{self.verdict.steps}, acknowledged {self.verdict.acked}, too late {self.verdict.late}, max staleness "
+            f"{self.verdict.max_staleness}, learner restarts {self.verdict.rollbacks}: {judged}"
+        )
+
+
+def witnesses(harness: Harness, role: str) -> dict[str, Callable[[], bool]]:
+    """Who should name the stopped role -> whether it does, from now on."""
+    workers = [name for name in harness.names if name.startswith("w") and name != role]
+
+    def says(name: str, text: str) -> Callable[[], bool]:
+        before = harness.said(name).count(text)
+        return lambda: harness.said(name).count(text) > before
+
+    def waits(name: str) -> Callable[[], bool]:
+        return lambda: last_wait(harness, name).startswith("the learner")
+
+    if role == "server":
+        return {name: says(name, SILENT_SERVER) for name in (*workers, "learner")}
+    if role == "learner":
+        return {"server": says("server", "learner rank 0 was silent"), **{name: waits(name) for name in workers}}
+    return {"server": says("server", f"worker {role} was silent")}
+
+
+def last_wait(harness: Harness, worker: str) -> str:
+    waits = [row["waiting_for"] for row in harness.noted_by(worker) if row["what"] == "waits"]
+    return waits[-1] if waits else ""
+
+
+def stop(settings: ChaosSettings, role: str, seconds: float, patience_s: float) -> Stopped:
+    """One run: stop `role`, at a moment when a worker would leave work undone; then on, and judge. The stop lasts for
+    `seconds`, or until everybody has named it, at most `patience_s`."""
+    with running(settings, seed=0, drain_s=max(60.0, 4 * seconds)) as harness:
+        harness.wait_for_worker("w0")
+        harness.wait_for_steps(2)
+        if role == "w0":
+            harness.wait_for_order(role)
+        missing = witnesses(harness, role)
+        named: dict[str, float] = {}
+        harness.pause(role, max(seconds, patience_s))
+        stopped_at = time.monotonic()
+        while role in harness.paused:
+            for who in [who for who, names in missing.items() if names()]:
+                named[who] = time.monotonic() - stopped_at
+                del missing[who]
+            if not missing and time.monotonic() - stopped_at > seconds:
+                harness.pause(role, 0)
+            harness.wait(0.02)
+        said = len(harness.said(role))
+        resumed_at, trained = time.monotonic(), harness.seen("trained")
+        harness.wait_until(lambda: harness.seen("trained") > trained, "no step was trained after it")
+        next_step_s = time.monotonic() - resumed_at
+        harness.wait_for_steps(4)
+        accused = sum(harness.said(role)[said:].count(text) for text in (SILENT_SERVER, "was silent"))
+        verdict = harness.finish()
+        return Stopped(role=role, named=named, next_step_s=next_step_s, accused=accused, verdict=verdict)
+
+
+def settings_for(folder: Path, heartbeat_s: float, silence_s: float) -> ChaosSettings:
+    return ChaosSettings(
+        folder=str(folder), address=free_address(), heartbeat_s=heartbeat_s, silence_s=silence_s, slowest_s=1.0
+    )
+
+
+def main() -> int:
+    shipped = ReplayConfig()
+    parser = argparse.ArgumentParser(description="Stop every role for a while.")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--heartbeat", type=float, default=shipped.heartbeat_s)
+    parser.add_argument("--silence", type=float, default=shipped.heartbeat_timeout_s)
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES)
+    given = parser.parse_args()
+    failed = False
+    for role in given.roles:
+        with tempfile.TemporaryDirectory(prefix="stops-") as scratch:
+            found = stop(
+                settings_for(Path(scratch) / "run", given.heartbeat, given.silence), role, given.seconds, given.seconds
+            )
+        print(found.describe(), flush=True)
+        failed |= not found.verdict.passed or not found.named
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

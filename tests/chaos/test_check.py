@@ -1,0 +1,41 @@
+"""The verdict counts staleness for itself, along the learner's own line of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .check import Verdict, check_staleness
+from .settings import ChaosSettings
+
+
+def restored(version: int, parent: int) -> dict[str, Any]:
+    return {"what": "restore", "version": version, "parent": parent}
+
+
+def trained(version: int, *made_by: int) -> dict[str, Any]:
+    return {"what": "trained", "version": version, "parent": version - 1, "groups": [{"versions": list(made_by)}]}
+
+
+def judged(tmp_path: Path, *rows: dict[str, Any]) -> Verdict:
+    verdict = Verdict()
+    check_staleness(ChaosSettings(folder=str(tmp_path), address=""), verdict, list(rows))
+    return verdict
+
+
+def test_a_token_two_steps_old_is_within_the_bound_and_one_of_three_is_not(tmp_path: Path) -> None:
+    line = [restored(0, -1), trained(1, 0), trained(2, 0), trained(3, 0)]
+    assert judged(tmp_path, *line).max_staleness == 2
+    assert judged(tmp_path, *line).passed
+    assert not judged(tmp_path, *line, trained(4, 0)).passed
+
+
+def test_after_a_restart_weights_that_were_undone_are_as_far_as_the_way_back_and_forth(tmp_path: Path) -> None:
+    """2 and 3 were undone: 4 is 1 under a new number. From 4 to 3 it is two steps, from 5 three."""
+    line = [restored(0, -1), trained(1, 0), trained(2, 1), trained(3, 2), restored(4, 1)]
+    assert judged(tmp_path, *line, trained(5, 3, 1)).max_staleness == 2
+    assert not judged(tmp_path, *line, trained(5, 4), trained(6, 3)).passed
+
+
+def test_the_first_weights_published_again_are_the_same(tmp_path: Path) -> None:
+    assert judged(tmp_path, restored(0, -1), restored(1, -1), trained(2, 0), trained(3, 0)).max_staleness == 1
