@@ -8,11 +8,14 @@ encodes or pickles each group anew. Except with Ray it has many under way, and m
 
     two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is kept, acknowledged, or looked at by
               the consumer; only the producer checks, as it encodes
-    decoded   the same, and the consumer checks the groups and copies them into arrays, as the learner's does
+    decoded   the same, and the consumer makes arrays of the groups, as the learner's does
     pickle    pickled groups through the same proxy, unpickled by the consumer
     ray       groups through ray.util.queue, one after the other; from 100 KB the consumer reads them in shared memory
-    memory    the replay server: acquire, insert, lease, train, commit; every array checked at all three places
+    memory    the replay server: acquire, insert, lease, train, commit; the producer and the server check every value
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
+
+`cpu_us_per_group` is what all processes together spent, which says more than the rates where others use the machine.
+    shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
 
 Second form: that many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory.
 """
@@ -24,12 +27,14 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import pickle
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -44,6 +49,7 @@ from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.payload import decode_trajectory, encode_group, split_frames
 from asyncrl.replay.serving import run_server
+from asyncrl.replay.shard import run_shard
 from asyncrl.replay.wire import Envelope
 from asyncrl.schema import ReplayConfig
 from asyncrl.types import NO_VERSION, Assignment, Trajectory, TrajectoryGroup
@@ -52,6 +58,8 @@ GROUP_SIZE = 8
 STEP_BYTES = 32 << 20
 """Of a batch; small groups go 64 to a batch."""
 WARM_STEPS = 3
+PIPES = 150
+"""Groups that can be under way in the pipes of a proxy, counted by messages: measured from when they have all left."""
 IN_FLIGHT = 24
 """Groups that the producer has under way at once."""
 spawn = multiprocessing.get_context("spawn")
@@ -147,19 +155,20 @@ def measure_proxy(tokens: int, seconds: float, use: Callable[[list[zmq.Frame]], 
             if use is not None:
                 use(frames)
 
-        row = timed(take, seconds, tokens, warm=20)
+        row, groups, cpu = timed(take, seconds, tokens, warm=PIPES)
         context.destroy(linger=0)
-    return row
+    return row | {"cpu_us_per_group": cpu / groups * 1e6}
 
 
-def timed(take: Callable[[], None], seconds: float, tokens: int, warm: int) -> Row:
+def timed(take: Callable[[], None], seconds: float, tokens: int, warm: int) -> tuple[Row, int, float]:
+    """`(rates, groups, CPU seconds of this process and its children)`."""
     for _ in range(warm):
         take()
-    start, groups = time.perf_counter(), 0
+    start, groups, cpu = time.perf_counter(), 0, family_cpu_seconds()
     while time.perf_counter() - start < seconds:
         take()
         groups += 1
-    return rates(groups, time.perf_counter() - start, tokens)
+    return rates(groups, time.perf_counter() - start, tokens), groups, family_cpu_seconds() - cpu
 
 
 @ray.remote
@@ -173,7 +182,7 @@ def measure_ray(tokens: int, seconds: float, folder: Path) -> Row:
     queue = Queue(maxsize=64)
     task = ray_producer.remote(queue, tokens)
     try:
-        return timed(queue.get, seconds, tokens, warm=10)
+        return timed(queue.get, seconds, tokens, warm=10)[0]
     finally:
         ray.cancel(task, force=True)
         queue.shutdown(force=True)
@@ -228,13 +237,21 @@ def serve(config: ReplayConfig, settings: AdmissionSettings, folder: Path | None
     run_server(config, settings, "bench", "d", 0, folder=folder)
 
 
-def measure_replay(tokens: int, seconds: float, folder: Path, *, journal: bool) -> Row:
-    config = ReplayConfig(address=free_address(), max_staleness=1 << 20, pipeline_depth=4)
+def serve_shard(config: ReplayConfig, number: int, folder: Path) -> None:
+    run_shard(replace(config, shard_address=free_address()), number, "d", folder=folder)
+
+
+def measure_replay(tokens: int, seconds: float, folder: Path, *, journal: bool, shards: int = 0) -> Row:
+    config = ReplayConfig(address=free_address(), max_staleness=1 << 20, pipeline_depth=4, shards=shards)
     groups_per_step = int(min(64, max(4, STEP_BYTES // (GROUP_SIZE * tokens * 9))))
     place = folder / f"journal-{time.monotonic_ns()}" if journal else None
     server = spawn.Process(target=serve, args=(config, admission(groups_per_step), place), daemon=True)
     producer = spawn.Process(target=run_producer, args=(config, tokens, folder / "acks.json"), daemon=True)
-    with started([server]):
+    stores = [
+        spawn.Process(target=serve_shard, args=(config, number, folder / f"{server.name}-{number}"), daemon=True)
+        for number in range(shards)
+    ]
+    with started([server, *stores]):
         learner = begin(config)
         with started([producer]):
             row = consume(learner, server, tokens, seconds, groups_per_step)
@@ -261,21 +278,22 @@ def consume(learner: LearnerClient, server: BaseProcess, tokens: int, seconds: f
     leases = tuple(LeasePrefetch(learner, rank=0, world=1, wait_s=30.0) for _ in range(2))
     for ahead in (0, 1):
         leases[ahead].ask(ahead)
-    step, start, cpu = 0, 0.0, 0.0
+    step, start, cpu, all_cpu = 0, 0.0, 0.0, 0.0
     while step <= WARM_STEPS or time.perf_counter() - start < seconds:
         if step == WARM_STEPS:
-            start, cpu = time.perf_counter(), cpu_seconds(server)
+            start, cpu, all_cpu = time.perf_counter(), cpu_seconds(server.pid), family_cpu_seconds()
         leases[step % 2].take(step)
         learner.trained(step=step, policy_version=step + 1)
         leases[step % 2].ask(step + 2)
         learner.commit(step=step)
         step += 1
-    elapsed, used = time.perf_counter() - start, cpu_seconds(server) - cpu
+    elapsed, used = time.perf_counter() - start, cpu_seconds(server.pid) - cpu
+    all_used = family_cpu_seconds() - all_cpu
     for ahead in (step, step + 1):
         leases[ahead % 2].take(ahead)
     groups = (step - WARM_STEPS) * groups_per_step
-    cost = {"server_cpu_us_per_group": used / groups * 1e6, "server_rss_mb": rss_mb(server)}
-    return rates(groups, elapsed, tokens) | cost
+    cost = {"cpu_us_per_group": all_used / groups * 1e6, "server_cpu_us_per_group": used / groups * 1e6}
+    return rates(groups, elapsed, tokens) | cost | {"server_rss_mb": rss_mb(server)}
 
 
 # ---- many workers
@@ -371,9 +389,9 @@ def measure_crowd(workers: int, groups: int) -> Row:
                 learner.trained(step=step, policy_version=step + 1)
                 learner.commit(step=step)
                 if step == WARM_STEPS:
-                    start, cpu = time.perf_counter(), cpu_seconds(server)
+                    start, cpu = time.perf_counter(), cpu_seconds(server.pid)
                 memory.append(rss_mb(server))
-            elapsed, used = time.perf_counter() - start, cpu_seconds(server) - cpu
+            elapsed, used = time.perf_counter() - start, cpu_seconds(server.pid) - cpu
             leases.take(steps)
             learner.finish()
             crowd.join(30)
@@ -411,9 +429,14 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def cpu_seconds(process: BaseProcess) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+def cpu_seconds(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / 100.0
+
+
+def family_cpu_seconds() -> float:
+    """Of this process and the children that it started."""
+    return sum(cpu_seconds(pid) for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())))
 
 
 def rss_mb(process: BaseProcess) -> float:
@@ -428,6 +451,7 @@ CONTENDERS: dict[str, Callable[[int, float, Path], Row]] = {
     "ray": measure_ray,
     "memory": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=False),
     "journal": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=True),
+    "shards": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=True, shards=2),
 }
 
 

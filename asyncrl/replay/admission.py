@@ -30,6 +30,8 @@ class AdmissionSettings:
     max_times_sampled: int = 1
     group_timeout_s: float = 0.0
     """After so long an order is given to another worker; 0: never."""
+    min_group_size: int = 0
+    """Members that are enough when the others have failed for good; 0: all of them."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts", "max_times_sampled"):
@@ -42,6 +44,9 @@ class AdmissionSettings:
                 f"pipeline_depth={self.pipeline_depth} must be between 0 and max_staleness={self.max_staleness}: "
                 f"groups that far ahead get over-age. Lower pipeline_depth or raise max_staleness"
             )
+
+        if self.min_group_size > self.group_size:
+            raise ConfigError(f"min_group_size={self.min_group_size} is above group_size={self.group_size}. Lower it")
 
     @classmethod
     def from_config(cls, config: Config) -> AdmissionSettings:
@@ -58,7 +63,12 @@ class AdmissionSettings:
             order=config.replay.order,
             max_times_sampled=config.replay.max_times_sampled,
             group_timeout_s=config.replay.group_timeout_s,
+            min_group_size=config.rollout.min_group_size,
         )
+
+    @property
+    def fewest_members(self) -> int:
+        return self.min_group_size or self.group_size
 
     @property
     def max_lag(self) -> int:

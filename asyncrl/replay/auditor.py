@@ -158,8 +158,10 @@ class Auditor:
             self._rule(
                 version in self.tree, f"group {header.group_id} has tokens of version {version}, never published"
             )
-        size = self.settings.get("group_size", len(header.trajectories))
-        self._rule(len(header.trajectories) == size, f"group {header.group_id} is split: {len(header.trajectories)}")
+        members = len(header.trajectories)
+        most = self.settings.get("group_size", members)
+        fewest = self.settings.get("min_group_size", 0) or most
+        self._rule(fewest <= members <= most, f"group {header.group_id} is split: {members}")
         group.state, group.held, group.header = "inserted", False, header
 
     def _drop(self, event: ev.Dropped) -> None:

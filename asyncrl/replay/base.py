@@ -57,8 +57,8 @@ class Acquired:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertReply:
     status: str
-    """`accepted`, `duplicate` (already there; treat as accepted), `fenced` (a newer attempt owns it), `closed` (the group
-    is committed or dropped; whether with this very insert is forgotten) or `rejected`."""
+    """`accepted`, `duplicate` (already there; treat as accepted), `fenced` (a newer attempt owns it), `closed` (the
+    group is committed or dropped; whether with this very insert is forgotten) or `rejected`."""
     reason: str = ""
 
 

@@ -6,8 +6,9 @@ Both are thin: arguments in, `Connection.request`, checked values out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +16,9 @@ from asyncrl.errors import AsyncRLError, NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.replay.connection import Connection, Response
-from asyncrl.replay.payload import decode_texts, decode_trajectory, encode_group
+from asyncrl.replay.parcel import Unpacking
+from asyncrl.replay.payload import EncodedGroup, Frame, encode_group
+from asyncrl.replay.shard_links import ShardLinks
 from asyncrl.schema import ReplayConfig
 from asyncrl.types import (
     Assignment,
@@ -23,7 +26,6 @@ from asyncrl.types import (
     EvalResult,
     EvalSummary,
     StepPlan,
-    Trajectory,
     TrajectoryGroup,
 )
 
@@ -62,6 +64,7 @@ class RolloutClient:
             address, role="worker", name=worker, run_digest=run_digest, config=config, stats=stats
         )
         self._rendezvous = WorkerRendezvous(self._connection)
+        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
 
     @property
     def incarnation(self) -> str:
@@ -88,11 +91,24 @@ class RolloutClient:
 
     async def insert(self, group: TrajectoryGroup) -> InsertReply:
         encoded = encode_group(group)
-        body = [wire.encode_group_header(encoded.header), encoded.layout]
-        request = self._connection.request("insert", body, encoded.frames, encoded.header.nbytes)
-        response = await asyncio.wrap_future(request)
+        if self._shards is None:
+            response = await self._insert(encoded, encoded.layout, encoded.frames)
+        else:
+            try:
+                receipt = await self._shards.put(encoded)
+            except WireError:
+                # The planner has to hear of it, or the group would be under way for as long as this worker lives.
+                with contextlib.suppress(WireError):
+                    await self._insert(encoded, None, ())
+                raise
+            response = await self._insert(encoded, receipt, ())
         status, reason, _ = wire.sequence(response.body, "insert reply", 3)
         return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
+
+    async def _insert(self, encoded: EncodedGroup, rest: Any, frames: Sequence[Frame]) -> Response:
+        body = [wire.encode_group_header(encoded.header), rest]
+        request = self._connection.request("insert", body, frames, encoded.header.nbytes)
+        return await asyncio.wrap_future(request)
 
     async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
         await asyncio.wrap_future(self._fail(assignment, reason, detail))
@@ -112,6 +128,8 @@ class RolloutClient:
         return _board(await asyncio.wrap_future(request))
 
     async def close(self) -> None:
+        if self._shards is not None:
+            await asyncio.to_thread(self._shards.close)
         await asyncio.to_thread(self._connection.close)
 
 
@@ -124,6 +142,7 @@ class LearnerClient:
         self._connection = Connection(
             address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
         )
+        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
 
     def _ask(self, verb: str, body: Any = None) -> Any:
         return self._connection.request(verb, body).result().body
@@ -136,7 +155,7 @@ class LearnerClient:
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
-        return decode_lease(request.result(), rank)
+        return decode_lease(request.result(), rank, self._shards)
 
     def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
         return messages.decode_trained(self._ask("trained", [step, policy_version]))
@@ -166,6 +185,8 @@ class LearnerClient:
         self._ask("finish")
 
     def close(self) -> None:
+        if self._shards is not None:
+            self._shards.close()
         self._connection.close()
 
 
@@ -174,58 +195,29 @@ def _board(response: Response) -> Board:
     return Board(revision=wire.integer(revision, "revision", 0, wire.MAX_ID), values=wire.mapping(values, "values"))
 
 
-def decode_lease(response: Response, rank: int) -> Lease:
-    """One rank's trajectories, each checked against the header it was judged by.
+def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:
+    """One rank's trajectories, each checked against the header it was judged by; fetched from `shards` where they are.
 
     Raises:
         WireError: something is missing or does not agree.
     """
-    encoded_plan, table, texts = wire.sequence(response.body, "lease", 3)
+    encoded_plan, table, texts, elsewhere = wire.sequence(response.body, "lease", 4)
     plan = wire.decode_plan(encoded_plan)
-    wire.integer(rank, "rank", 0, len(plan.shards) - 1)
-    frames = [memoryview(frame) for frame in response.frames]
-    found: dict[tuple[int, int], Trajectory] = {}
-    for row in wire.sequence(table, "table", limit=wire.MAX_TOKENS):
-        group, position, frame, offset, size, first, count = wire.sequence(row, "table row", 7)
-        wire.integer(group, "group", 0, len(plan.groups) - 1)
-        wire.integer(position, "trajectory", 0, len(plan.groups[group].trajectories) - 1)
-        wire.integer(frame, "frame", 0, len(frames) - 1)
-        wire.integer(offset, "offset", 0, len(frames[frame]))
-        wire.integer(size, "size", 0, len(frames[frame]) - offset)
-        wire.integer(first, "first frame", 0, len(frames))
-        wire.integer(count, "frames", 0, len(frames) - first)
-        header = plan.groups[group].trajectories[position]
-        blob = frames[frame][offset : offset + size]
-        found[group, position] = decode_trajectory(header, blob, frames[first : first + count])
-    missing = [place for place in plan.shards[rank] if place not in found]
-    if missing:
-        raise WireError(f"the lease of step {plan.step} lacks the trajectories {missing[:5]} of rank {rank}")
-    samples = tuple(_sample(plan, found, frames, row) for row in wire.sequence(texts, "texts"))
-    return Lease(plan=plan, trajectories={place: found[place] for place in plan.shards[rank]}, samples=samples)
+    unpacking = Unpacking(plan)
+    unpacking.open(table, texts, response.frames)
+    rows = [[*row, *_attempt_of(plan, row)] for row in wire.sequence(elsewhere, "elsewhere")]
+    if rows and shards is None:
+        raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
+    for parcel in shards.get(rows) if shards else ():
+        table, texts = wire.sequence(parcel.body, "parcel", 2)
+        unpacking.open(table, texts, parcel.frames)
+    return unpacking.lease(rank)
 
 
-def _sample(
-    plan: StepPlan, found: dict[tuple[int, int], Trajectory], frames: list[memoryview], row: Any
-) -> TrajectoryGroup:
-    group, place = wire.sequence(row, "text row", 2)
-    wire.integer(group, "group", 0, len(plan.groups) - 1)
-    wire.integer(place, "text frame", 0, len(frames) - 1)
-    prompt_text, completion_texts, started_at, finished_at = decode_texts(frames[place])
-    header = plan.groups[group]
-    places = [(group, position) for position in range(len(header.trajectories))]
-    if any(place not in found for place in places):
-        raise WireError(f"sample group {header.group_id} came without all its trajectories")
-    return TrajectoryGroup(
-        group_id=header.group_id,
-        prompt_index=header.prompt_index,
-        attempt=header.attempt,
-        worker=header.worker,
-        trajectories=tuple(found[place] for place in places),
-        prompt_text=prompt_text,
-        completion_texts=completion_texts,
-        started_at=started_at,
-        finished_at=finished_at,
-    )
+def _attempt_of(plan: StepPlan, row: Any) -> tuple[int, int]:
+    """(group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
+    group = wire.integer(wire.sequence(row, "elsewhere row", 5)[0], "group", 0, len(plan.groups) - 1)
+    return plan.groups[group].group_id, plan.groups[group].attempt
 
 
 def wait_for_server(address: str, *, config: ReplayConfig, run_digest: str, wait_s: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import zmq
 
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay import wire
+from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.payload import Frame
 from asyncrl.replay.security import secure_client
@@ -81,9 +81,11 @@ class Connection:
         run_digest: str,
         config: ReplayConfig,
         stats: Callable[[], dict[str, float]] = dict,
+        server: str = "replay server",
     ) -> None:
         keep_heap()
         self.address, self.role, self.name = address, role, name
+        self._server = f"{server} at {address}"
         self.incarnation = uuid.uuid4().hex
         self.served = NO_VERSION
         """Newest version served, told with every hello."""
@@ -103,7 +105,8 @@ class Connection:
         self._window = 0
         self._unacknowledged = 0
         self._progress = -1
-        self._contact = self._attempt = time.monotonic()
+        self._clock = awake_clock(config)
+        self._contact = self._attempt = self._clock()
         # The wake-up pair is made here: an inproc peer that connects before the thread binds is fine, but a closed
         # context in the thread would not be.
         self._wake_out = self._context.socket(zmq.PAIR)
@@ -123,7 +126,7 @@ class Connection:
                 future.set_exception(self._fatal or ReplayError(f"the connection to {self.address} was closed"))
                 return future
             number, self._next = self._next, self._next + 1
-            self._inbox.append(_Request(number, verb, body, frames, nbytes, future, time.monotonic()))
+            self._inbox.append(_Request(number, verb, body, frames, nbytes, future, self._clock()))
             with contextlib.suppress(zmq.Again):  # full: it will wake up; no peer: the thread has ended
                 self._wake_out.send(b"", zmq.DONTWAIT)
         return future
@@ -157,7 +160,7 @@ class Connection:
         except Exception as failure:
             log.exception("the connection to %s failed", self.address)
             error = failure
-        closed = ReplayError(f"the connection to the replay server at {self.address} was closed")
+        closed = ReplayError(f"the connection to the {self._server} was closed")
         closed.__cause__ = error
         self._fail_all(closed)
         self._socket.close(0)
@@ -166,7 +169,7 @@ class Connection:
     def _loop(self) -> None:
         next_beat = 0.0
         while not self._closing.is_set():
-            now = time.monotonic()
+            now = self._clock()
             if now >= next_beat:
                 next_beat = now + self._config.heartbeat_s
                 self._beat(now)
@@ -189,10 +192,10 @@ class Connection:
 
     def _beat(self, now: float) -> None:
         """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
-        if now - self._contact > self._config.heartbeat_timeout_s < now - self._attempt:
-            log.warning(
-                "no word from the replay server %s for %.1f s: connecting anew", self.address, now - self._contact
-            )
+        # The next beat would come after the deadline.
+        limit = self._config.heartbeat_timeout_s - self._config.heartbeat_s
+        if now - self._contact > limit < now - self._attempt:
+            log.warning("no word from the %s for %.1f s: connecting anew", self._server, now - self._contact)
             self._attempt = now
             self._socket.close(0)
             self._socket = self._open()
@@ -277,7 +280,7 @@ class Connection:
             except WireError as error:
                 self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
                 return
-            self._contact = time.monotonic()
+            self._contact = self._clock()
             self._answered(envelope, frames[1:])
 
     def _answered(self, envelope: Envelope, frames: list[Frame]) -> None:
@@ -291,7 +294,7 @@ class Connection:
         elif envelope.request in self._control and envelope.verb == "ok":
             self._hear(self._control.pop(envelope.request), envelope.body)
         elif envelope.request in self._control and envelope.verb in ("fenced", "refused"):
-            self._die(ERRORS[envelope.verb](f"replay server at {self.address}: {envelope.body}"))
+            self._die(ERRORS[envelope.verb](f"{self._server}: {envelope.body}"))
 
     def _hear(self, verb: str, body: list[Any]) -> None:
         """The reply to a hello `[run, boot, window]` or to a heartbeat `[lost requests, window, progress]`."""
@@ -324,7 +327,7 @@ class Connection:
                 self._window = envelope.body[-1]
             request.future.set_result(Response(envelope.body, frames))
             return
-        error = ERRORS.get(envelope.verb, ReplayError)(f"replay server at {self.address}: {envelope.body}")
+        error = ERRORS.get(envelope.verb, ReplayError)(f"{self._server}: {envelope.body}")
         if envelope.verb == "refused":
             self._die(error)
         request.future.set_exception(error)
@@ -337,7 +340,7 @@ class Connection:
                 del self._outstanding[request.number]
                 what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
                 request.future.set_exception(
-                    NoProgress(f"the replay server at {self.address} {what} for {waited:.0f} s ({request.verb})")
+                    NoProgress(f"the {self._server} {what} for {waited:.0f} s ({request.verb})")
                 )
 
     def _die(self, error: AsyncRLError) -> None:

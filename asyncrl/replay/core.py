@@ -54,8 +54,10 @@ class ReplayCore(RolloutSide):
             state=state,
         )
         self._last_trained: tuple[int, int, TrainedReply] | None = None
-        self._handed_out: list[int] = []
-        """Evaluation jobs whose results were given to the learner last."""
+        self._handed_out: tuple[EvalSummary, ...] = ()
+        """Evaluation results that were given to the learner last."""
+        self._handed_to = ("", -1)
+        """Incarnation and number of the request they answered."""
 
     @property
     def board(self) -> Board:
@@ -86,7 +88,7 @@ class ReplayCore(RolloutSide):
             )
         self._record(ev.Restored(number, policy_version, incarnation))
         self.evaluations.cancel()
-        self._last_trained, self._handed_out = None, []
+        self._last_trained, self._handed_out = None, ()
         return Restored(next_step=number + 1, next_version=self.state.tree.newest + 1)
 
     def hello_learner(self, rank: str, incarnation: str) -> None:
@@ -209,17 +211,19 @@ class ReplayCore(RolloutSide):
         self._record(asked)
         return job_id
 
-    def finished_evaluations(self) -> tuple[EvalSummary, ...] | None:
-        """Those not handed out before, once none is open; None until then."""
-        return None if self.evaluations.open else self._take_evaluations()
+    def finished_evaluations(self, incarnation: str = "", request: int = -1) -> tuple[EvalSummary, ...] | None:
+        """Those not handed out before, once none is open; None until then. The same `request` asked again gets the same
+        ones: its answer was lost, and nothing else still has them."""
+        if request >= 0 and (incarnation, request) == self._handed_to:
+            return self._handed_out
+        return None if self.evaluations.open else self._take_evaluations((incarnation, request))
 
-    def _take_evaluations(self) -> tuple[EvalSummary, ...]:
+    def _take_evaluations(self, asked_by: tuple[str, int] = ("", -1)) -> tuple[EvalSummary, ...]:
         """Results not handed out yet. Those handed out before have arrived, or the learner would not ask for more."""
-        for job_id in self._handed_out:
-            self._record(ev.EvaluationClosed(job_id))
-        taken = self.evaluations.take()
-        self._handed_out = [summary.job_id for summary in taken]
-        return taken
+        for summary in self._handed_out:
+            self._record(ev.EvaluationClosed(summary.job_id))
+        self._handed_out, self._handed_to = self.evaluations.take(), asked_by
+        return self._handed_out
 
     def finish(self) -> None:
         """Drop what is open and tell workers to stop. Repeating it is harmless."""

@@ -12,10 +12,12 @@ from typing import Any
 
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay import messages, wire
+from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Acquired
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.payload import MAX_VOCABULARY, Frame, StoredGroup, check_stored, split_frames
-from asyncrl.replay.shards import shard_step
+from asyncrl.replay.payload import MAX_VOCABULARY, Frame
+from asyncrl.replay.payloads import InShards, Payloads, WithPlanner, free_of
+from asyncrl.replay.shard_store import key_of
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
 
 MAX_WAIT_S = 3600.0
@@ -23,8 +25,6 @@ MIN_PATIENCE_S = 0.05
 """Of a lease whose patience starts anew: with 0 it would be asked again without end."""
 MAX_WORLD = 65536
 MAX_SLOTS = 65536
-SEPARATE_BLOB = 64 << 10
-"""Bytes from which a trajectory is forwarded in place instead of joined with others (a copy)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Session:
     """One incarnation of a peer, however often it reconnects."""
 
     role: str
-    """`worker` or `learner`."""
+    """`worker`, `learner` or `shard`."""
     name: str
     incarnation: str
     identity: bytes
@@ -42,6 +42,8 @@ class Session:
     """Number of the request in hand."""
     malformed: int = 0
     """Messages from it that were none."""
+    patient: int = 0
+    """Requests that wait for something to happen, other than the disk."""
     acknowledged: int = 0
     """The peer has the answers to all its requests below this number."""
     replies: dict[int, list[Frame]] = field(default_factory=dict)
@@ -69,13 +71,18 @@ Handler = Callable[[Session, Any, Sequence[Frame]], Reply]
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
-QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire"})
+SETTLED = frozenset({"get"})
+"""Their answers rest on nothing new: they need not wait for the journal."""
+QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire"})
 """Nobody else can be waiting for what these do."""
 
 
 class Desk:
-    def __init__(self, core: ReplayCore) -> None:
+    def __init__(self, core: ReplayCore, payloads: Payloads | None = None) -> None:
         self.core = core
+        self.payloads = payloads or WithPlanner()
+        self.over = False
+        """The shards may go."""
         self._plans: dict[tuple[int, int], tuple[StepPlan, StepPlan, Any]] = {}
         """(step, world) -> (plan as sealed, plan with shards, encoded): every rank asks for the same."""
         self.worker_verbs: dict[str, Handler] = {
@@ -85,6 +92,7 @@ class Desk:
             "served": self._served,
             "report_evaluation": self._report_evaluation,
         }
+        self.shard_verbs: dict[str, Handler] = {}
         self.learner_verbs: dict[str, Handler] = {
             "restore": self._restore,
             "publish": self._publish,
@@ -101,13 +109,19 @@ class Desk:
             "members": self._members,
             "lease": self._lease,
         }
+        if isinstance(self.payloads, InShards):
+            shards = ShardsDesk(self, self.payloads)
+            self.shared_verbs["shards"] = shards.addresses
+            self.shard_verbs["collect"] = shards.collect
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
         """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
         handler = self.shared_verbs.get(verb)
         if session.role == "learner":
             self.core.check_rank(session.name, session.incarnation)
-        if handler is None and session.role == "worker":
+        if session.role == "shard":
+            handler = self.shard_verbs.get(verb)
+        elif handler is None and session.role == "worker":
             handler = self.worker_verbs.get(verb)
         elif handler is None:
             handler = self.learner_verbs.get(verb)
@@ -143,14 +157,13 @@ class Desk:
             something = acquired.assignments or acquired.evaluations or acquired.stop
             return Answer(messages.encode_acquired(acquired)) if something else None
 
-        return self._now_or_later(retry, lambda: Answer(messages.encode_acquired(ask())), wait_s)
+        return self.now_or_later(retry, lambda: Answer(messages.encode_acquired(ask())), wait_s)
 
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        row, layout = wire.sequence(body, "insert", 2)
+        row, rest = wire.sequence(body, "insert", 2)
         header = replace(wire.decode_group_header(row), worker=session.name)
         try:
-            stored = split_frames(header, layout, frames)
-            check_stored(header, stored, self.vocabulary())
+            stored = self.payloads.take(header, rest, frames, self.vocabulary())
         except WireError:
             # Else the group would be under way for as long as its maker lives.
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
@@ -161,12 +174,12 @@ class Desk:
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, reason, detail = wire.sequence(body, "fail", 3)
         assignment = messages.decode_record(Assignment, row)
-        wire.text(detail, "detail")
+        said = wire.text(detail, "detail")
         try:
             why = DropReason(reason)
         except ValueError as error:
             raise WireError(f"{wire.short(reason)} is no drop reason") from error
-        self.core.fail(session.name, session.incarnation, assignment.group_id, assignment.attempt, why)
+        self.core.fail(session.name, session.incarnation, assignment.group_id, assignment.attempt, why, said)
         return Answer()
 
     def _served(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
@@ -188,7 +201,7 @@ class Desk:
         def board() -> Answer:
             return Answer([self.core.board.revision, self.core.board.values])
 
-        return self._now_or_later(lambda: board() if self.core.board.revision != revision else None, board, wait_s)
+        return self.now_or_later(lambda: board() if self.core.board.revision != revision else None, board, wait_s)
 
     def _members(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         def members() -> Answer:
@@ -217,7 +230,7 @@ class Desk:
 
             return give_up
 
-        return self._now_or_later(retry, patience(self.core.patience_mark(step)), wait_s)
+        return self.now_or_later(retry, patience(self.core.patience_mark(step)), wait_s)
 
     def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
         known = self._plans.get((plan.step, world))
@@ -229,28 +242,10 @@ class Desk:
         sampled = list(range(min(samples, len(plan.groups))))
         places = {(group, t) for group in sampled for t in range(len(plan.groups[group].trajectories))}
         places.update(known[1].shards[rank])
-        stored = {group: self._stored(plan, group) for group in {*sampled, *(group for group, _ in places)}}
-        small: list[Frame] = []
-        small_bytes = 0
-        frames: list[Frame] = [b""]
-        table = []
-        for group, position in sorted(places):
-            blob, own = stored[group].blobs[position], stored[group].large[position]
-            if len(blob) < SEPARATE_BLOB:
-                table.append([group, position, 0, small_bytes, len(blob), len(frames), len(own)])
-                small.append(blob)
-                small_bytes += len(blob)
-            else:
-                table.append([group, position, len(frames), 0, len(blob), len(frames) + 1, len(own)])
-                frames.append(blob)
-            frames.extend(own)
-        frames[0] = b"".join(small)
-        texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
-        frames.extend(stored[group].texts for group in sampled)
-        return Answer([known[2], table, texts], frames)
-
-    def _stored(self, plan: StepPlan, group: int) -> StoredGroup:
-        return self.core.state.ledger.entry(plan.groups[group].group_id).payload
+        entry = self.core.state.ledger.entry
+        kept = {group: entry(plan.groups[group].group_id).payload for group in {group for group, _ in places}}
+        body, forwarded = self.payloads.hand_out(kept, places, sampled)
+        return Answer([known[2], *body], forwarded)
 
     # ---- learner
 
@@ -295,8 +290,10 @@ class Desk:
         return Answer(job)
 
     def _wait_evaluations(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        incarnation, request = session.incarnation, session.request
+
         def retry() -> Answer | None:
-            summaries = self.core.finished_evaluations()
+            summaries = self.core.finished_evaluations(incarnation, request)
             return None if summaries is None else Answer([messages.encode_record(summary) for summary in summaries])
 
         def give_up() -> Answer:
@@ -304,7 +301,7 @@ class Desk:
             workers = ", ".join(sorted(self.core.workers.live)) or "no worker is connected"
             raise NoProgress(f"evaluation not finished after {body:.1f} s: {rows} rows wait for {workers}")
 
-        return self._now_or_later(retry, give_up, body)
+        return self.now_or_later(retry, give_up, body)
 
     def _announce(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.announce(wire.mapping(body, "board values"))
@@ -314,10 +311,38 @@ class Desk:
         self.core.finish()
         return Answer()
 
-    def _now_or_later(
+    def now_or_later(
         self, retry: Callable[[], Answer | None], at_deadline: Callable[[], Answer | Later], wait_s: Any
     ) -> Reply:
         patience = wire.number(wait_s, "wait_s")
         if not 0 <= patience <= MAX_WAIT_S:
             raise WireError(f"wait_s must be between 0 and {MAX_WAIT_S:.0f} s, not {patience}")
         return retry() or Later(retry, at_deadline, patience)
+
+
+class ShardsDesk:
+    """What the shards ask of the planner, and what others ask of it about them."""
+
+    def __init__(self, desk: Desk, payloads: InShards) -> None:
+        self._desk, self._payloads = desk, payloads
+
+    def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Where every shard listens, once all are there."""
+
+        def retry() -> Answer | None:
+            found = self._payloads.addresses()
+            return None if found is None else Answer(found)
+
+        def give_up() -> Answer:
+            raise self._payloads.missing()
+
+        return self._desk.now_or_later(retry, give_up, body)
+
+    def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """A shard says where it listens and names keys that it holds; it is told which of them are free. Asked again
+        and again, so nothing need be remembered on either side and a lost answer does no harm."""
+        number, address, seal, rows = wire.sequence(body, "collect", 4)
+        shard = self._payloads.enlist(number, address, seal)
+        keys = [key_of(row) for row in wire.sequence(rows, "keys")]
+        free = list(free_of(keys, self._desk.core.state.ledger.entries, shard))
+        return Answer([self._payloads.run_id, free, self._desk.vocabulary(), self._desk.over])

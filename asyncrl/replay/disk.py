@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.errors import JournalError
+from asyncrl.replay.direct import DirectWriter
 
 Bytes = bytes | memoryview
 
 KEPT_OPEN = 8
 """Descriptors of segments: the one being written, those being recycled, and some."""
-MAX_BUFFERS = 512
-"""Of one gathered write; Linux takes 1024."""
 LOCK_FILE = "lock"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the operating system says of a disk without space."""
@@ -64,13 +63,15 @@ class FolderDisk:
     def __init__(self, folder: Path, *, locked: bool) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._writer = DirectWriter()
         self._lock: int | None = None
         if locked:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
 
     def names(self) -> list[str]:
-        return sorted(entry.name for entry in self._folder.iterdir() if entry.name != LOCK_FILE)
+        # A shard on the server's machine has a folder in this one.
+        return sorted(entry.name for entry in self._folder.iterdir() if entry.is_file() and entry.name != LOCK_FILE)
 
     def size(self, name: str) -> int:
         return (self._folder / name).stat().st_size
@@ -89,17 +90,7 @@ class FolderDisk:
         self._close_oldest()
 
     def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        descriptor = self._descriptor(name)
-        while left:
-            part = left[:MAX_BUFFERS]
-            written = os.pwritev(descriptor, part, offset)
-            offset += written
-            while part and written >= len(part[0]):
-                written -= len(part.pop(0))
-                left.pop(0)
-            if written:
-                left[0] = left[0][written:]
+        self._writer.write(self._descriptor(name), offset, [memoryview(buffer) for buffer in buffers if len(buffer)])
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         with (self._folder / name).open("rb", buffering=0) as file:

@@ -59,6 +59,8 @@ class Dropped:
     reason: DropReason
     readmit: bool = False
     """Put its prompt back in the stream."""
+    detail: str = ""
+    """Of a filter: its name, and what it said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,9 @@ class LedgerFile:
                 return {"event": "returned", "group": group}
             case ev.Inserted(header=header):
                 return {"event": "inserted", "group": header.group_id, "worker": header.worker}
-            case ev.Dropped(group_id=group, reason=reason):
-                return {"event": "dropped", "group": group, "reason": reason.value}
+            case ev.Dropped(group_id=group, reason=reason, detail=detail):
+                dropped = {"event": "dropped", "group": group, "reason": reason.value}
+                return dropped | ({"detail": detail} if detail else {})
             case ev.Sealed(step=step, members=members):
                 return {"event": "leased", "step": step, "groups": members}
             case ev.Trained(step=step, policy_version=version):

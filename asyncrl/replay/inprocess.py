@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from asyncrl.errors import NoProgress
 from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.payload import group_header
 from asyncrl.replay.rollout_side import UnknownPeer
-from asyncrl.replay.shards import shard_step
 from asyncrl.types import Assignment, DropReason, EvalResult, EvalSummary, StepPlan, TrajectoryGroup
 
 Value = TypeVar("Value")
@@ -121,7 +121,7 @@ class InProcessRollout:
     async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
         with self._replay.changing() as core:
             self._alive(core)
-            core.fail(self.worker, self.incarnation, assignment.group_id, assignment.attempt, reason)
+            core.fail(self.worker, self.incarnation, assignment.group_id, assignment.attempt, reason, detail)
 
     async def report_evaluation(self, result: EvalResult) -> None:
         with self._replay.changing() as core:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,23 +66,28 @@ class _Roll:
     """Where the segment before ends."""
 
 
-@dataclass(slots=True)
-class Journal:
-    """See the module. One thread appends, one (the same, in tests) writes.
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a segment begins with."""
+
+    body: list[Bytes]
+    """Of its first record."""
+    pins: Collection[int]
+    """Positions of older records that are still needed."""
+
+
+@dataclass
+class SegmentLog:
+    """Records on segments, whatever they mean: a subclass appends them, and says what a segment begins with. One thread
+    appends, one (the same, in tests) writes.
 
     Args:
-        run: what each segment says of the run; see `events.Snapshotted`.
-        state: the state that the appended events are applied to, each right after it was appended.
-        previous_end: where the journal ended before this start; -1 for a new one.
-        places: group id -> position of the record with its payload, for the groups that `state` holds already.
+        previous_end: where the log ended before this start; -1 for a new one.
     """
 
     disk: Disk
     settings: JournalSettings
-    run: dict[str, Any]
-    state: ReplayState
     previous_end: int = -1
-    places: dict[int, int] = field(default_factory=dict)
     promised: int = 0
     durable: int = 0
     problem: str = ""
@@ -105,21 +110,23 @@ class Journal:
         self.durable = max(self.previous_end, 0)
         self._roll(self.previous_end)
 
-    def append(self, event: ev.Event) -> None:
-        """Take in one event, before it is applied. Durable once `durable >= promised` as it is after this call.
+    def _opening(self, end: int) -> Opening:
+        """Of the segment that begins where the one before ends, at `end` (-1: there is none)."""
+        raise NotImplementedError
+
+    def _append(self, body: list[Bytes]) -> int:
+        """Take in one record; returns its position. Durable once `durable >= promised` as it is after this call.
 
         Raises:
-            WireError, JournalError: it cannot be a record.
+            JournalError: it is too large.
         """
-        body = encode_event(event)
         size = record_size(sum(len(piece) for piece in body))
         with self._lock:
             if self._offset + size > self._limit and self._offset > self._floor:
                 self._roll(position_of(self._number, self._offset))
             piece = self._add(body)
-        if isinstance(event, ev.Inserted):
-            self.places[event.header.group_id] = piece.position
         self.promised = piece.end
+        return piece.position
 
     def write_batch(self) -> bool:
         """Make durable what was appended so far. False when the disk is full (`problem` says so): ask again later.
@@ -170,22 +177,16 @@ class Journal:
         return piece
 
     def _roll(self, end: int) -> None:
-        entries = self.state.ledger.entries
         """Begin the next segment; the one before ends at `end`. The lock is held, or nobody else is there yet."""
-        needed = {
-            group: at for group, at in self.places.items() if group in entries and entries[group].payload is not None
-        }
-        self.places = needed
+        opening = self._opening(end)
         self._number += 1
         self._offset = 0
-        flat = tuple(value for place in needed.items() for value in place)
-        body = encode_event(ev.Snapshotted(self.run, end, state_image(self.state), flat))
-        self._floor = record_size(sum(len(piece) for piece in body))
+        self._floor = record_size(sum(len(piece) for piece in opening.body))
         # Four times its snapshot at least: with many open groups the journal would else be mostly snapshots.
         self._limit = max(self.settings.segment_bytes, 4 * self._floor)
-        pinned = frozenset(segment_of(at) for at in needed.values())
+        pinned = frozenset(segment_of(at) for at in opening.pins)
         self._queue.append(_Roll(number=self._number, nbytes=self._limit, pinned=pinned, end=end))
-        self.promised = self._add(body).end
+        self.promised = self._add(opening.body).end
 
     def _mark(self) -> None:
         """Note how far all is durable, where no record follows to carry it. Not synced: lost, it is only missed."""
@@ -249,3 +250,45 @@ class Journal:
         self._free.sort()
         while len(self._free) > SPARES:
             self.disk.remove(segment_name(self._free.pop()))
+
+
+class Journal(SegmentLog):
+    """See the module.
+
+    Args:
+        run: what each segment says of the run; see `events.Snapshotted`.
+        state: the state that the appended events are applied to, each right after it was appended.
+        previous_end: where the journal ended before this start; -1 for a new one.
+        places: group id -> position of the record with its payload, for the groups that `state` holds already.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        settings: JournalSettings,
+        run: dict[str, Any],
+        state: ReplayState,
+        previous_end: int = -1,
+        places: dict[int, int] | None = None,
+    ) -> None:
+        self.run, self.state, self.places = run, state, places or {}
+        super().__init__(disk, settings, previous_end)
+
+    def append(self, event: ev.Event) -> None:
+        """Take in one event, before it is applied. Durable once `durable >= promised` as it is after this call.
+
+        Raises:
+            WireError, JournalError: it cannot be a record.
+        """
+        position = self._append(encode_event(event))
+        if isinstance(event, ev.Inserted):
+            self.places[event.header.group_id] = position
+
+    def _opening(self, end: int) -> Opening:
+        entries = self.state.ledger.entries
+        self.places = {
+            group: at for group, at in self.places.items() if group in entries and entries[group].payload is not None
+        }
+        flat = tuple(value for place in self.places.items() for value in place)
+        body = encode_event(ev.Snapshotted(self.run, end, state_image(self.state), flat))
+        return Opening(body, self.places.values())

@@ -6,6 +6,8 @@ from asyncrl.replay.admission import stale_by_quartile
 from asyncrl.types import GroupHeader, StepPlan
 
 QUARTILES = ("q1", "q2", "q3", "q4")
+MAX_FILTERS = 16
+"""Filters that are counted by name; a worker that invents names fills no memory."""
 
 
 class IdleClock:
@@ -53,13 +55,18 @@ class Meter:
         self.masked_tokens = 0
         self.stale_groups = 0
         self.inserted_groups = 0
+        self.missing_members = 0
+        """Of groups that were closed without all their members."""
+        self.filtered: dict[str, int] = {}
+        """Groups by the name of the filter that dropped them."""
         self._inserted = [0, 0]
         """Trajectories and their completion tokens."""
         self._trained = [0, 0]
         self._rollouts = RolloutRates(now)
 
-    def insert(self, header: GroupHeader) -> None:
+    def insert(self, header: GroupHeader, missing: int = 0) -> None:
         self.inserted_groups += 1
+        self.missing_members += missing
         for trajectory in header.trajectories:
             self._inserted[0] += 1
             self._inserted[1] += trajectory.length - trajectory.prompt_length
@@ -70,6 +77,10 @@ class Meter:
         for trajectory in header.trajectories:
             everything = dict.fromkeys((version for version, _ in trajectory.version_tokens), 1)
             self._waste(stale_by_quartile(trajectory, everything, 0))
+
+    def drop_filtered(self, name: str) -> None:
+        if name in self.filtered or (len(self.filtered) < MAX_FILTERS and name.isidentifier()):
+            self.filtered[name] = self.filtered.get(name, 0) + 1
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Count a trained step; returns its own `staleness/*`."""
@@ -94,11 +105,13 @@ class Meter:
         row = {
             "staleness/dropped": float(self.stale_groups),
             "staleness/masked_tokens": float(self.masked_tokens),
+            "replay/missing_members": float(self.missing_members),
             "waste/tokens": float(sum(self.wasted)),
             "waste/trained_length_bias": self._length_bias(),
         }
         row |= self._rollouts.row(now, generated_tokens=generated_tokens, waiting_s=waiting_s, workers=workers)
         row |= {f"waste/tokens_by_position_{q}": float(n) for q, n in zip(QUARTILES, self.wasted, strict=True)}
+        row |= {f"replay/filtered_by_{name}": float(count) for name, count in self.filtered.items()}
         row |= {f"idle/learner_s_{reason}": seconds for reason, seconds in self.idle.seconds.items()}
         return row
 

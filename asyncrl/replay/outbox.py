@@ -18,6 +18,7 @@ import zmq
 
 from asyncrl.replay.desk import Session
 from asyncrl.replay.payload import Frame
+from asyncrl.replay.socket_options import send
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Outbox:
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Now or never: what cannot be delivered is lost, and the peer's next heartbeat tells it to ask again."""
         try:
-            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
+            send(self._socket, [identity, *frames])
         except (zmq.Again, zmq.ZMQError) as error:
             # Gone (EHOSTUNREACH) or not reading (EAGAIN).
             self.undeliverable += 1

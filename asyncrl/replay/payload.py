@@ -1,17 +1,20 @@
 """Trajectory groups as frames, and the checks that a group must pass on either side.
 
     insert:  [envelope] [texts] [blob of trajectory 0 | blob of trajectory 1 | ...] [large array] ...
-    blob:    u32 size of the manifest | manifest (msgpack) | padding to 8 | arrays, each padded to 8
+    blob:    token_ids i4 [T] | behavior_logprobs f4 [T - P] | loss_mask u1 [T - P], each padded to 8
 
-A blob starts at a multiple of 8 in the joined frame, so the server can cut out the trajectories of one rank without
-reading them. Arrays of 256 KiB or more travel in frames of their own (measured best). `policy_versions` is not sent:
-its runs are in the header, where the gates need them, and it is rebuilt from them.
+A blob says nothing of itself: what is in it follows from the trajectory's header, T tokens of which the first P are the
+prompt. Log-probs of a prompt are 0 and not sent, the mask only where it is not true throughout; `policy_versions` is
+rebuilt from its runs in the header, where the gates need them. Arrays of 256 KiB or more travel in frames of their own
+(measured best). Blobs start at multiples of 8: the server cuts out the trajectories of a rank without reading them.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +32,9 @@ MAX_LOGPROB = 1e-3
 """Rounding may lift a log-prob a little above 0; more is a broken engine."""
 MAX_VOCABULARY = 1 << 31
 """Of a model that nobody has announced yet."""
-DTYPES = {"<i4": np.dtype("<i4"), "<f4": np.dtype("<f4"), "|u1": np.dtype("|u1")}
-ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "behavior_logprobs": "<f4"}
+IDS, LOGPROBS, MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
+SHARED = 1 << 16
+"""Tokens up to which a prompt or completion has its mask and version from arrays that all trajectories share."""
 _ALIGN = 8
 
 
@@ -48,8 +52,27 @@ class StoredGroup:
     """A group as the server keeps it: frames as they came, and where each trajectory lies."""
 
     texts: Frame
+    joined: Frame
+    """All blobs."""
     blobs: tuple[memoryview, ...]
+    """Per trajectory, out of `joined`."""
     large: tuple[tuple[Frame, ...], ...]
+
+    def neighbours(self, first: int, count: int) -> Frame:
+        """The blobs of some trajectories that follow each other; all of them are the frame as it came."""
+        if count == len(self.blobs):
+            return self.joined
+        start = sum(len(blob) for blob in self.blobs[:first])
+        size = sum(len(blob) for blob in self.blobs[first : first + count])
+        return memoryview(self.joined)[start : start + size]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A group whose payload a shard keeps: which one, and under what tag."""
+
+    shard: int
+    tag: str
 
 
 def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
@@ -73,9 +96,10 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
     mask = trajectory.loss_mask
     loss_tokens = int(np.count_nonzero(mask))
     prompt_length = int(mask.argmax()) if loss_tokens else length
-    _check_values(trajectory.token_ids, trajectory.behavior_logprobs, mask, MAX_VOCABULARY)
-    versions = trajectory.policy_versions[_sampled(mask, prompt_length, loss_tokens)]
-    if versions.size and np.minimum.reduce(versions) < 0:
+    logprobs = trajectory.behavior_logprobs[prompt_length:]
+    _check_values(trajectory.token_ids, logprobs, mask[prompt_length:], MAX_VOCABULARY)
+    runs = runs_of(trajectory.policy_versions[_sampled(mask, prompt_length, loss_tokens)])
+    if any(version < 0 for version, _ in runs):
         raise WireError("every loss token needs the policy_version that sampled it")
     wire.number(trajectory.reward, "reward")
     for name, value in trajectory.rewards.items():
@@ -84,7 +108,9 @@ def check_trajectory(trajectory: Trajectory) -> TrajectoryHeader:
         length=length,
         prompt_length=prompt_length,
         reward=float(trajectory.reward),
-        version_tokens=runs_of(versions),
+        version_tokens=runs,
+        rewards={name: float(value) for name, value in trajectory.rewards.items()},
+        finish_reason=wire.text(trajectory.finish_reason, "finish_reason", wire.MAX_NAME),
     )
 
 
@@ -94,14 +120,14 @@ def _sampled(mask: NDArray[np.bool_], prompt_length: int, loss_tokens: int) -> s
 
 
 def _check_values(
-    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], mask: NDArray[np.bool_], vocabulary: int
+    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], mask: NDArray[np.bool_] | None, vocabulary: int
 ) -> None:
-    """All `[T]` of one trajectory."""
+    """Of one trajectory: `[T]`, and twice `[N]`, with no mask where all N are sampled."""
     # A NaN is the minimum of whatever holds it, and compares false. Nearly always all log-probs are fine, and picking
     # out those of the loss tokens costs more than looking at all.
     low, high = np.minimum.reduce, np.maximum.reduce  # Half the price of the methods where arrays are short.
-    if not (-np.inf < low(logprobs) and high(logprobs) <= MAX_LOGPROB):
-        sampled = logprobs[mask]
+    if logprobs.size and not (-np.inf < low(logprobs) and high(logprobs) <= MAX_LOGPROB):
+        sampled = logprobs if mask is None else logprobs[mask]
         if sampled.size and not (-np.inf < low(sampled) and high(sampled) <= MAX_LOGPROB):
             raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
     if high(token_ids.view(np.uint32)) < vocabulary:  # A negative id is a large one here.
@@ -115,7 +141,7 @@ def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
     """Runs `(version, count)` of `[N]` versions, in order."""
     if not versions.size:
         return ()
-    if versions[0] == versions[-1] and (versions == versions[0]).all():
+    if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # Cheaper than comparing each with the first.
         return ((int(versions[0]), len(versions)),)
     starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]])
     counts = np.diff(np.r_[starts, len(versions)])
@@ -142,59 +168,37 @@ def encode_group(group: TrajectoryGroup) -> EncodedGroup:
     parts: list[Frame] = []
     large: list[Frame] = []
     layout: list[list[int]] = []
-    for trajectory in group.trajectories:
-        blob, own = _encode_trajectory(trajectory)
-        layout.append([sum(len(part) for part in blob), len(own)])
-        parts.extend(blob)
+    for trajectory, facts in zip(group.trajectories, header.trajectories, strict=True):
+        inline, own = _encode_trajectory(trajectory, facts)
+        layout.append([sum(len(part) for part in inline), len(own)])
+        parts.extend(inline)
         large.extend(own)
     texts = wire.pack(
         [group.prompt_text, list(group.completion_texts), float(group.started_at), float(group.finished_at)]
     )
     frames: list[Frame] = [texts, b"".join(parts), *large]
-    nbytes = sum(len(frame) for frame in frames)
-    header = GroupHeader(
-        group_id=header.group_id,
-        prompt_index=header.prompt_index,
-        attempt=header.attempt,
-        worker=header.worker,
-        trajectories=header.trajectories,
-        nbytes=nbytes,
-    )
-    return EncodedGroup(header, layout, frames)
+    return EncodedGroup(replace(header, nbytes=sum(len(frame) for frame in frames)), layout, frames)
 
 
-def _encode_trajectory(trajectory: Trajectory) -> tuple[list[Frame], list[Frame]]:
-    """`(blob parts, large frames)`."""
-    arrays = {
-        "token_ids": trajectory.token_ids,
-        "loss_mask": trajectory.loss_mask.view(np.uint8),
-        "behavior_logprobs": trajectory.behavior_logprobs,
-    }
-    own: list[Frame] = []
+def _encode_trajectory(trajectory: Trajectory, facts: TrajectoryHeader) -> tuple[list[Frame], list[Frame]]:
+    """`(parts of the blob, large arrays)`, both without a copy where the arrays are contiguous."""
+    start = facts.prompt_length
+    arrays = [(IDS, trajectory.token_ids), (LOGPROBS, trajectory.behavior_logprobs[start:])]
+    if facts.loss_tokens != facts.length - start:
+        arrays.append((MASK, trajectory.loss_mask[start:]))
     inline: list[Frame] = []
-    described = []
-    offset = 0
-    for name, array in arrays.items():
-        dtype = ARRAYS[name]
-        raw = np.ascontiguousarray(array, DTYPES[dtype])
-        if raw.nbytes >= LARGE_ARRAY:
-            described.append([name, dtype, len(raw), -1 - len(own)])
-            own.append(raw.data.cast("B"))
+    own: list[Frame] = []
+    for dtype, array in arrays:
+        if not array.size:
             continue
-        described.append([name, dtype, len(raw), offset])
-        padding = -raw.nbytes % _ALIGN
-        inline.append(raw.data.cast("B"))  # Copied once, when the parts are joined.
-        if padding:
-            inline.append(bytes(padding))
-        offset += raw.nbytes + padding
-    rewards = {name: float(value) for name, value in trajectory.rewards.items()}
-    manifest = wire.pack([described, trajectory.finish_reason, float(trajectory.reward), rewards])
-    head = _padded(len(manifest).to_bytes(4, "little") + manifest)
-    return [head, *inline], own
-
-
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % _ALIGN)
+        raw = np.ascontiguousarray(array, dtype).data.cast("B")
+        if len(raw) >= LARGE_ARRAY:
+            own.append(raw)
+            continue
+        inline.append(raw)  # Copied once, when the parts are joined.
+        if len(raw) % _ALIGN:
+            inline.append(bytes(-len(raw) % _ALIGN))
+    return inline, own
 
 
 def split_frames(header: GroupHeader, layout: Any, frames: Sequence[Frame]) -> StoredGroup:
@@ -208,53 +212,25 @@ def split_frames(header: GroupHeader, layout: Any, frames: Sequence[Frame]) -> S
         raise WireError(f"a group needs at least 2 payload frames, got {len(frames)}")
     if sum(len(frame) for frame in frames) != header.nbytes:
         raise WireError(f"the header announces {header.nbytes} payload bytes, the frames have another size")
-    joined = memoryview(frames[1])
-    blobs: list[memoryview] = []
+    sizes: list[int] = []
     large: list[tuple[Frame, ...]] = []
-    position, next_frame = 0, 2
+    left, next_frame = len(frames[1]), 2
     for row in rows:
         size, own = wire.sequence(row, "layout row", 2)
-        wire.integer(size, "blob size", _ALIGN, len(joined) - position)
+        left -= wire.integer(size, "blob size", 0, left)
         wire.integer(own, "own frames", 0, len(frames) - next_frame)
-        blobs.append(joined[position : position + size])
+        sizes.append(size)
         large.append(tuple(frames[next_frame : next_frame + own]))
-        position += size
         next_frame += own
-    if position != len(joined) or next_frame != len(frames):
+    if left or next_frame != len(frames):
         raise WireError("the layout does not cover the payload frames")
-    return StoredGroup(frames[0], tuple(blobs), tuple(large))
+    return StoredGroup(frames[0], frames[1], cut(frames[1], sizes), tuple(large))
 
 
-def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame]) -> Trajectory:
-    """Arrays from bytes, checked against the header that the gates judged.
-
-    Raises:
-        WireError: sizes, dtypes or values are wrong, or do not agree with the header.
-    """
-    view = memoryview(bytearray(blob))  # One copy for all: writable, and free of the frame's memory.
-    arrays, finish_reason, reward, rewards = _parse(header, view, own, MAX_VOCABULARY)
-    mask = arrays["loss_mask"]
-    versions = np.full(header.length, NO_VERSION, np.int32)
-    sampled = _sampled(mask, header.prompt_length, header.loss_tokens)
-    if len(header.version_tokens) == 1:
-        versions[sampled] = header.version_tokens[0][0]
-    elif header.version_tokens:
-        runs = np.array(header.version_tokens, np.int32)
-        versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
-    return Trajectory(
-        token_ids=_writable(arrays["token_ids"]),
-        loss_mask=_writable(mask),
-        behavior_logprobs=_writable(arrays["behavior_logprobs"]),
-        policy_versions=versions,
-        reward=reward,
-        rewards=rewards,
-        finish_reason=finish_reason,
-    )
-
-
-def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """An array out of a frame of its own is still a view of the received bytes."""
-    return array if array.flags.writeable else array.copy()
+def cut(joined: Frame, sizes: Sequence[int]) -> tuple[memoryview, ...]:
+    """Views of the blobs of these sizes, one after the other."""
+    view, ends = memoryview(joined), itertools.accumulate(sizes)
+    return tuple(view[end - size : end] for end, size in zip(ends, sizes, strict=True))
 
 
 def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> None:
@@ -268,52 +244,97 @@ def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> N
         WireError: names what is wrong.
     """
     decode_texts(stored.texts)
-    for trajectory, blob, own in zip(header.trajectories, stored.blobs, stored.large, strict=True):
-        _parse(trajectory, blob, own, vocabulary)
+    for facts, blob, own in zip(header.trajectories, stored.blobs, stored.large, strict=True):
+        token_ids, logprobs, mask = _arrays(facts, blob, own)
+        _check_values(token_ids, logprobs, mask, vocabulary)
 
 
-def _parse(
-    header: TrajectoryHeader, view: memoryview, own: Sequence[Frame], vocabulary: int
-) -> tuple[dict[str, NDArray[Any]], str, float, dict[str, float]]:
-    """`(arrays by name, as views of `view` and `own`; finish_reason; reward; named rewards)`, all checked."""
-    if len(view) < _ALIGN:
-        raise WireError(f"a trajectory of {len(view)} bytes is too short")
-    size = int.from_bytes(view[:4], "little")
-    if size > len(view) - 4:
-        raise WireError(f"a manifest of {size} bytes does not fit in a trajectory of {len(view)}")
-    start = (4 + size + _ALIGN - 1) // _ALIGN * _ALIGN
-    described, finish_reason, reward, rewards = wire.sequence(wire.unpack(view[4 : 4 + size]), "manifest", 4)
-    rows = wire.sequence(described, "arrays", len(ARRAYS))
-    arrays = dict(_decode_array(row, view[start:], own, header.length) for row in rows)
-    if arrays.keys() != ARRAYS.keys():
-        raise WireError(f"a trajectory has the arrays {sorted(ARRAYS)}, not {sorted(arrays)}")
-    if np.maximum.reduce(arrays["loss_mask"]) > 1:
+def decode_trajectory(header: TrajectoryHeader, blob: Frame, own: Sequence[Frame]) -> Trajectory:
+    """Arrays from bytes, of the sizes that follow from the header; their values are those that `check_stored` let in.
+    Not to be written to: token ids are a view of the frame, masks and versions may be shared.
+
+    Raises:
+        WireError: the sizes or the mask do not agree with the header.
+    """
+    token_ids, sent_logprobs, sent_mask = _arrays(header, blob, own)
+    length, start = header.length, header.prompt_length
+    logprobs = np.empty(length, np.float32)
+    logprobs[:start], logprobs[start:] = 0.0, sent_logprobs
+    if sent_mask is None:
+        mask = _step(False, True, np.dtype(np.bool_), start, length)
+    else:
+        mask = np.concatenate((np.zeros(start, np.bool_), sent_mask))
+    return Trajectory(
+        token_ids=token_ids,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        policy_versions=_versions(header, sent_mask),
+        reward=header.reward,
+        rewards=dict(header.rewards),
+        finish_reason=header.finish_reason,
+    )
+
+
+def _versions(header: TrajectoryHeader, mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
+    """`[T]` from the runs; `mask` as `_arrays` gives it."""
+    length, start = header.length, header.prompt_length
+    if mask is None and len(header.version_tokens) == 1:
+        return _step(NO_VERSION, header.version_tokens[0][0], np.dtype(np.int32), start, length)
+    versions = np.full(length, NO_VERSION, np.int32)
+    runs = np.array(header.version_tokens, np.int32).reshape(-1, 2)
+    versions[start:][slice(None) if mask is None else mask] = np.repeat(runs[:, 0], runs[:, 1])
+    return versions
+
+
+def _step(low: int, high: int, dtype: np.dtype[Any], start: int, length: int) -> NDArray[Any]:
+    """`[length]`: `low` before `start`, `high` from there on."""
+    if start > SHARED or length - start > SHARED:
+        return np.repeat(np.array((low, high), dtype), (start, length - start))
+    return _shared_step(low, high, dtype)[SHARED - start : SHARED - start + length]
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_step(low: int, high: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`[2 * SHARED]`, read-only. Few versions are in use at a time, and writing them out for each trajectory costs as
+    much as receiving its token ids."""
+    both = np.repeat(np.array((low, high), dtype), SHARED)
+    both.setflags(write=False)
+    return both
+
+
+def _arrays(
+    header: TrajectoryHeader, blob: Frame, own: Sequence[Frame]
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_] | None]:
+    """`(token ids [T], log-probs [T - P], mask [T - P])` as views, no mask where it is all true; see the module."""
+    tail, loss_tokens = header.length - header.prompt_length, header.loss_tokens
+    sizes = [4 * header.length, 4 * tail] if loss_tokens == tail else [4 * header.length, 4 * tail, tail]
+    sources: list[Frame] = []
+    used, at = 0, 0
+    for size in sizes:
+        if size >= LARGE_ARRAY:
+            sources.append(own[used] if used < len(own) else b"")
+            used += 1
+        else:
+            sources.append(blob[at : at + size])
+            at += size + -size % _ALIGN
+    if at != len(blob) or used != len(own) or [len(source) for source in sources] != sizes:
+        came = [len(blob), *(len(frame) for frame in own)]
+        raise WireError(f"arrays of {sizes} bytes follow from the header, frames of {came} bytes came")
+    mask = None
+    if len(sources) == 3:
+        mask = _mask(np.frombuffer(sources[2], MASK), loss_tokens)
+    return np.frombuffer(sources[0], IDS), np.frombuffer(sources[1], LOGPROBS), mask
+
+
+def _mask(raw: NDArray[np.uint8], loss_tokens: int) -> NDArray[np.bool_]:
+    if np.maximum.reduce(raw) > 1:
         raise WireError("loss_mask must be 0 or 1")
-    mask = arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
-    loss_tokens, announced = int(np.count_nonzero(mask)), header.loss_tokens
-    if loss_tokens != announced:
-        raise WireError(f"{loss_tokens} loss tokens came, the header announced {announced}")
-    if (int(mask.argmax()) if loss_tokens else header.length) != header.prompt_length:
+    found = int(np.count_nonzero(raw))
+    if found != loss_tokens:
+        raise WireError(f"{found} loss tokens came, the header announced {loss_tokens}")
+    if not raw[0]:
         raise WireError("the loss mask does not begin where the header says the prompt ends")
-    _check_values(arrays["token_ids"], arrays["behavior_logprobs"], mask, vocabulary)
-    if wire.number(reward, "reward") != header.reward:
-        raise WireError(f"the reward is {reward}, the header the group was judged by says {header.reward}")
-    named = wire.mapping(rewards, "rewards")
-    named = {name: wire.number(value, f"rewards[{name!r}]") for name, value in named.items()}
-    return arrays, wire.text(finish_reason, "finish_reason", wire.MAX_NAME), float(reward), named
-
-
-def _decode_array(row: Any, inline: memoryview, own: Sequence[Frame], length: int) -> tuple[str, NDArray[Any]]:
-    name, dtype, count, place = wire.sequence(row, "array", 4)
-    if type(name) is not str or name not in ARRAYS or dtype != ARRAYS[name]:
-        raise WireError(f"array {wire.short(name)} of dtype {wire.short(dtype)} is not one of {ARRAYS}")
-    wire.integer(count, "array length", length, length)
-    wire.integer(place, "array place", -len(own), len(inline))
-    nbytes = count * DTYPES[dtype].itemsize
-    source = memoryview(own[-1 - place]) if place < 0 else inline[place : place + nbytes]
-    if len(source) != nbytes:
-        raise WireError(f"{name} needs {nbytes} bytes, {len(source)} came")
-    return name, np.frombuffer(source, DTYPES[dtype])
+    return raw.view(np.bool_)
 
 
 def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:

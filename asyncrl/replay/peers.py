@@ -14,6 +14,9 @@ from asyncrl.replay.events import EvaluationAsked
 
 REMEMBERED = 64
 """Incarnations per worker."""
+NAMES = 16_384
+"""Workers, the last to join. A peer that takes a new name each time fills no memory; what an attempt of a forgotten one
+sends is refused by its number."""
 
 
 class Peers:
@@ -40,7 +43,9 @@ class Peers:
         self.restored = (step, policy_version, next_version)
 
     def join(self, worker: str, incarnation: str) -> None:
-        self.workers[worker] = [*self.workers.get(worker, ()), incarnation][-REMEMBERED:]
+        self.workers[worker] = [*self.workers.pop(worker, ()), incarnation][-REMEMBERED:]
+        if len(self.workers) > NAMES:
+            del self.workers[next(iter(self.workers))]
 
     def announce(self, values: dict[str, Any]) -> None:
         self.board = Board(revision=self.board.revision + 1, values={**self.board.values, **values})

@@ -8,17 +8,17 @@ A new event needs its dataclass and its place in `events.Event`, nothing here, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
 from asyncrl.errors import WireError
 from asyncrl.replay import events as ev
 from asyncrl.replay import wire
-from asyncrl.replay.payload import Frame, StoredGroup
+from asyncrl.replay.payload import Elsewhere, Frame, StoredGroup, cut
 from asyncrl.types import DropReason
 
-SCHEMA = 1
+SCHEMA = 2
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(ev.Event)}
 MAX_HEAD_BYTES = 1 << 30
 """The head of a snapshot lists every open group."""
@@ -44,8 +44,9 @@ class _Tail:
         return len(self._data) - self._at
 
 
-def encode_event(event: ev.Event) -> list[Frame]:
-    """The body of its record, as pieces to be written one after the other.
+def encode_event(event: Any) -> list[Frame]:
+    """The body of its record, as pieces to be written one after the other. `event` is any dataclass whose fields have
+    types that `_FIELDS` knows.
 
     Raises:
         WireError: a field holds something that is no plain value.
@@ -56,8 +57,8 @@ def encode_event(event: ev.Event) -> list[Frame]:
     return [len(head).to_bytes(4, "little") + head, *frames]
 
 
-def decode_event(body: bytes | memoryview) -> ev.Event:
-    """The event of one record body; payloads are views of `body`.
+def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) -> Any:
+    """The event of one record body, one of `kinds` by name; payloads are views of `body`.
 
     Raises:
         WireError: another schema, an unknown kind, or fields that do not fit it.
@@ -73,33 +74,32 @@ def decode_event(body: bytes | memoryview) -> ev.Event:
         schema = head[0] if type(head) is list and head else head
         raise WireError(f"a record has schema {wire.short(schema)}, this asyncrl reads schema {SCHEMA}")
     _, kind, values = wire.sequence(head, "record head", 3)
-    if type(kind) is not str or kind not in KINDS:
-        raise WireError(f"a record of schema {SCHEMA} has the unknown kind {wire.short(kind)}; known: {sorted(KINDS)}")
-    expected = fields(KINDS[kind])
+    if type(kind) is not str or kind not in kinds:
+        raise WireError(f"a record of schema {SCHEMA} has the unknown kind {wire.short(kind)}; known: {sorted(kinds)}")
+    expected = fields(kinds[kind])
     row = wire.sequence(values, kind, len(expected))
     tail = _Tail(view[4 + size :])
     decoded = [_FIELDS[str(f.type)][1](value, f.name, tail) for f, value in zip(expected, row, strict=True)]
     if tail.left:
         raise WireError(f"a record of kind {kind} has {tail.left} bytes too many")
-    return KINDS[kind](*decoded)
+    return kinds[kind](*decoded)
 
 
 def _encode_payload(payload: Any, frames: list[Frame]) -> Any:
-    """None, bytes, or a group as the server stores it: `[texts, [[blob, [large, ...]], ...]]`, sizes in bytes."""
+    """None, bytes, or a group as the server stores it: `[texts, [[blob, [large, ...]], ...]]`, sizes in bytes; of a
+    group that a shard stores `[shard, tag, 0]`."""
     if payload is None:
         return None
+    if isinstance(payload, Elsewhere):
+        return [payload.shard, payload.tag, 0]
     if isinstance(payload, bytes):
         frames.append(payload)
         return len(payload)
     if not isinstance(payload, StoredGroup):
         raise WireError(f"a payload of type {type(payload).__name__} cannot be journalled: only encoded groups can")
-    frames.append(payload.texts)
-    rows = []
-    for blob, large in zip(payload.blobs, payload.large, strict=True):
-        frames.append(blob)
-        frames.extend(large)
-        rows.append([len(blob), [len(frame) for frame in large]])
-    return [len(payload.texts), rows]
+    frames += [payload.texts, payload.joined, *(frame for own in payload.large for frame in own)]
+    sizes = zip(payload.blobs, payload.large, strict=True)
+    return [len(payload.texts), [[len(blob), [len(frame) for frame in own]] for blob, own in sizes]]
 
 
 def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
@@ -107,15 +107,15 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
         return None
     if type(value) is int:
         return bytes(tail.take(value))
+    if type(value) is list and len(value) == 3:
+        return Elsewhere(wire.integer(value[0], name, 0, wire.MAX_FRAMES), wire.text(value[1], name, wire.MAX_NAME))
     size, rows = wire.sequence(value, name, 2)
     texts = tail.take(size)
-    blobs: list[memoryview] = []
-    large: list[tuple[Frame, ...]] = []
-    for row in wire.sequence(rows, name, limit=wire.MAX_TRAJECTORIES):
-        blob, own = wire.sequence(row, "payload row", 2)
-        blobs.append(tail.take(blob))
-        large.append(tuple(tail.take(frame) for frame in wire.sequence(own, "own frames")))
-    return StoredGroup(texts, tuple(blobs), tuple(large))
+    pairs = [wire.sequence(row, "payload row", 2) for row in wire.sequence(rows, name, limit=wire.MAX_TRAJECTORIES)]
+    sizes = [wire.integer(size, "blob size", 0, tail.left) for size, _ in pairs]
+    joined = tail.take(sum(sizes))
+    large = tuple(tuple(tail.take(frame) for frame in wire.sequence(own, "own frames")) for _, own in pairs)
+    return StoredGroup(texts, joined, cut(joined, sizes), large)
 
 
 def _decode_reason(value: Any, name: str, tail: _Tail) -> DropReason:
@@ -151,6 +151,7 @@ _FIELDS: dict[str, tuple[Encoder, Decoder]] = {
     "bool": (_plain, _decode_bool),
     "tuple[int, ...]": (lambda value, frames: list(value), _decode_integers),
     "dict[str, Any]": (_plain, _decode_map),
+    "list[Any]": (_plain, lambda value, name, tail: wire.sequence(value, name, limit=wire.MAX_TOKENS)),
     "DropReason": (lambda value, frames: value.value, _decode_reason),
     "GroupHeader": (
         lambda value, frames: wire.encode_group_header(value),

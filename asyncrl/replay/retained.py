@@ -12,13 +12,14 @@ from typing import Any
 
 from asyncrl.errors import JournalError, ReplayError
 from asyncrl.replay import events as ev
+from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Lease, Member, Restored, TrainedReply
 from asyncrl.replay.disk import FolderDisk
 from asyncrl.replay.lineage import Lineage
 from asyncrl.replay.payload import StoredGroup, decode_texts, decode_trajectory
 from asyncrl.replay.recovery import decode_record, read_journal
 from asyncrl.replay.segments import read_at
-from asyncrl.replay.shards import shard_step
+from asyncrl.replay.shard_archive import ShardArchive
 from asyncrl.types import NO_VERSION, EvalSummary, GroupHeader, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
@@ -87,6 +88,7 @@ class RetainedReplay:
 
     def __init__(self, journal: Path, history: History, *, max_staleness: int) -> None:
         self._disk = FolderDisk(journal, locked=False)
+        self._shards = ShardArchive(journal)
         self._history, self._bound = history, max_staleness
 
     def restore(self, *, step: int | None, policy_version: int, snapshot: dict[str, Any] | None) -> Restored:
@@ -126,7 +128,7 @@ class RetainedReplay:
             max_staleness=self._bound,
             shards=(),
         )
-        return plan, [event.payload for event in inserted]
+        return plan, [self._shards.payload(event) for event in inserted]
 
     def _inserted(self, position: int) -> ev.Inserted:
         record = read_at(self._disk, position)
@@ -164,6 +166,7 @@ class RetainedReplay:
 
     def close(self) -> None:
         self._disk.close()
+        self._shards.close()
 
 
 def _sample(header: GroupHeader, stored: StoredGroup) -> TrajectoryGroup:

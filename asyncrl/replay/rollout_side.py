@@ -20,9 +20,19 @@ from asyncrl.replay.workers import Worker, Workers
 from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, EvalResult, GroupHeader
 
 RETRIED = frozenset(
-    {DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.WORKER_LOST, DropReason.INCOMPLETE}
+    {
+        DropReason.FAILED_GENERATION,
+        DropReason.FAILED_REWARD,
+        DropReason.FAILED_FILTER,
+        DropReason.WORKER_LOST,
+        DropReason.INCOMPLETE,
+    }
 )
 """Failures that another attempt may cure; the other reasons drop the group at once."""
+
+
+MAX_DETAIL = 200
+"""Characters of a worker's own words that the journal keeps."""
 
 
 class UnknownPeer(ReplayError):
@@ -168,15 +178,28 @@ class RolloutSide:
             return InsertReply(status="rejected", reason=problem)
         self._let_go(entry)
         self._record(ev.Inserted(header, payload))
-        self.meter.insert(header)
+        self.meter.insert(header, missing=self.settings.group_size - len(header.trajectories))
         self._make_room()
         return InsertReply(status="accepted")
 
-    def fail(self, worker: str, incarnation: str, group_id: int, attempt: int, reason: DropReason) -> None:
-        """An attempt failed. Late or repeated reports change nothing."""
+    def fail(
+        self, worker: str, incarnation: str, group_id: int, attempt: int, reason: DropReason, detail: str = ""
+    ) -> None:
+        """An attempt failed. Late or repeated reports change nothing.
+
+        Args:
+            detail: for `filtered`, the filter's name and, after a colon, what it said.
+        """
         self._worker(worker, incarnation)
         entry = self.state.held.get(group_id)
-        if entry is not None and entry.attempt == attempt and entry.incarnation == incarnation:
+        if entry is None or entry.attempt != attempt or entry.incarnation != incarnation:
+            return
+        if reason is DropReason.FILTERED:
+            self.meter.drop_filtered(detail.partition(":")[0][:MAX_DETAIL])
+        # A worker that says incomplete has made the missing members again as often as a group may be tried.
+        if reason in (DropReason.FILTERED, DropReason.INCOMPLETE):
+            self._drop(entry, reason, detail=detail[:MAX_DETAIL])
+        else:
             self._end_attempt(entry, reason)
 
     def served(self, worker: str, incarnation: str, policy_version: int, fingerprint: str) -> None:
@@ -307,8 +330,10 @@ class RolloutSide:
     def _refuse(self, entry: Entry, header: GroupHeader) -> str:
         if header.prompt_index != entry.prompt_index:
             return f"group {entry.group_id} is of prompt {entry.prompt_index}, not {header.prompt_index}"
-        if len(header.trajectories) != self.settings.group_size:
-            return f"a group has {self.settings.group_size} trajectories, not {len(header.trajectories)}"
+        fewest, most = self.settings.fewest_members, self.settings.group_size
+        if not fewest <= len(header.trajectories) <= most:
+            wanted = f"{fewest} to {most}" if fewest < most else f"{most}"
+            return f"a group has {wanted} trajectories, not {len(header.trajectories)}"
         if not any(trajectory.version_tokens for trajectory in header.trajectories):
             return "no trajectory has a token to train on"
         for trajectory in header.trajectories:
@@ -340,9 +365,9 @@ class RolloutSide:
         if member is not None:
             member.held.discard(entry.group_id)
 
-    def _drop(self, entry: Entry, reason: DropReason, *, readmit: bool = False) -> None:
+    def _drop(self, entry: Entry, reason: DropReason, *, readmit: bool = False, detail: str = "") -> None:
         self._let_go(entry)
-        self._record(ev.Dropped(entry.group_id, reason, readmit))
+        self._record(ev.Dropped(entry.group_id, reason, readmit, detail))
 
     def _make_room(self) -> None:
         trained = self.state.buffer.trained

@@ -76,6 +76,11 @@ def _load(path: Path) -> _KeyPair:
     return _KeyPair(public, secret or b"")
 
 
+def server_secret(keys: str) -> bytes:
+    """What only the servers of a run have. Raises ConfigError when it is missing or unreadable."""
+    return _load(Path(keys) / "server.key_secret").secret
+
+
 def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str) -> ThreadAuthenticator | None:
     """Turn on CURVE with the allow-list `DIR/clients`; returns what has to be stopped at the end. Before `bind`.
 

@@ -1,4 +1,4 @@
-"""The replay server: one thread, one ROUTER socket, everything else in `ReplayCore`.
+"""The replay server: one thread, one ROUTER socket, everything else in `ReplayCore`; or in the host of a shard.
 
     consumes      requests of rollout workers and learner ranks
     waits for     the socket, at most until the next deadline of a waiting request
@@ -11,28 +11,25 @@ learns from its next heartbeat what it has to ask again, so nothing hangs and no
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
+from asyncrl.errors import AsyncRLError, FencedError, NoProgress, WireError
 from asyncrl.replay import messages, wire
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import ONCE, QUIET, Answer, Desk, Later, Session
+from asyncrl.replay.desk import ONCE, QUIET, SETTLED, Answer, Later, Session
+from asyncrl.replay.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.durable import RESUME_S
+from asyncrl.replay.host import ERROR_KINDS, ROLES, Clerk, Host
 from asyncrl.replay.outbox import Outbox
 from asyncrl.replay.payload import Frame
-from asyncrl.replay.rollout_side import UnknownPeer
-from asyncrl.replay.security import check_address, secure_server
-from asyncrl.replay.socket_options import receive, set_socket_options
+from asyncrl.replay.socket_options import receive_routed
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.replay.wire import Envelope
-from asyncrl.schema import ReplayConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +37,17 @@ BATCH = 256
 """Messages taken in before waiting requests and timers get their turn."""
 BATCH_BYTES = 8 << 20
 """Likewise: a lease would wait for the checking of all the large groups that have come."""
+THROWN_AWAY = 20 * BATCH
+"""Likewise, counting those of connections that are heard no more."""
 TICK_S = 0.2
-MAX_MALFORMED = 64
-"""Malformed messages from one incarnation of a worker before its groups go to others and it is heard no more."""
+MAX_PATIENT = 64
+"""Requests of one peer that wait for something to happen; each is looked at with every change."""
+MAX_REPLIES = 1024
+"""Answers remembered for one peer. Without the oldest, a request asked again is run again, which changes nothing."""
 GRACE_S = 1.0
 """After the last goodbye, so that a lost answer can still be asked for again."""
-
-ERROR_KINDS: dict[type[AsyncRLError], str] = {
-    FencedError: "fenced",
-    UnknownPeer: "unknown_peer",
-    WireError: "wire",
-    NoProgress: "no_progress",
-    ReplayError: "replay",
-}
+LEAVE_S = 5.0
+"""How long a server whose run is over waits for its shards to hear of it; they ask several times a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +65,8 @@ class ReplayServer:
 
     def __init__(
         self,
-        core: ReplayCore,
+        core: Host,
+        desk: Clerk,
         socket: zmq.Socket,
         *,
         run_id: str,
@@ -79,15 +75,15 @@ class ReplayServer:
         silence_s: float,
         patience_s: float,
         sync: SyncThread | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.core, self.desk, self.socket = core, Desk(core), socket
+        self.core, self.desk, self.socket, self.clock = core, desk, socket, clock
         self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
         self.sync, self.patience_s = sync, patience_s
         self.outbox = Outbox(socket, sync.journal if sync else None)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
-        self._expelled: set[str] = set()
-        """Incarnations."""
+        self.door = Doorkeeper()
         self._waiting: list[_Waiting] = []
         self._changed = False
         """Something that waiting requests may depend on, other than an event of the core's state."""
@@ -105,7 +101,7 @@ class ReplayServer:
             poller.register(self.sync.wake_fd, zmq.POLLIN)
         next_tick = 0.0
         while not stop.is_set():
-            now = time.monotonic()
+            now = self.clock()
             if now >= next_tick:
                 next_tick = now + TICK_S
                 self._tick(now)
@@ -132,15 +128,22 @@ class ReplayServer:
             self._send(session.identity, "no_progress", request, text)
 
     def _drain(self) -> None:
-        nbytes = 0
-        for _ in range(BATCH):
+        nbytes = taken = 0
+        for _ in range(THROWN_AWAY):
             try:
-                frames = receive(self.socket)
+                connection, frames = receive_routed(self.socket)
             except zmq.Again:
+                self.door.queue_is_empty()
                 return
-            self._take(bytes(frames[0]), frames[1:])
+            identity = connection.bytes
+            if not self.door.may_speak(identity, len(frames)):
+                if self.door.must_close(identity):
+                    hang_up(connection)
+                continue
+            self._take(identity, frames)
+            taken += 1
             nbytes += sum(len(frame) for frame in frames)
-            if nbytes > BATCH_BYTES:
+            if taken == BATCH or nbytes > BATCH_BYTES:
                 return
 
     def _take(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -148,6 +151,9 @@ class ReplayServer:
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
                 raise WireError(f"a message of {len(frames)} frames")
+            if len(frames[0]) > STRANGER_BYTES and self.door.is_stranger(identity):
+                self._strange(identity, 0, sum(map(len, frames)))
+                return
             envelope = wire.decode_envelope(frames[0])
         except WireError as error:
             self._malformed(identity, error)
@@ -158,13 +164,22 @@ class ReplayServer:
             return
         session = self.sessions.get(envelope.incarnation)
         if session is None:
-            self._send(identity, "unknown_peer", envelope.request, "say hello first")
+            self._strange(identity, envelope.request, sum(map(len, frames)))
             return
         if envelope.run != self.run_id:
+            self.door.malformed(identity)
             self._send(identity, "refused", envelope.request, f"this server serves run {self.run_id!r}")
             return
-        session.identity, session.seen = identity, time.monotonic()
+        self._heard(session, identity)
         self._request(session, envelope, frames[1:])
+
+    def _strange(self, identity: bytes, request: int, nbytes: int) -> None:
+        self.door.strange(identity, nbytes)
+        self._send(identity, "unknown_peer", request, "say hello first")
+
+    def _heard(self, session: Session, identity: bytes) -> None:
+        self.door.seat(identity, session.incarnation, session.identity)
+        session.identity, session.seen = identity, self.clock()
 
     def _hello(self, identity: bytes, envelope: Envelope) -> None:
         try:
@@ -174,8 +189,10 @@ class ReplayServer:
             wire.text(digest, "run_digest", wire.MAX_NAME)
             wire.integer(served, "policy_version", -1, wire.MAX_VERSION)
             wire.text(boot, "boot", wire.MAX_NAME)
-            if role not in ("worker", "learner") or not envelope.incarnation:
-                raise WireError(f"hello needs an incarnation and the role worker or learner, not {wire.short(role)}")
+            if role not in ROLES or not envelope.incarnation:
+                raise WireError(f"hello needs an incarnation and a role of {ROLES}, not {wire.short(role)}")
+            if self.door.speaks_for(identity) not in ("", envelope.incarnation):
+                raise WireError(f"{role} {wire.short(name)} says hello on the connection of another peer")
         except WireError as error:
             self._malformed(identity, error)
             self._send(identity, "wire", envelope.request, str(error))
@@ -192,20 +209,20 @@ class ReplayServer:
             self._send(identity, "fenced", envelope.request, text)
             return
         try:
-            if envelope.incarnation in self._expelled:
+            if self.door.is_expelled(envelope.incarnation):
                 raise FencedError(f"{role} {name!r} sent {MAX_MALFORMED} malformed messages; start it anew")
             if role == "worker":
                 self.core.hello(name, envelope.incarnation, served)
-            else:
+            elif role == "learner":
                 self.core.hello_learner(name, envelope.incarnation)
         except FencedError as error:
             self._send(identity, "fenced", envelope.request, str(error))
             return
         session = self.sessions.get(envelope.incarnation)
         if session is None:
-            session = Session(role, name, envelope.incarnation, identity, time.monotonic())
+            session = Session(role, name, envelope.incarnation, identity, self.clock())
             self.sessions[envelope.incarnation] = session
-        session.identity, session.seen = identity, time.monotonic()
+        self._heard(session, identity)
         self._changed = True
         welcome = self._envelope("ok", envelope.request, [self.run_id, self.boot, self.desk.window()])
         self.outbox.promise(session, envelope.request, [welcome])
@@ -243,8 +260,11 @@ class ReplayServer:
         if isinstance(reply, Answer):
             self._answer(session, request, verb, reply)
         else:
+            if session.patient >= MAX_PATIENT:
+                raise WireError(f"{session.patient} requests of this peer wait already; one more is not taken")
+            session.patient += 1
             session.waiting.add(request)
-            deadline = time.monotonic() + reply.wait_s
+            deadline = self.clock() + reply.wait_s
             self._waiting.append(_Waiting(session, request, verb, reply, deadline))
 
     def _heartbeat(self, session: Session, request: int, body: object) -> None:
@@ -266,11 +286,12 @@ class ReplayServer:
 
     def _forget(self, session: Session) -> None:
         self.sessions.pop(session.incarnation, None)
+        self.door.leave(session.identity)
         self._waiting = [waiting for waiting in self._waiting if waiting.session is not session]
 
     def _answer_waiting(self) -> None:
         """Ask the waiting requests again if anything has changed; end those whose time is up."""
-        now = time.monotonic()
+        now = self.clock()
         while self._something_changed() or any(waiting.deadline <= now for waiting in self._waiting):
             changed, self._changed, self._applied = self._something_changed(), False, self.core.state.applied
             before, self._waiting = self._waiting, []
@@ -296,6 +317,7 @@ class ReplayServer:
         except AsyncRLError as error:
             session.waiting.discard(waiting.request)
             self._answer_error(session, waiting.request, error)
+        session.patient -= 1
         return True
 
     def _tick(self, now: float) -> None:
@@ -308,18 +330,27 @@ class ReplayServer:
             self._forget(session)
 
     def _over(self, now: float) -> bool:
-        if not self.core.state.finished or self.sessions:
-            self._quiet_since = None
-            self._grace_s = GRACE_S if self.sessions else self._grace_s
+        present = [session.role for session in self.sessions.values()]
+        members = len(present) - present.count("shard")
+        if not self.core.state.finished or members:
+            self._quiet_since, self.desk.over = None, False
+            self._grace_s = GRACE_S if members else self._grace_s
             return False
         self._quiet_since = self._quiet_since or now
-        return now - self._quiet_since > self._grace_s
+        quiet_s = now - self._quiet_since
+        self.desk.over = quiet_s > self._grace_s
+        return self.desk.over and (not present or quiet_s > self._grace_s + LEAVE_S)
 
     def _answer(self, session: Session, request: int, verb: str, answer: Answer) -> None:
         frames: list[Frame] = [self._envelope("ok", request, answer.body), *answer.frames]
         if verb in ONCE:
             session.replies[request] = frames
-        self.outbox.promise(session, request, frames)
+            if len(session.replies) > MAX_REPLIES:
+                del session.replies[next(iter(session.replies))]
+        if verb in SETTLED:
+            self.outbox.send(session.identity, frames)
+        else:
+            self.outbox.promise(session, request, frames)
 
     def _answer_error(self, session: Session, request: int, error: AsyncRLError) -> None:
         kind = next((name for kind, name in ERROR_KINDS.items() if isinstance(error, kind)), None)
@@ -333,17 +364,21 @@ class ReplayServer:
 
     def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
         self.malformed += 1
-        known = session or next((s for s in self.sessions.values() if s.identity == identity), None)
+        known = session or self.sessions.get(self.door.speaks_for(identity))
+        worker = known if known is not None and known.role == "worker" else None
+        count = self.door.malformed(identity) if worker is None else worker.malformed + 1
+        if count > MAX_MALFORMED:
+            return
         peer = f"{known.role} {known.name!r}" if known else f"unknown peer {identity.hex()}"
         log.warning("refused a malformed message from %s (%d so far): %s", peer, self.malformed, error)
-        if known is None or known.role != "worker":
+        if worker is None:
             return
-        known.malformed += 1
-        if known.malformed >= MAX_MALFORMED and known.incarnation in self.sessions:
-            log.warning("%s sent %d malformed messages: its assignments go to others", peer, known.malformed)
-            self._expelled.add(known.incarnation)
-            self.core.expel(known.name, known.incarnation)
-            self._forget(known)
+        worker.malformed = count
+        if count == MAX_MALFORMED and worker.incarnation in self.sessions:
+            log.warning("%s sent %d malformed messages: its assignments go to others", peer, count)
+            self.door.expel(identity, worker.incarnation)
+            self.core.expel(worker.name, worker.incarnation)
+            self._forget(worker)
             self._changed = True
 
     def _send(self, identity: bytes, kind: str, request: int, body: object) -> None:
@@ -354,30 +389,3 @@ class ReplayServer:
         return wire.encode_envelope(
             Envelope(run=self.run_id, verb=kind, request=request, incarnation=self.boot, body=body)
         )
-
-
-@contextlib.contextmanager
-def router(config: ReplayConfig) -> Iterator[zmq.Socket]:
-    """The bound socket.
-
-    Raises:
-        ConfigError: the address is open to others and there are no keys. ReplayError: it cannot be bound.
-    """
-    check_address(config.address, config.keys)
-    context = zmq.Context(1)
-    socket = context.socket(zmq.ROUTER)
-    authenticator = None
-    try:
-        set_socket_options(socket, config.heartbeat_s, config.heartbeat_timeout_s)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        authenticator = secure_server(context, socket, config.keys)
-        try:
-            socket.bind(config.address)
-        except zmq.ZMQError as error:
-            raise ReplayError(f"cannot listen on replay.address={config.address!r}: {error}") from error
-        yield socket
-    finally:
-        socket.close(linger=0)
-        if authenticator is not None:
-            authenticator.stop()
-        context.term()

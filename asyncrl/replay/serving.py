@@ -6,20 +6,24 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.desk import Desk
 from asyncrl.replay.disk import Disk, FolderDisk
 from asyncrl.replay.durable import open_core
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.history import LedgerFile
 from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.server import ReplayServer, router
+from asyncrl.replay.payloads import InShards, refuse_other_store
+from asyncrl.replay.receipts import Seals
+from asyncrl.replay.router import router
+from asyncrl.replay.server import TICK_S, ReplayServer
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.schema import ReplayConfig
 
@@ -75,15 +79,21 @@ def run_server(
         if fresh and disk is not None:
             discard(disk)
         memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, ledger, disk))
+        kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
+        refuse_other_store(kept, config.shards)
+        seals = Seals(config.keys, run_digest)
+        payloads = InShards(config.shards, memory.run_id, seals) if config.shards else None
         server = ReplayServer(
             memory.core,
+            Desk(memory.core, payloads),
             socket,
             run_id=memory.run_id,
             boot=memory.boot,
             run_digest=run_digest,
-            silence_s=config.heartbeat_timeout_s,
+            silence_s=silence_of(config),
             patience_s=config.wait_timeout_s,
             sync=memory.sync,
+            clock=memory.core.clock,
         )
         log.info("replay server of run %s listens on %s", memory.run_id, config.address)
         server.serve(stopped)
@@ -101,22 +111,18 @@ def opened(
 ) -> Iterator[Memory]:
     """The core, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
     boot = uuid.uuid4().hex
-    limits = {"seed": seed, "max_bytes": config.max_bytes, "heartbeat_timeout_s": config.heartbeat_timeout_s}
+    clock = awake_clock(config)
+    limits = {"seed": seed, "max_bytes": config.max_bytes, "heartbeat_timeout_s": silence_of(config)}
     if disk is None:
-        core = ReplayCore(settings, time.monotonic, journal=ledger, **limits)
+        core = ReplayCore(settings, clock, journal=ledger, **limits)
         yield Memory(core, run_id, boot, None)
         return
-    journal = JournalSettings(
-        retain=config.journal.retain,
-        segment_bytes=config.journal.segment_mb << 20,
-        window_bytes=config.journal.window_mb << 20,
-    )
     run = {"run_id": run_id, "run_digest": run_digest, "boot": boot}
     core, writer = open_core(
         disk,
         settings,
-        time.monotonic,
-        journal=journal,
+        clock,
+        journal=journal_settings(config),
         run=run,
         listener=ledger,
         replayed=ledger.replayed if ledger else None,
@@ -128,6 +134,19 @@ def opened(
         yield Memory(core, writer.run["run_id"], writer.run["boot"], sync)
     finally:
         sync.stop()
+
+
+def journal_settings(config: ReplayConfig) -> JournalSettings:
+    return JournalSettings(
+        retain=config.journal.retain,
+        segment_bytes=config.journal.segment_mb << 20,
+        window_bytes=config.journal.window_mb << 20,
+    )
+
+
+def silence_of(config: ReplayConfig) -> float:
+    """A silent peer is named after `heartbeat_timeout_s` at the latest, the server's own turn included."""
+    return max(config.heartbeat_timeout_s - TICK_S, config.heartbeat_timeout_s / 2)
 
 
 def discard(disk: Disk) -> None:

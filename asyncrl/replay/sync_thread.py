@@ -15,7 +15,7 @@ import threading
 import time
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal import Journal
+from asyncrl.replay.journal import SegmentLog
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ SAY_S = 10.0
 class SyncThread:
     """`wake_fd` turns readable after each sync, for the poller of the loop. `failure` is what ended the thread."""
 
-    def __init__(self, journal: Journal, interval_s: float) -> None:
+    def __init__(self, journal: SegmentLog, interval_s: float) -> None:
         self.journal = journal
         self.failure: JournalError | None = None
         self.wake_fd, self._wake = os.pipe()

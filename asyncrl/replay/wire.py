@@ -19,7 +19,7 @@ import msgpack
 from asyncrl.errors import WireError
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_REQUEST_BYTES = 8 << 20
 """Header frame of a request."""
 MAX_REPLY_BYTES = 256 << 20
@@ -153,12 +153,13 @@ def flatten_runs(runs: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
-    return [header.length, header.prompt_length, header.reward, flatten_runs(header.version_tokens)]
+    runs = flatten_runs(header.version_tokens)
+    return [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
 
 
 def decode_trajectory_header(value: Any) -> TrajectoryHeader:
     """Raises WireError; see the checks."""
-    length, prompt_length, reward, flat = sequence(value, "trajectory header", 4)
+    length, prompt_length, reward, flat, rewards, finish_reason = sequence(value, "trajectory header", 6)
     integer(length, "length", 1, MAX_TOKENS)
     integer(prompt_length, "prompt_length", 0, length)
     if type(flat) is not list or len(flat) % 2 or len(flat) > 2 * MAX_TOKENS:
@@ -171,7 +172,12 @@ def decode_trajectory_header(value: Any) -> TrajectoryHeader:
     if total > length - prompt_length:
         raise WireError(f"{total} loss tokens do not fit in a completion of {length - prompt_length}")
     return TrajectoryHeader(
-        length=length, prompt_length=prompt_length, reward=number(reward, "reward"), version_tokens=runs
+        length=length,
+        prompt_length=prompt_length,
+        reward=number(reward, "reward"),
+        version_tokens=runs,
+        rewards={name: number(part, "rewards") for name, part in mapping(rewards, "rewards").items()},
+        finish_reason=text(finish_reason, "finish_reason", MAX_NAME),
     )
 
 

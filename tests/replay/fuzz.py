@@ -139,12 +139,15 @@ class Hostile:
     def __init__(self, context: zmq.Context, address: str, rng: random.Random) -> None:
         self.rng = rng
         self.lives = 0
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self._context, self._address = context, address
         self._hello()
 
     def _hello(self) -> None:
+        if self.lives:
+            self.socket.close()  # from the old one it is heard no more
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(self._address)
         self.lives += 1
         life = f"life{self.lives}"
         encoded = encode_group(group(ORDER, [0, 0], size=2))

@@ -22,10 +22,22 @@ from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, Stale
 FAILURES = (
     DropReason.FAILED_GENERATION,
     DropReason.FAILED_REWARD,
+    DropReason.FAILED_FILTER,
     DropReason.OVER_LENGTH,
     DropReason.FILTERED_ZERO_VARIANCE,
+    DropReason.FILTERED,
+    DropReason.INCOMPLETE,
     DropReason.SHUTDOWN,
 )
+
+
+FINAL = (
+    DropReason.OVER_LENGTH,
+    DropReason.FILTERED_ZERO_VARIANCE,
+    DropReason.FILTERED,
+    DropReason.INCOMPLETE,
+)
+"""Reported by a worker they end a group, whatever its tries so far."""
 
 
 class Oracle:
@@ -38,11 +50,15 @@ class Oracle:
         self.steps_of: dict[int, list[int]] = {}
         """Steps that a group was trained in."""
         self.rolled_back = False
-        self.begin({}, 0, 0)
+        self.reported: DropReason | None = None
+        """What a worker is just reporting."""
+        self.begin({}, {}, 0, 0)
 
-    def begin(self, states: dict[int, str], trained: int, dropped: int) -> None:
-        self.states = states
+    def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
+        self.states, self.tries = states, tries
         self.admitted = len(states) + trained + dropped
+        self.members: dict[int, int] = {}
+        """Of inserted groups that are open."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
 
     def ancestors(self, version: int) -> dict[int, int]:
@@ -72,14 +88,30 @@ class Oracle:
             assert not self.steps_of.get(group_id), "a trained group was dropped"
             del self.states[group_id]
 
+    def returned(self, event: ev.Returned | ev.Dropped) -> None:
+        """What a worker reports ends the group at once, or lets it be tried again `max_attempts` times at most."""
+        tries = self.tries.get(event.group_id, 0)
+        if isinstance(event, ev.Returned):
+            self.tries[event.group_id] = tries + event.counted
+            assert self.tries[event.group_id] < self.settings.max_attempts, "a group is tried too often"
+            assert self.reported not in FINAL, f"a group is tried again after {self.reported}"
+        elif self.reported is not None:
+            assert event.reason is self.reported, f"{self.reported} was reported, dropped is {event.reason}"
+            assert self.reported in FINAL or tries + 1 == self.settings.max_attempts, "dropped before the last try"
+
     def watch(self, event: ev.Event) -> None:
         """Called with each event before it is applied."""
         if isinstance(event, ev.Issued) and event.group_id not in self.states:
             self.admitted += 1
             self.move(event.group_id, "in_flight")
         elif isinstance(event, ev.Inserted):
+            members = self.members[event.header.group_id] = len(event.header.trajectories)
+            assert (self.settings.min_group_size or self.settings.group_size) <= members <= self.settings.group_size
             self.move(event.header.group_id, "inserted")
+        elif isinstance(event, ev.Returned):
+            self.returned(event)
         elif isinstance(event, ev.Dropped):
+            self.returned(event)
             if event.reason is DropReason.STALE and self.settings.stale_policy is StalePolicy.WAIT:
                 assert self.rolled_back, "policy wait dropped a group"
             self.move(event.group_id, "dropped")
@@ -101,6 +133,7 @@ class Oracle:
         assert len(plan.groups) == settings.groups_per_step
         fresh_total = 0
         for group in plan.groups:
+            assert len(group.trajectories) == self.members[group.group_id], "a group lost or gained members"
             steps = self.steps_of.setdefault(group.group_id, [])
             assert plan.step not in steps, f"group {group.group_id} is in step {plan.step} twice"
             steps.append(plan.step)
@@ -150,9 +183,11 @@ class Simulation:
     def __init__(self, seed: int, policy: StalePolicy | None = None, rollbacks: bool = True) -> None:
         self.random = rng = Random(seed)
         max_staleness = rng.choice((0, 1, 2, 3))
+        group_size = rng.choice((1, 1, 2, 3))
         self.settings = AdmissionSettings(
             groups_per_step=rng.choice((1, 2, 3)),
-            group_size=rng.choice((1, 1, 2)),
+            group_size=group_size,
+            min_group_size=rng.choice((0, rng.randint(1, group_size))),
             max_staleness=max_staleness,
             pipeline_depth=rng.choice((max_staleness, rng.randint(0, max_staleness))),
             max_in_flight=rng.choice((1, 3, 16, 16)),
@@ -266,7 +301,7 @@ class Simulation:
 
     def _header(self, worker: SimWorker, assignment: Assignment, versions: list[int]) -> GroupHeader:
         trajectories = []
-        for _ in range(self.settings.group_size):
+        for _ in range(self.random.randint(self.settings.fewest_members, self.settings.group_size)):
             # A sibling may have ended before the last update.
             kept = versions[: self.random.randint(1, len(versions))]
             runs = tuple((version, self.random.randint(1, 3)) for version in kept)
@@ -304,8 +339,10 @@ class Simulation:
             self._alive(worker)
             assignment, _ = worker.tasks.pop()
             reason = self.random.choice(FAILURES)
+            self.oracle.reported = None if reason is DropReason.SHUTDOWN else reason
             for _ in range(self.random.choice((1, 1, 2))):
                 self.core.fail(worker.name, worker.incarnation, assignment.group_id, assignment.attempt, reason)
+            self.oracle.reported = None
 
     def die(self) -> None:
         """Replaced at once, or silent until the server gives up; what it finishes later is a zombie's."""
@@ -379,7 +416,8 @@ class Simulation:
             # The server refuses incarnations that worked for its predecessor (see sessions.py).
             self.workers = [self._new_worker(worker.name) for worker in self.workers]
             open_groups = dict.fromkeys((row[0] for row in snapshot["open"]), "in_flight")
-            self.oracle.begin(open_groups, snapshot["trained"], sum(snapshot["dropped"].values()))
+            tries = {group_id: failures for group_id, _, _, failures in snapshot["open"]}
+            self.oracle.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
             self.oracle.parents = {v: p for v, p in self.oracle.parents.items() if v <= self.checkpoint[1]}
             self.zombies.clear()
         else:

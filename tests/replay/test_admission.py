@@ -15,7 +15,7 @@ from asyncrl.replay.admission import (
     over_committed,
     stale_by_quartile,
 )
-from asyncrl.replay.shards import balance
+from asyncrl.replay.balance import balance
 from asyncrl.schema import Config
 from asyncrl.types import Assignment, StalePolicy, TrajectoryHeader
 

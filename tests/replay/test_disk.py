@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.disk import KEPT_OPEN, MAX_BUFFERS, FolderDisk
+from asyncrl.replay.direct import MAX_BUFFERS
+from asyncrl.replay.disk import KEPT_OPEN, FolderDisk
 from asyncrl.replay.durable import recover
 from asyncrl.replay.recovery import read_journal
 from asyncrl.replay.serving import discard

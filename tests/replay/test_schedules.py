@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.replay import events as ev
 from asyncrl.replay.state import ReplayState
-from asyncrl.types import StalePolicy
+from asyncrl.types import DropReason, StalePolicy
 from tests.seeds import run_seeds
 
 from .simulator import run_schedule
@@ -29,16 +29,20 @@ def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
     kinds: dict[type, int] = {}
-    masked = ahead = held_back = 0
+    masked = ahead = held_back = short = 0
+    dropped: set[DropReason] = set()
     for seed in range(FAST, FAST + 1500):
         simulation = run_schedule(seed, actions=100)
         for event in simulation.events:
             kinds[type(event)] = kinds.get(type(event), 0) + 1
             ahead += event.ahead if isinstance(event, ev.Sealed) else 0
         masked += simulation.core.meter.masked_tokens
+        short += simulation.core.meter.missing_members
+        dropped |= {reason for reason, count in simulation.core.state.ledger.dropped.items() if count}
         held_back += "stale_wait" in simulation.core.meter.idle.seconds
     assert set(kinds) == set(ev.Event.__args__) - OUTSIDE
-    assert min(masked, ahead) > 50
+    assert min(masked, ahead, short) > 50
+    assert dropped == set(DropReason) - {DropReason.REJECTED, DropReason.SHUTDOWN}
     assert held_back > 5
 
 

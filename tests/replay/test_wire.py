@@ -18,7 +18,10 @@ from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import Answer, Desk, Session
 from asyncrl.replay.payload import (
     LARGE_ARRAY,
+    SHARED,
     StoredGroup,
+    check_stored,
+    cut,
     decode_texts,
     decode_trajectory,
     encode_group,
@@ -27,7 +30,15 @@ from asyncrl.replay.payload import (
     split_frames,
 )
 from asyncrl.replay.wire import Envelope
-from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, EvalSummary, StepPlan, TrajectoryHeader
+from asyncrl.types import (
+    NO_VERSION,
+    Assignment,
+    EvalAssignment,
+    EvalSummary,
+    StepPlan,
+    TrajectoryGroup,
+    TrajectoryHeader,
+)
 
 from .helpers import Clock, group, same_trajectory, settings, trajectory
 
@@ -51,17 +62,37 @@ def test_a_group_arrives_as_it_was_sent() -> None:
     for sent, facts, blob, own in zip(made.trajectories, header.trajectories, stored.blobs, stored.large, strict=True):
         arrived = decode_trajectory(facts, blob, own)
         assert same_trajectory(sent, arrived)
-        assert arrived.token_ids.flags.writeable
     assert decode_texts(stored.texts) == ("what?", made.completion_texts, 1.0, 2.0)
 
 
-def test_observation_tokens_keep_their_place_between_sampled_ones() -> None:
-    """A tool's answer in the middle: masked, without version, and not what the prompt ends with."""
+def test_arrays_that_trajectories_share_cannot_be_written_to() -> None:
+    header, stored = through_the_wire(group(ORDER, [4, 4, 4]))
+    first, second = (decode_trajectory(facts, stored.blobs[0], ()) for facts in header.trajectories)
+    assert np.shares_memory(first.policy_versions, second.policy_versions)
+    for array in (first.token_ids, first.loss_mask, first.policy_versions):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def with_observation() -> TrajectoryGroup:
+    """One trajectory with a tool's answer in the middle: masked, without version, and not what the prompt ends with."""
     base = trajectory([1, 1, 2, 2, 2])
     mask = base.loss_mask.copy()
     mask[3] = False
     versions = np.where(mask, base.policy_versions, NO_VERSION).astype(np.int32)
-    made = replace(group(ORDER, [1]), trajectories=(replace(base, loss_mask=mask, policy_versions=versions),))
+    return replace(group(ORDER, [1]), trajectories=(replace(base, loss_mask=mask, policy_versions=versions),))
+
+
+@pytest.mark.parametrize("versions", [[], [3] * (SHARED + 1), [3] * SHARED + [4]])
+def test_a_trajectory_of_any_length_and_versions_arrives_as_it_was_sent(versions) -> None:
+    made = replace(group(ORDER, [1]), trajectories=(trajectory(versions, prompt=SHARED // 2 + 1),))
+    header, stored = through_the_wire(made)
+    arrived = decode_trajectory(header.trajectories[0], stored.blobs[0], stored.large[0])
+    assert same_trajectory(made.trajectories[0], arrived)
+
+
+def test_observation_tokens_keep_their_place_between_sampled_ones() -> None:
+    made = with_observation()
     header, stored = through_the_wire(made)
     assert same_trajectory(made.trajectories[0], decode_trajectory(header.trajectories[0], stored.blobs[0], ()))
 
@@ -120,7 +151,6 @@ def test_arrays_that_disagree_with_the_judged_header_are_refused() -> None:
     for lie in (
         replace(facts, length=facts.length + 1),
         replace(facts, prompt_length=1),
-        replace(facts, reward=9.0),
         replace(facts, version_tokens=((1, 2),)),
         replace(facts, version_tokens=((1, 2), (2, 2))),
     ):
@@ -131,18 +161,20 @@ def test_arrays_that_disagree_with_the_judged_header_are_refused() -> None:
 @given(st.data())
 @hypothesis_settings(max_examples=400, deadline=None)
 def test_a_mutated_trajectory_is_decoded_or_refused_but_nothing_else(data) -> None:
-    header, stored = through_the_wire(group(ORDER, [1, 1, 2]))
+    header, stored = through_the_wire(data.draw(st.sampled_from((group(ORDER, [1, 1, 2], size=1), with_observation()))))
     raw = bytearray(stored.blobs[0])
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(raw)))
-    for blob in (bytes(raw), bytes(raw[:cut])):
+    kept = data.draw(st.integers(0, len(raw)))
+    for blob in (bytes(raw), bytes(raw[:kept])):
         try:
-            arrived = decode_trajectory(header.trajectories[0], blob, ())
+            check_stored(header, replace(stored, joined=blob, blobs=cut(blob, [len(blob)])), 100)
         except WireError:
             continue
+        arrived = decode_trajectory(header.trajectories[0], blob, ())
         assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
-        assert int(arrived.loss_mask.sum()) == 3
+        assert int(arrived.loss_mask.sum()) == header.trajectories[0].loss_tokens
+        assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < 100
 
 
 @given(st.binary(max_size=200))
@@ -195,14 +227,14 @@ def test_another_schema_version_is_refused_by_name() -> None:
     envelope = Envelope(run="r", verb="v", request=1, incarnation="i", body=None)
     frame = wire.encode_envelope(envelope)
     assert wire.decode_envelope(frame) == envelope
-    with pytest.raises(WireError, match="wire schema 2"):
-        wire.decode_envelope(wire.pack([2, "r", "v", 1, "i", None]))
-    for bad in ([1, "r"], [1, "r", "v", -1, "i", None], [1, 5, "v", 1, "i", None], [1, "r" * 300, "v", 1, "i", None]):
+    with pytest.raises(WireError, match="wire schema 1"):
+        wire.decode_envelope(wire.pack([1, "r", "v", 1, "i", None]))
+    for bad in ([2, "r"], [2, "r", "v", -1, "i", None], [2, 5, "v", 1, "i", None], [2, "r" * 300, "v", 1, "i", None]):
         with pytest.raises(WireError):
             wire.decode_envelope(wire.pack(bad))
 
 
-HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3]]]]
+HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3], {"style": 0.25}, "stop"]]]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +243,8 @@ HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3]]]]
         ((0,), -1), ((0,), 1.5), ((0,), True), ((2,), None), ((3,), 7), ((4,), -1), ((5,), []), ((5,), "x"),
         ((5, 0), [1]), ((5, 0, 0), 0), ((5, 0, 1), 6), ((5, 0, 2), float("nan")), ((5, 0, 3), [1]),
         ((5, 0, 3), [1, 0]), ((5, 0, 3), [-1, 1]), ((5, 0, 3), [1, 4]), ((5, 0, 3), None), ((5, 0, 3), [1, 1.0]),
+        ((5, 0, 4), None), ((5, 0, 4), {"style": "good"}), ((5, 0, 4), {1: 0.5}),
+        ((5, 0, 5), None), ((5, 0, 5), "x" * 300),
     ],
 )  # fmt: skip
 def test_a_group_header_with_an_impossible_field_is_refused(place, value) -> None:

@@ -1,0 +1,124 @@
+"""Which connections are heard: what the server remembers of each, so that one that means harm costs the others little.
+
+A connection speaks for one peer. One that sends too much that is no message, or fills the server's queue alone, is
+closed; an honest peer behind it connects anew and hears why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from typing import TypeVar
+
+import zmq
+
+log = logging.getLogger(__name__)
+
+MAX_MALFORMED = 64
+"""Malformed messages from one connection, or of one peer, before it is heard no more."""
+MAX_STRANGE = 4096
+"""Requests from a connection whose peer has not said hello: after a short break honest ones send a few of them."""
+STRANGER_BYTES = 64 << 10
+"""Header of a connection that has not said hello. Taking 8 MB apart takes the server a tenth of a second."""
+FLOOD = 100_000
+"""Messages from one connection, without the server's queue ever being empty. An honest peer waits for answers and has
+nowhere near as many under way."""
+BARE = 5
+"""As so many counts one without a payload: honest peers send few of them."""
+REMEMBERED = 4096
+"""Of each kind; the oldest are forgotten first, and could begin again."""
+
+Key = TypeVar("Key", bytes, str)
+
+
+def _remember(memory: dict[Key, int], key: Key, value: int) -> None:
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]
+
+
+class Doorkeeper:
+    """Connections by their ROUTER identity, peers by their incarnation."""
+
+    def __init__(self) -> None:
+        self._wrong: dict[bytes, int] = {}
+        """Connection -> malformed messages."""
+        self._strange: dict[bytes, int] = {}
+        """Connection -> requests of peers that are not known."""
+        self._closed: dict[bytes, int] = {}
+        self._expelled: dict[str, int] = {}
+        self._seats: dict[bytes, str] = {}
+        """Connection -> the live peer that it speaks for."""
+        self._queued: dict[bytes | str, int] = {}
+        """Peer, or connection of a stranger, -> messages since the queue was last empty. A new connection begins no
+        new count: what the old ones have sent is still in the queue."""
+
+    def may_speak(self, connection: bytes, frames: int) -> bool:
+        """Whether a message of so many frames is read at all."""
+        speaker = self._seats.get(connection, connection)
+        before = self._queued.get(speaker, 0)
+        count = self._queued[speaker] = before + (1 if frames > 1 else BARE)
+        if before <= FLOOD < count:
+            log.warning("a connection (%s) sends more than is taken in: it is closed", self.speaks_for(connection))
+        return count <= FLOOD and self._wrong.get(connection, 0) < MAX_MALFORMED
+
+    def must_close(self, connection: bytes) -> bool:
+        """Once for each connection that is heard no more; what it has sent already is still to be thrown away."""
+        if connection in self._closed:
+            return False
+        _remember(self._closed, connection, 1)
+        return True
+
+    def queue_is_empty(self) -> None:
+        if self._queued:
+            self._queued.clear()
+
+    def is_stranger(self, connection: bytes) -> bool:
+        return connection not in self._seats
+
+    def speaks_for(self, connection: bytes) -> str:
+        """The incarnation of a live peer; empty when it has none."""
+        return self._seats.get(connection, "")
+
+    def seat(self, connection: bytes, incarnation: str, before: bytes) -> None:
+        """The peer is at this connection now; it was at `before`."""
+        if before != connection:
+            self._seats.pop(before, None)
+        self._seats[connection] = incarnation
+
+    def leave(self, connection: bytes) -> None:
+        self._seats.pop(connection, None)
+
+    def malformed(self, connection: bytes) -> int:
+        """How many have come from there, this one included."""
+        count = self._wrong.get(connection, 0) + 1
+        _remember(self._wrong, connection, count)
+        return count
+
+    def strange(self, connection: bytes, nbytes: int) -> None:
+        """A request of a peer that is not known; a large one counts as many."""
+        count = self._strange.get(connection, 0) + 1 + MAX_STRANGE * nbytes // (64 << 20)
+        _remember(self._strange, connection, count)
+        if count > MAX_STRANGE:
+            _remember(self._wrong, connection, MAX_MALFORMED)
+
+    def expel(self, connection: bytes, incarnation: str) -> None:
+        _remember(self._wrong, connection, MAX_MALFORMED)
+        _remember(self._expelled, incarnation, 1)
+        self.leave(connection)
+
+    def is_expelled(self, incarnation: str) -> bool:
+        return incarnation in self._expelled
+
+
+def hang_up(message: zmq.Frame) -> None:
+    """Close the connection that a message came by: libzmq has no call for it, and would go on reading. Where it is
+    closed already its number may be another's by now, who then connects anew."""
+    with contextlib.suppress(OSError, zmq.ZMQError):  # closed already
+        number = message.get(zmq.SRCFD)
+        if isinstance(number, int) and number >= 0:
+            with socket.socket(fileno=os.dup(number)) as line:
+                line.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,139 @@
+"""Where the payloads of a run are, so that the desk need not know: with the planner, or in shards.
+
+The core sees headers and something opaque. What that is, how it is checked at the door and how a rank comes by its
+trajectories is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncrl.errors import JournalError, LedgerError, NoProgress, WireError
+from asyncrl.replay import wire
+from asyncrl.replay.ledger import Entry, GroupState
+from asyncrl.replay.parcel import pack_places
+from asyncrl.replay.payload import Elsewhere, Frame, StoredGroup, check_stored, split_frames
+from asyncrl.replay.receipts import Seals
+from asyncrl.replay.shard_store import Key, shard_of
+from asyncrl.types import GroupHeader
+
+Places = set[tuple[int, int]]
+"""(group, trajectory) positions in a plan."""
+
+
+class Payloads(Protocol):
+    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> Any:
+        """What the core keeps of an insert. Raises WireError for one that cannot be trained on."""
+        ...
+
+    def hand_out(
+        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+    ) -> tuple[list[Any], list[Frame]]:
+        """`([table, text rows, rows of what is elsewhere], frames)` of a lease, from what the core kept."""
+        ...
+
+
+class WithPlanner:
+    """Checked, stored and handed out by this process."""
+
+    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> StoredGroup:
+        stored = split_frames(header, body, frames)
+        check_stored(header, stored, vocabulary)
+        return stored
+
+    def hand_out(
+        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+    ) -> tuple[list[Any], list[Frame]]:
+        table, texts, frames = pack_places(stored, places, sampled)
+        return [table, texts, []], frames
+
+
+class InShards:
+    """Checked and stored by a shard, whose sealed receipt comes with the insert. A rank is told where to ask.
+
+    Args:
+        count: of shards.
+    """
+
+    def __init__(self, count: int, run_id: str, seals: Seals) -> None:
+        self.count, self.run_id = count, run_id
+        self._seals = seals
+        self._addresses: dict[int, str] = {}
+
+    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> Elsewhere:
+        if body is None or frames:
+            raise WireError(f"group {header.group_id} came without the receipt of a shard: replay.shards={self.count}")
+        shard, tag, seal = wire.sequence(body, "receipt", 3)
+        wire.integer(shard, "shard", 0, self.count - 1)
+        wire.text(tag, "tag", wire.MAX_NAME)
+        wire.text(seal, "seal", wire.MAX_NAME)
+        expected = self._seals.receipt(self.run_id, shard, header, tag)
+        if shard != shard_of(header.group_id, self.count) or not Seals.same(seal, expected):
+            raise WireError(f"the receipt of group {header.group_id} was not made by shard {shard} for this header")
+        return Elsewhere(shard, tag)
+
+    def hand_out(
+        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+    ) -> tuple[list[Any], list[Frame]]:
+        positions: dict[int, list[int]] = {}
+        for group, position in sorted(places):
+            positions.setdefault(group, []).append(position)
+        rows = [[group, *_where(stored[group]), at, group in sampled] for group, at in positions.items()]
+        return [[], [], rows], []
+
+    def enlist(self, shard: Any, address: Any, seal: Any) -> int:
+        """A shard says where it listens. Returns its number.
+
+        Raises:
+            WireError: it is none of this run's.
+        """
+        wire.integer(shard, "shard", 0, self.count - 1)
+        wire.text(address, "address", wire.MAX_NAME)
+        if not Seals.same(wire.text(seal, "seal", wire.MAX_NAME), self._seals.address(shard, address)):
+            raise WireError(f"shard {shard} at {address} has other keys than this server")
+        self._addresses[shard] = address
+        return shard
+
+    def addresses(self) -> list[str] | None:
+        """Of every shard in order; None while one is missing."""
+        known = [self._addresses.get(shard) for shard in range(self.count)]
+        found = [address for address in known if address is not None]
+        return found if len(found) == self.count else None
+
+    def missing(self) -> NoProgress:
+        """Whom those wait for who ask for the addresses."""
+        names = ", ".join(str(shard) for shard in range(self.count) if shard not in self._addresses)
+        return NoProgress(f"shard {names} of {self.count} has not come to the replay server; start it")
+
+
+def refuse_other_store(payloads: Iterable[Any], shards: int) -> None:
+    """Raises JournalError when a recovered journal has its payloads where this server would not look."""
+    for payload in payloads:
+        missing = isinstance(payload, Elsewhere) and payload.shard >= shards
+        if missing or (shards > 0 and isinstance(payload, StoredGroup)):
+            where = f"in shard {payload.shard}" if isinstance(payload, Elsewhere) else "with the replay server"
+            raise JournalError(
+                f"replay.shards={shards}, but this journal has a payload {where}. Resume the run with the number of "
+                "shards that it had"
+            )
+
+
+def _where(payload: Any) -> tuple[int, str]:
+    if not isinstance(payload, Elsewhere):
+        raise LedgerError("a group of a run with shards was stored by the planner")
+    return payload.shard, payload.tag
+
+
+def free_of(keys: Sequence[Key], entries: Mapping[int, Entry], shard: int) -> Iterable[int]:
+    """Positions in `keys` of what `shard` need not keep. What a held attempt may still announce is kept, as is what the
+    core keeps; everything else was dropped, committed, refused or given to another attempt."""
+    for position, key in enumerate(keys):
+        entry = entries.get(key.group_id)
+        if entry is None or entry.attempt != key.attempt:
+            yield position
+        elif entry.state is GroupState.IN_FLIGHT:
+            if not entry.worker:
+                yield position
+        elif entry.payload != Elsewhere(shard, key.tag):
+            yield position

@@ -1,0 +1,141 @@
+"""`python -m asyncrl.replay.shard N key=value ...`: shard number N of a run's payloads, until the run is over.
+
+It meets the replay server (the planner) first, then opens its journal, `journal/shard-N` in the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.machine import check_machine
+from asyncrl.replay.connection import Response
+from asyncrl.replay.disk import Disk, FolderDisk
+from asyncrl.replay.heap import keep_heap
+from asyncrl.replay.receipts import Seals
+from asyncrl.replay.router import router
+from asyncrl.replay.server import ReplayServer
+from asyncrl.replay.serving import discard, journal_settings, silence_of
+from asyncrl.replay.shard_host import Heard, Place, PlannerLink, ShardDesk, ShardHost, heard
+from asyncrl.replay.shard_store import open_store, shard_folder
+from asyncrl.replay.sync_thread import SyncThread
+from asyncrl.schema import Config, ReplayConfig
+
+log = logging.getLogger(__name__)
+
+EXIT_REFUSED = 2
+"""A restart cannot help; whatever else ends the process by itself, it can."""
+TURN_S = 0.2
+
+
+def run_shard(
+    config: ReplayConfig,
+    shard: int,
+    run_digest: str,
+    *,
+    disk: Disk | None = None,
+    folder: Path | None = None,
+    fresh: bool = False,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve one shard until the planner says that the run is over, until `stop` is set, or until SIGTERM or SIGINT.
+
+    Args:
+        disk: where its journal is; or in `folder`.
+        fresh: throw away the journal of an earlier run.
+
+    Raises:
+        ConfigError: see `router`. ReplayError: the planner serves another run. NoProgress: nobody answers for it.
+        JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
+    """
+    keep_heap()
+    stopped = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+    place = Place(shard=shard, count=config.shards, address=config.shard_address)
+    seals = Seals(config.keys, run_digest)
+    with contextlib.ExitStack() as stack:
+        # The socket first: a second shard at this address must not touch the journal of the first.
+        socket = stack.enter_context(router(replace(config, address=place.address)))
+        link = PlannerLink(config, place, run_digest, seals)
+        stack.callback(link.close)
+        first = meet(link.ask([]), stopped)
+        if first is None:
+            return
+        disk = disk or FolderDisk(folder or Path(), locked=True)
+        if fresh:
+            discard(disk)
+        store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
+        sync = SyncThread(store, config.journal.fsync_ms / 1000)
+        stack.callback(sync.stop)
+        host = ShardHost(store, link, config, first)
+        server = ReplayServer(
+            host,
+            ShardDesk(host, place, first.run_id, seals, config.max_bytes),
+            socket,
+            run_id=first.run_id,
+            boot=f"{first.run_id}.{shard}",
+            run_digest=run_digest,
+            silence_s=silence_of(config),
+            patience_s=config.wait_timeout_s,
+            sync=sync,
+            clock=host.clock,
+        )
+        log.info("shard %d of run %s listens on %s: %d groups", shard, first.run_id, place.address, len(store.held))
+        server.serve(stopped)
+
+
+def meet(question: Future[Response], stopped: threading.Event) -> Heard | None:
+    """The planner's first answer; the connection bounds the wait. None when stopped before."""
+    while not wait([question], timeout=TURN_S).done:
+        if stopped.is_set():
+            return None
+    return heard(question.result())
+
+
+def shard_config(arguments: Sequence[str]) -> tuple[int, Config]:
+    """Number and settings of a shard, from `N key=value ...`. Raises ConfigError."""
+    number, *overrides = arguments or [""]
+    if "=" in number:
+        number, overrides = "none", list(arguments)
+    config = load_config(overrides)
+    if not number.isdecimal() or not int(number) < config.replay.shards:
+        raise ConfigError(
+            f"a shard needs its number first, below replay.shards={config.replay.shards}; got {number!r}. Example: "
+            "shard 0 replay.shards=2 replay.shard_address=tcp://127.0.0.1:5580"
+        )
+    if not config.replay.shard_address:
+        raise ConfigError("a shard needs an address of its own: give replay.shard_address=tcp://HOST:PORT")
+    return int(number), config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until the run is finished or a signal comes.
+
+    Raises:
+        AsyncRLError: a refused setting, an address that cannot be bound, a damaged journal, or no planner.
+    """
+    number, config = shard_config(arguments)
+    check_machine(config, "replay")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    folder = shard_folder(Path(config.run.dir) / JOURNAL_DIR, number)
+    run_shard(config.replay, number, run_digest(config), folder=folder, fresh=config.overwrite)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except AsyncRLError as error:
+        print(f"asyncrl.replay.shard: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)

@@ -1,0 +1,219 @@
+"""One shard behind the server's socket: it stores and hands out, and asks the planner what it may forget.
+
+consumes:     puts of rollout workers, gets of learner ranks, answers of the planner
+waits for:    nothing; while the planner is silent nothing is forgotten, and after `wait_timeout_s` the shard ends
+unblocked by: the planner's answer to the question that is asked again and again: which of these keys are free?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from asyncrl.errors import ReplayError, WireError
+from asyncrl.replay import wire
+from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.desk import Answer, Reply, Session
+from asyncrl.replay.parcel import pack_places
+from asyncrl.replay.payload import MAX_VOCABULARY, Frame, StoredGroup, check_stored, split_frames
+from asyncrl.replay.receipts import Seals
+from asyncrl.replay.shard_store import Key, ShardStore, key_of, shard_of
+from asyncrl.schema import ReplayConfig
+
+KEYS_ASKED = 16384
+"""In one question."""
+SPARE = 2
+"""A shard takes this many times `replay.max_bytes`. The planner's credits end before, or a shard that holds all of it
+and orders under way besides could refuse the very group that the learner waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which shard this is."""
+
+    shard: int
+    count: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The planner's answer."""
+
+    run_id: str
+    free: list[int]
+    """Positions among the keys asked about."""
+    vocabulary: int
+    over: bool
+
+
+class Planner(Protocol):
+    """Whom a shard asks."""
+
+    def ask(self, keys: Sequence[Key]) -> Future[Response]: ...
+
+    def close(self) -> None: ...
+
+
+class PlannerLink:
+    """`Planner` over the wire."""
+
+    def __init__(self, config: ReplayConfig, place: Place, run_digest: str, seals: Seals) -> None:
+        name = f"shard {place.shard}"
+        self._connection = Connection(config.address, role="shard", name=name, run_digest=run_digest, config=config)
+        self._who = [place.shard, place.address, seals.address(place.shard, place.address)]
+
+    def ask(self, keys: Sequence[Key]) -> Future[Response]:
+        return self._connection.request("collect", [*self._who, [list(key) for key in keys]])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def heard(response: Response) -> Heard:
+    """Raises WireError."""
+    run_id, free, vocabulary, over = wire.sequence(response.body, "collected", 4)
+    return Heard(
+        wire.text(run_id, "run", wire.MAX_NAME),
+        [wire.integer(item, "position", 0, KEYS_ASKED) for item in wire.sequence(free, "free")],
+        wire.integer(vocabulary, "vocabulary", 0, MAX_VOCABULARY),
+        over is True,
+    )
+
+
+@dataclass(slots=True)
+class ShardProgress:
+    finished: bool = False
+    applied: int = 0
+
+
+class ShardHost:
+    """Who is there, and what the planner says. Called by the server's loop alone."""
+
+    def __init__(self, store: ShardStore, link: Planner, config: ReplayConfig, first: Heard) -> None:
+        self.store, self.vocabulary = store, first.vocabulary
+        self.paused = ""
+        self.state = ShardProgress()
+        self.clock = awake_clock(config)
+        self._link, self._every_s, self._silence_s = link, config.heartbeat_s / 2, config.heartbeat_timeout_s
+        self._asked: tuple[list[Key], Future[Response]] | None = None
+        self._ask_at = 0.0
+        self._cursor = 0
+        self._seen: dict[str, float] = {}
+        """Workers by incarnation."""
+
+    @property
+    def workers(self) -> int:
+        return len(self._seen)
+
+    def hello(self, worker: str, incarnation: str, served: int = -1) -> None:
+        self._seen[incarnation] = self.clock()
+
+    def hello_learner(self, rank: str, incarnation: str) -> None:
+        """Whoever has the keys may read."""
+
+    def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
+        self._seen[incarnation] = self.clock()
+
+    def goodbye(self, worker: str, incarnation: str) -> None:
+        self._seen.pop(incarnation, None)
+
+    def expel(self, worker: str, incarnation: str) -> None:
+        self._seen.pop(incarnation, None)
+
+    def expire(self) -> list[str]:
+        """Also the moment to hear the planner and to ask anew.
+
+        Raises:
+            AsyncRLError: the planner serves another run, or nobody answers for it.
+        """
+        now = self.clock()
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= self._silence_s}
+        if self._asked is not None and self._asked[1].done():
+            keys, future = self._asked
+            self._asked = None
+            self._hear(keys, heard(future.result()))
+        if self._asked is None and not self.state.finished and now >= self._ask_at:
+            self._ask_at = now + self._every_s
+            keys = self._next_keys()
+            self._asked = (keys, self._link.ask(keys))
+        return []
+
+    def _hear(self, keys: list[Key], said: Heard) -> None:
+        self.vocabulary = said.vocabulary
+        self.state.applied += self.store.release(keys[position] for position in said.free if position < len(keys))
+        if said.over:
+            self.state.finished = True
+            self._link.close()
+
+    def _next_keys(self) -> list[Key]:
+        """All, or the next part of them."""
+        held = self.store.held
+        start = self._cursor if self._cursor < len(held) else 0
+        self._cursor = start + KEYS_ASKED
+        return list(islice(held, start, self._cursor))
+
+
+class ShardDesk:
+    """Verbs `put` and `get`."""
+
+    over = False
+
+    def __init__(self, host: ShardHost, place: Place, run_id: str, seals: Seals, max_bytes: int) -> None:
+        self._host, self._place, self._run_id, self._seals = host, place, run_id, seals
+        self._max_bytes = SPARE * max_bytes
+
+    def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Raises WireError for what the wire forbids, ReplayError for what is not here."""
+        if verb == "put" and session.role == "worker":
+            return self._put(body, frames)
+        if verb == "get" and session.role == "learner":
+            return self._get(body)
+        raise WireError(f"a {session.role} has no verb {wire.short(verb)} at a shard")
+
+    def window(self) -> int:
+        """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
+        free = max(0, self._max_bytes - self._host.store.nbytes)
+        return -(-free // max(1, self._host.workers))
+
+    def _put(self, body: Any, frames: Sequence[Frame]) -> Answer:
+        row, layout = wire.sequence(body, "put", 2)
+        header = wire.decode_group_header(row)
+        if shard_of(header.group_id, self._place.count) != self._place.shard:
+            raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
+        stored = split_frames(header, layout, frames)
+        check_stored(header, stored, self._host.vocabulary)
+        key = self._host.store.put(header, stored)
+        self._host.state.applied += 1
+        seal = self._seals.receipt(self._run_id, self._place.shard, header, key.tag)
+        return Answer([self._place.shard, key.tag, seal, self.window()])
+
+    def _get(self, body: Any) -> Answer:
+        stored: dict[int, StoredGroup] = {}
+        places: list[tuple[int, int]] = []
+        sampled: list[int] = []
+        for row in wire.sequence(body, "get"):
+            group, *key, positions, with_texts = wire.sequence(row, "get row", 6)
+            wire.integer(group, "group", 0, wire.MAX_FRAMES)
+            stored[group] = self._find(key_of(key))
+            last = len(stored[group].blobs) - 1
+            for position in wire.sequence(positions, "positions"):
+                places.append((group, wire.integer(position, "position", 0, last)))
+            if with_texts is True:
+                sampled.append(group)
+        table, texts, found = pack_places(stored, places, sampled)
+        return Answer([table, texts], found)
+
+    def _find(self, key: Key) -> StoredGroup:
+        found = self._host.store.find(key)
+        if found is None:
+            raise ReplayError(
+                f"shard {self._place.shard} does not have the payload of group {key.group_id} (attempt {key.attempt}): "
+                "its journal was lost. Move the folder journal of run.dir away, on every machine, and resume=auto: the "
+                "groups after the checkpoint are made again"
+            )
+        return found

@@ -1,0 +1,190 @@
+"""Peers that mean harm at a real server: it goes on, nobody honest loses anything, its memory stays bounded."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import zmq
+
+from asyncrl.replay import doorkeeper, wire
+from asyncrl.replay.doorkeeper import MAX_MALFORMED, MAX_STRANGE, REMEMBERED, Doorkeeper
+from asyncrl.replay.peers import NAMES, Peers
+from asyncrl.replay.security import make_keys
+
+from .helpers import replay_config, running_server, settings
+from .hostile import GREETING, Camp, connected, endpoint, envelope, frame, hello, raw
+
+GROWTH_MB = 2000
+"""What attackers may make the server hold for a while: what comes in before they are closed. Most measured: 570 MB."""
+LISTED = (
+    ("flood_garbage", "flood_pings", "flood_strangers", "flood_large"),
+    ("flood_hellos", "flood_waits", "flood_unacknowledged", "deaf"),
+    ("half_open", "come_and_go", "oversized"),
+)
+PATIENCE_S = 60.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("attacks", LISTED, ids=lambda attacks: attacks[0])
+def test_the_honest_go_on_beside_attackers_and_lose_nothing(attacks: tuple[str, ...]) -> None:
+    with Camp() as camp:
+        camp.wait_for_steps(5, PATIENCE_S)
+        before = camp.rss_mb()
+        for name in attacks:
+            camp.besiege(name)
+            camp.wait_for_steps(15, PATIENCE_S)
+            assert camp.rss_mb() < before + GROWTH_MB, name
+            camp.relieve()  # killed, with all that is still on its way
+            camp.wait_for_steps(5, PATIENCE_S)
+        camp.check()
+
+
+def answer(line: zmq.Socket) -> str:
+    assert line.poll(30_000), "no answer"
+    return wire.decode_envelope(line.recv_multipart()[0]).verb
+
+
+def closed_by_the_other_end(line: socket.socket) -> bool:
+    """waits for: the server to close; unblocked by: its end of file or reset, or 30 s."""
+    line.settimeout(30)
+    try:
+        while line.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(120)
+def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
+    config = replay_config()
+    with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.setsockopt(zmq.LINGER, 0)
+        line.connect(config.address)
+        line.send(envelope("members", 1, "nobody", [0, None]))
+        assert answer(line) == "unknown_peer"
+        line.send(wire.pack([wire.SCHEMA + 1, "run", "hello", 1, "x", ["worker", "w", "d", -1, ""]]))
+        assert answer(line) == "wire"
+        line.send(envelope("hello", 1, "x", ["worker", "w", "another digest", -1, ""], run=""))
+        assert answer(line) == "refused"
+        line.send(envelope("hello", 1, "x", ["king", "w", "d", -1, ""], run=""))
+        assert answer(line) == "wire"
+        line.send(hello("w"))
+        assert answer(line) == "ok"
+        line.send(envelope("members", 2, "life of w", [0, None], run="another"))
+        assert answer(line) == "refused"
+        line.send(hello("another"))
+        assert answer(line) == "wire", "one connection spoke for two peers"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("announced", [wire.MAX_MESSAGE_BYTES + 1, 1 << 62])
+def test_a_frame_over_the_limit_ends_its_connection_before_it_is_read(announced: int) -> None:
+    config = replay_config()
+    with running_server(config, settings()):
+        line = raw(config.address)
+        line.sendall(frame(0, b"x" * 1000, announced=announced))
+        assert closed_by_the_other_end(line)
+
+
+@pytest.mark.timeout(120)
+def test_a_connection_that_sends_only_garbage_is_closed() -> None:
+    config = replay_config()
+    with running_server(config, settings()):
+        line = raw(config.address)
+        line.sendall(frame(0, b"\xc1garbage") * (MAX_MALFORMED + 1))
+        assert closed_by_the_other_end(line)
+
+
+@pytest.mark.timeout(120)
+def test_a_connection_that_floods_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(doorkeeper, "FLOOD", 0)  # one message with the queue not empty before it is too many
+    config = replay_config()
+    with running_server(config, settings()):
+        line = raw(config.address)
+        line.sendall(frame(0, hello("w")))
+        assert closed_by_the_other_end(line)
+
+
+@pytest.mark.timeout(120)
+def test_a_key_that_is_not_listed_gets_no_byte_past_the_handshake(tmp_path) -> None:
+    make_keys(tmp_path / "keys")
+    config = replay_config(keys=str(tmp_path / "keys"))
+    with running_server(config, settings()):
+        for spoken in (b"GET / HTTP/1.0\r\n\r\n" * 8, GREETING + frame(0, hello("w"))):
+            line = connected(config.address)
+            line.settimeout(30)
+            heard = b""
+            try:
+                line.sendall(spoken)
+                while piece := line.recv(1 << 16):
+                    heard += piece
+            except (ConnectionError, BrokenPipeError):  # closed upon what it made of that
+                pass
+            assert len(heard) <= 64, "more than the greeting came back"
+
+
+def test_what_the_doorkeeper_remembers_is_bounded() -> None:
+    door = Doorkeeper()
+    for number in range(3 * REMEMBERED):
+        connection = number.to_bytes(4, "little")
+        door.malformed(connection)
+        door.strange(connection, 10)
+        door.expel(connection, f"life {number}")
+    assert len(door._wrong) == len(door._strange) == len(door._expelled) == REMEMBERED
+    assert not door.may_speak(connection, 2) and door.is_expelled(f"life {number}")
+
+
+def test_large_requests_of_strangers_are_fewer_than_small_ones() -> None:
+    door = Doorkeeper()
+    for _ in range(MAX_STRANGE):
+        door.strange(b"small", 100)
+    for _ in range(8):
+        door.strange(b"large", 8 << 20)
+    assert door.may_speak(b"small", 2) and not door.may_speak(b"large", 2)
+    door.strange(b"small", 100)
+    assert not door.may_speak(b"small", 2)
+
+
+def test_a_flood_is_counted_while_the_queue_is_never_empty() -> None:
+    door = Doorkeeper()
+    for _ in range(doorkeeper.FLOOD // 2):
+        assert door.may_speak(b"a", 2)
+    door.queue_is_empty()
+    assert all(door.may_speak(b"a", 2) for _ in range(doorkeeper.FLOOD))
+    assert all(door.may_speak(b"c", 1) for _ in range(doorkeeper.FLOOD // doorkeeper.BARE))
+    assert not door.may_speak(b"a", 2) and not door.may_speak(b"c", 1)
+    assert door.may_speak(b"b", 2)
+
+
+def test_names_that_join_without_end_fill_no_memory_and_the_newest_are_known() -> None:
+    peers = Peers()
+    for number in range(NAMES + 100):
+        peers.join(f"w{number}", "a")
+        peers.join("steady", f"life {number}")
+    assert len(peers.workers) == NAMES
+    assert peers.newest("steady") == f"life {NAMES + 99}"
+    assert peers.replaced("steady", f"life {NAMES + 98}")
+    assert peers.newest("w0") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ten_thousand_connections_opened_and_dropped_leave_nothing_behind() -> None:
+    with Camp() as camp:
+        camp.wait_for_steps(5, PATIENCE_S)
+        before, files = camp.rss_mb(), camp.open_files()
+        for _ in range(10_000):
+            socket.create_connection(endpoint(camp.config.address)).close()
+        camp.wait_for_steps(5, PATIENCE_S)
+        assert camp.rss_mb() < before + 50
+        deadline = time.monotonic() + PATIENCE_S
+        while camp.open_files() > files + 20:  # waits for: the server to see the last of them go
+            assert time.monotonic() < deadline, f"{camp.open_files()} files are open, {files} were"
+            time.sleep(0.05)
+        camp.check()

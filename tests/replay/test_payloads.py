@@ -1,0 +1,158 @@
+"""What a shard may forget, and whose word the planner takes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import JournalError, ReplayError, WireError
+from asyncrl.replay.connection import Response
+from asyncrl.replay.desk import Session
+from asyncrl.replay.events import Inserted
+from asyncrl.replay.journal import JournalSettings
+from asyncrl.replay.ledger import Entry, GroupState
+from asyncrl.replay.payload import MAX_VOCABULARY, Elsewhere, StoredGroup, encode_group
+from asyncrl.replay.payloads import InShards, free_of, refuse_other_store
+from asyncrl.replay.receipts import Seals
+from asyncrl.replay.records import decode_event, encode_event
+from asyncrl.replay.security import make_keys
+from asyncrl.replay.shard_archive import ShardArchive
+from asyncrl.replay.shard_host import Heard, Place, ShardDesk, ShardHost
+from asyncrl.replay.shard_store import Key, ShardStore
+from asyncrl.replay.wire import encode_group_header
+from asyncrl.types import Assignment
+
+from .helpers import group, replay_config
+from .memory_disk import MemoryDisk
+
+ORDER = Assignment(group_id=5, prompt_index=5, attempt=0, seed=0, policy_version=0)
+
+
+def test_nobody_becomes_a_shard_without_the_servers_key(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    own, other = Seals(str(tmp_path / "keys"), "d"), Seals("", "d")
+    payloads = InShards(2, "run", own)
+    with pytest.raises(WireError, match="other keys"):
+        payloads.enlist(0, "tcp://127.0.0.1:1", other.address(0, "tcp://127.0.0.1:1"))
+    assert payloads.addresses() is None
+    for shard in (0, 1):
+        payloads.enlist(shard, "tcp://127.0.0.1:1", own.address(shard, "tcp://127.0.0.1:1"))
+    assert payloads.addresses() == ["tcp://127.0.0.1:1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "free"),
+    [
+        (None, True),  # committed, dropped or never issued
+        (Entry(group_id=5, prompt_index=5, attempt=1, worker="w"), True),  # given to another attempt
+        (Entry(group_id=5, prompt_index=5, attempt=0), True),  # waits to be given to another
+        (Entry(group_id=5, prompt_index=5, attempt=0, worker="w"), False),  # may be announced yet
+        (Entry(group_id=5, prompt_index=5, state=GroupState.LEASED, payload=Elsewhere(1, "t")), False),
+        (Entry(group_id=5, prompt_index=5, state=GroupState.INSERTED, payload=Elsewhere(1, "u")), True),
+        (Entry(group_id=5, prompt_index=5, state=GroupState.TRAINED), True),  # evicted
+    ],
+)
+def test_a_key_is_free_when_nothing_can_ask_for_it_any_more(entry: Entry | None, free: bool) -> None:
+    entries = {} if entry is None else {5: entry}
+    assert list(free_of([Key(5, 0, "t")], entries, shard=1)) == ([0] if free else [])
+
+
+def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
+    seals = Seals("", "digest")
+    header = encode_group(group(ORDER, [0] * 3)).header
+    other = encode_group(group(ORDER, [0] * 4)).header
+    made = {
+        seals.receipt("run", 1, header, "t"),
+        seals.receipt("ruN", 1, header, "t"),
+        seals.receipt("run", 0, header, "t"),
+        seals.receipt("run", 1, other, "t"),
+        seals.receipt("run", 1, header, "u"),
+        Seals("", "other").receipt("run", 1, header, "t"),
+    }
+    assert len(made) == 6
+    assert seals.receipt("run", 1, replace(header, worker="x"), "t") == seals.receipt("run", 1, header, "t")
+
+
+@pytest.mark.parametrize(
+    ("payload", "shards", "refused"),
+    [
+        (StoredGroup(b"", b"", (), ()), 0, False),
+        (StoredGroup(b"", b"", (), ()), 2, True),
+        (Elsewhere(1, "t"), 2, False),
+        (Elsewhere(1, "t"), 3, False),
+        (Elsewhere(1, "t"), 1, True),
+        (Elsewhere(0, "t"), 0, True),
+        (None, 2, False),
+    ],
+)
+def test_a_journal_whose_payloads_would_not_be_found_is_refused(payload: object, shards: int, refused: bool) -> None:
+    try:
+        refuse_other_store([payload], shards)
+    except JournalError as error:
+        assert refused and f"replay.shards={shards}" in str(error)
+    else:
+        assert not refused
+
+
+def test_where_a_payload_is_survives_the_journal() -> None:
+    header = encode_group(group(ORDER, [0] * 3)).header
+    inserted = Inserted(header, Elsewhere(3, "tag"))
+    assert decode_event(b"".join(encode_event(inserted))) == inserted
+
+
+def test_a_rerun_without_the_journals_of_the_shards_says_what_to_copy(tmp_path: Path) -> None:
+    header = encode_group(group(ORDER, [0] * 3)).header
+    with pytest.raises(JournalError, match=r"shard-3 is missing.*Copy each"):
+        ShardArchive(tmp_path).payload(Inserted(header, Elsewhere(3, "tag")))
+
+
+class NobodyAnswers:
+    """In the place of the planner."""
+
+    def ask(self, keys: Sequence[Key]) -> Future[Response]:
+        return Future()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 1 << 63) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def shard_desk() -> ShardDesk:
+    config = replay_config(shards=2)
+    store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 1})
+    host = ShardHost(store, NobodyAnswers(), config, Heard("r", [], MAX_VOCABULARY, False))
+    return ShardDesk(host, Place(shard=1, count=2, address="a"), "r", Seals("", "d"), 1 << 20)
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_a_peer_asks_of_a_shard_it_is_answered_or_refused_and_nothing_is_stored(data: st.DataObject) -> None:
+    desk = shard_desk()
+    verb, role = data.draw(st.sampled_from([("put", "worker"), ("get", "learner"), ("put", "learner"), ("x", "shard")]))
+    encoded = encode_group(group(ORDER, [0] * 3))
+    parts = [encode_group_header(encoded.header), encoded.layout]
+    frames = [bytes(frame) for frame in encoded.frames]
+    spoilt = data.draw(st.sampled_from(("header", "layout", "frame", "all")))
+    if spoilt == "all":
+        parts = data.draw(JUNK)
+    elif spoilt == "frame":
+        frames[1] = frames[1][:-8] + data.draw(st.binary(min_size=1, max_size=7))
+    else:
+        parts[0 if spoilt == "header" else 1] = data.draw(JUNK)
+    body = parts if verb == "put" else [parts, *data.draw(st.lists(JUNK, max_size=5))]
+    with pytest.raises((WireError, ReplayError)):
+        desk.handle(Session(role, "p", "i", b"", 0.0), verb, body, frames)
+    assert not desk._host.store.held

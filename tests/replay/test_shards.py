@@ -1,0 +1,326 @@
+"""Payloads in shards: a planner and its shards as real servers in threads, with real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import NoProgress, ReplayError, WireError
+from asyncrl.replay import wire
+from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.connection import Connection
+from asyncrl.replay.journal import JournalSettings
+from asyncrl.replay.payload import encode_group
+from asyncrl.replay.security import make_keys
+from asyncrl.replay.serving import run_server
+from asyncrl.replay.shard import run_shard
+from asyncrl.replay.shard_store import open_store
+from asyncrl.schema import JournalConfig
+from asyncrl.types import NO_VERSION, Assignment, TrajectoryGroup
+
+from .helpers import free_address, group, replay_config, same_trajectory, settings
+from .memory_disk import MemoryDisk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
+SHARD_0 = {"run_id": "run", "shard": 0}
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.02)
+
+
+class Life:
+    """One server in a thread, on a disk that outlives it."""
+
+    def __init__(self, target: Callable[..., None]) -> None:
+        self._target = target
+        self.disk = MemoryDisk()
+
+    def start(self) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._target, args=(self.disk, self.stop), daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
+        left = self.disk.copy()
+        self.end()
+        self.disk = left
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+class Cluster:
+    """A planner, its shards, and whoever asks for them."""
+
+    def __init__(self, shards: int = 2, **changes) -> None:
+        journal = JournalConfig(fsync_ms=1.0, segment_mb=1)
+        self.config = replay_config(shards=shards, journal=journal, wait_timeout_s=30.0, **changes)
+        self.planner = Life(self._plan)
+        self.shards = [Life(self._shard(number)) for number in range(shards)]
+        self._clients: list[LearnerClient | RolloutClient] = []
+
+    def _plan(self, disk: MemoryDisk, stop: threading.Event) -> None:
+        run_server(self.config, ADMISSION, "run", "d", 7, stop, disk=disk)
+
+    def _shard(self, number: int) -> Callable[[MemoryDisk, threading.Event], None]:
+        own = replace(self.config, shard_address=free_address())
+        return lambda disk, stop: run_shard(own, number, "d", disk=disk, stop=stop)
+
+    def start(self) -> None:
+        for life in (self.planner, *self.shards):
+            life.start()
+
+    def learner(self, rank: int = 0) -> LearnerClient:
+        made = LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config)
+        self._clients.append(made)
+        return made
+
+    def worker(self, name: str = "w") -> RolloutClient:
+        made = RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config)
+        self._clients.append(made)
+        return made
+
+    def held(self) -> list[set[int]]:
+        """Group ids that each shard would find after being killed now."""
+        run = [{"run_id": "run", "shard": number} for number in range(len(self.shards))]
+        return [
+            {key.group_id for key in open_store(life.disk.copy(), JournalSettings(), one).held}
+            for life, one in zip(self.shards, run, strict=True)
+        ]
+
+    def close(self) -> None:
+        for client in self._clients:
+            closed = client.close()
+            if closed is not None:
+                asyncio.run(closed)
+        for life in (*self.shards, self.planner):
+            life.end()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    made.start()
+    with contextlib.closing(made):
+        yield made
+
+
+def begin(cluster: Cluster) -> tuple[LearnerClient, RolloutClient]:
+    learner, worker = cluster.learner(), cluster.worker()
+    version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+    learner.publish(policy_version=version, parent=NO_VERSION)
+    asyncio.run(worker.served(version, "f"))
+    return learner, worker
+
+
+async def fill(worker: RolloutClient, slots: int, tokens: int = 3) -> dict[int, TrajectoryGroup]:
+    made = {}
+    for order in (await worker.acquire(slots=slots, wait_s=20)).assignments:
+        made[order.group_id] = group(order, [0] * tokens)
+        assert (await worker.insert(made[order.group_id])).status == "accepted"
+    return made
+
+
+def test_each_rank_gets_its_part_from_the_shards_and_the_planner_has_no_payload(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    made = asyncio.run(fill(worker, 4, tokens=20_000))
+    assert cluster.held() == [{0, 2}, {1, 3}]
+    disk = cluster.planner.disk
+    written = b"".join(disk.read(name, 0, disk.size(name)) for name in disk.names())
+    assert made[0].trajectories[0].token_ids[100:200].tobytes() not in written
+    leases = [
+        rank_client.lease(step=0, rank=rank, world=2, wait_s=20)
+        for rank, rank_client in enumerate((learner, cluster.learner(1)))
+    ]
+    found = {place: trajectory for lease in leases for place, trajectory in lease.trajectories.items()}
+    assert len(found) == 8
+    for (position, member), trajectory in found.items():
+        sent = made[leases[0].plan.groups[position].group_id].trajectories[member]
+        assert same_trajectory(sent, trajectory)
+    assert [sample.prompt_text for sample in leases[0].samples] == ["what?"] * 4
+    assert not leases[1].samples
+
+
+def test_what_is_committed_is_forgotten_by_its_shard(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    asyncio.run(fill(worker, 8))
+    learner.lease(step=0, rank=0, world=1, wait_s=20)
+    learner.trained(step=0, policy_version=1)
+    assert sum(map(len, cluster.held())) == 8  # trained, and not yet in a checkpoint: a rollback would need it
+    learner.commit(step=0)
+    wait_until(lambda: cluster.held() == [{4, 6}, {5, 7}])
+
+
+def test_a_payload_whose_group_nobody_announced_is_kept_only_as_long_as_it_could_be(cluster: Cluster) -> None:
+    _, worker = begin(cluster)
+    (order,) = asyncio.run(worker.acquire(slots=1, wait_s=20)).assignments
+    links = worker._shards
+    assert links is not None
+    asyncio.run(links.put(encode_group(group(order, [0] * 3))))
+    asyncio.run(links.put(encode_group(group(replace(order, group_id=1), [0] * 3))))  # never ordered
+    wait_until(lambda: cluster.held() == [{0}, set()])
+    asyncio.run(worker.insert(group(order, [0] * 4)))  # the attempt is closed with another payload
+    wait_until(lambda: len(open_store(cluster.shards[0].disk.copy(), JournalSettings(), SHARD_0).held) == 1)
+
+
+def test_a_shard_that_dies_has_everything_it_acknowledged_and_who_waits_for_it_goes_on(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    made = asyncio.run(fill(worker, 4))
+    dice = random.Random(0)
+    for loss in ("kill", "power"):
+        shard = cluster.shards[1]
+        shard.kill()
+        if loss == "power":
+            shard.disk = shard.disk.power_loss(dice)
+        late = threading.Timer(1.0, shard.start)
+        late.start()
+        lease = learner.lease(step=0, rank=0, world=1, wait_s=20)
+        late.join()
+        sent = [made[header.group_id].trajectories for header in lease.plan.groups]
+        assert all(same_trajectory(sent[g][t], trajectory) for (g, t), trajectory in lease.trajectories.items())
+
+
+def test_a_planner_that_dies_finds_its_shards_again(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    asyncio.run(fill(worker, 4))
+    cluster.planner.kill()
+    cluster.planner.start()
+    assert len(learner.lease(step=0, rank=0, world=1, wait_s=20).trajectories) == 8
+    fresh = cluster.learner(1)
+    assert fresh.lease(step=0, rank=0, world=1, wait_s=20).plan.step == 0
+
+
+def test_whoever_waits_for_a_shard_that_is_not_there_is_told_which() -> None:
+    cluster = Cluster()
+    cluster.config = replace(cluster.config, wait_timeout_s=2.0)
+    cluster.planner.start()
+    cluster.shards[0].start()
+    try:
+        _, worker = begin(cluster)
+        with pytest.raises(NoProgress, match="shard 1 of 2 has not come"):
+            asyncio.run(fill(worker, 1))
+        cluster.shards[1].start()
+        made = asyncio.run(fill(worker, 4))
+        assert len(made) >= 1
+        cluster.shards[1].kill()
+        with pytest.raises(NoProgress, match="shard 1 of the replay"):
+            asyncio.run(fill(worker, 4))
+        cluster.shards[1].start()
+    finally:
+        cluster.close()
+
+
+def test_the_run_ends_for_the_shards_too(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    asyncio.run(fill(worker, 4))
+    learner.finish()
+    learner.close()
+    asyncio.run(worker.close())
+    for life in (*cluster.shards, cluster.planner):
+        life.thread.join(60)
+        assert not life.thread.is_alive()
+
+
+def test_a_header_without_its_shards_word_is_refused_and_the_order_given_to_others(cluster: Cluster) -> None:
+    _, worker = begin(cluster)
+    (order,) = asyncio.run(worker.acquire(slots=1, wait_s=20)).assignments
+    encoded = encode_group(group(order, [0] * 3))
+    receipt = asyncio.run(worker._shards.put(encoded))  # type: ignore[union-attr]
+    changed = encode_group(group(order, [0] * 4))
+    forged = [receipt[0], receipt[1], "0" * 32]
+    for header, rest in ((encoded.header, None), (encoded.header, forged), (changed.header, receipt)):
+        body = [wire.encode_group_header(header), rest]
+        with pytest.raises(WireError, match="receipt"):
+            worker._connection.request("insert", body).result(30)
+    again = asyncio.run(worker.acquire(slots=8, wait_s=20)).assignments
+    assert order.group_id not in {other.group_id for other in again}  # dropped as rejected: its maker is broken
+
+
+def test_a_payload_that_no_learner_could_use_is_refused_at_the_shard(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    learner.announce({"vocabulary": 5})
+    links = worker._shards
+    assert links is not None
+    (order,) = asyncio.run(worker.acquire(slots=1, wait_s=20)).assignments
+
+    def refused() -> bool:  # the shard hears of the vocabulary with its next answer
+        try:
+            asyncio.run(links.put(encode_group(group(order, [0] * 3))))
+        except WireError as error:
+            assert "vocabulary" in str(error)
+            return True
+        return False
+
+    wait_until(refused)
+    with pytest.raises(WireError, match="vocabulary"):
+        asyncio.run(worker.insert(group(order, [0] * 3)))
+    waiting = {other.group_id for other in asyncio.run(worker.acquire(slots=8, wait_s=20)).assignments}
+    assert waiting and order.group_id not in waiting  # the planner has heard of it
+    wrong = Assignment(group_id=2, prompt_index=2, attempt=0, seed=0, policy_version=0)
+    encoded = encode_group(group(wrong, [0] * 3))
+    link = links._links.get(1) or links._link(1, links._addresses().result())
+    with pytest.raises(WireError, match="does not belong to shard 1"):
+        body = [wire.encode_group_header(encoded.header), encoded.layout]
+        link.request("put", body, encoded.frames, encoded.header.nbytes).result(30)
+
+
+def test_a_payload_that_a_shard_has_lost_is_named_with_the_way_out(cluster: Cluster) -> None:
+    learner, worker = begin(cluster)
+    asyncio.run(fill(worker, 4))
+    cluster.shards[0].end()
+    cluster.shards[0].disk = MemoryDisk()
+    cluster.shards[0].start()
+    with pytest.raises(ReplayError, match="shard 0 does not have the payload of group 0"):
+        learner.lease(step=0, rank=0, world=1, wait_s=20)
+
+
+def test_a_worker_cannot_speak_as_a_shard(cluster: Cluster) -> None:
+    _, worker = begin(cluster)
+    with pytest.raises(WireError, match="no verb"):
+        worker._connection.request("collect", [0, "tcp://127.0.0.1:1", "x", []]).result(30)
+    impostor = Connection(cluster.config.address, role="shard", name="x", run_digest="d", config=cluster.config)
+    try:
+        with pytest.raises(WireError, match="other keys"):
+            impostor.request("collect", [0, "tcp://127.0.0.1:1", "x", []]).result(30)
+        with pytest.raises(WireError, match="no verb"):
+            impostor.request("finish").result(30)
+    finally:
+        impostor.close()
+
+
+def test_shards_do_the_same_behind_keys(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    cluster = Cluster(keys=str(tmp_path / "keys"))
+    cluster.start()
+    with contextlib.closing(cluster):
+        learner, worker = begin(cluster)
+        made = asyncio.run(fill(worker, 4))
+        lease = learner.lease(step=0, rank=0, world=1, wait_s=20)
+        for (position, member), trajectory in lease.trajectories.items():
+            sent = made[lease.plan.groups[position].group_id].trajectories[member]
+            assert same_trajectory(sent, trajectory)
+        assert worker._shards is not None
+        address = worker._shards._links[0].address
+        stranger = Connection(address, role="worker", name="x", run_digest="d", config=replace(cluster.config, keys=""))
+        try:
+            with pytest.raises(TimeoutError):
+                stranger.request("put", [None, None]).result(2)
+        finally:
+            stranger.close()
