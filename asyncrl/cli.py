@@ -17,6 +17,7 @@ COMMANDS = {
     "local": ("asyncrl.local", "everything on this machine: replay server, rollout workers, learner"),
     "quickstart": ("asyncrl.quickstart", "the same on a task that a CPU learns in a minute"),
     "replay": ("asyncrl.replay.__main__", "the replay server alone"),
+    "shard": ("asyncrl.replay.shard", "one shard of the replay alone (replay.shards): its number, then settings"),
     "rollout": ("asyncrl.rollout.__main__", "a pool of rollout workers alone"),
     "learner": ("asyncrl.learner.__main__", "one learner rank; start several with torchrun -m asyncrl.learner"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.checks.replay import host_of
 from asyncrl.schema import Config, ReplayConfig
 
 RANK_ENVIRONMENT = {
@@ -34,6 +36,12 @@ class Command:
 
 def replay_command(overrides: Sequence[str]) -> Command:
     return Command(role="replay", arguments=(sys.executable, "-m", "asyncrl.replay", *overrides), environment={})
+
+
+def shard_command(number: str, overrides: Sequence[str]) -> Command:
+    """One of `replay.shards`; each needs a `replay.shard_address` of its own."""
+    arguments = (sys.executable, "-m", "asyncrl.replay.shard", number, *overrides)
+    return Command(role=f"shard-{number}", arguments=arguments, environment={})
 
 
 def rollout_command(overrides: Sequence[str]) -> Command:
@@ -64,7 +72,14 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
     given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
     # The folder is prepared once, by the caller: a replay server that is restarted must find its journal again.
     kept = [text for text in given if not text.startswith("overwrite=")]
-    return [replay_command(kept), rollout_command(given), learner_command(config, given, run_id)]
+    kept = [text for text in kept if not text.startswith("replay.shard_address=")]
+    ports = free_ports(config.replay.shards)
+    host = host_of(config.replay.address) or "127.0.0.1"
+    shards = [
+        shard_command(str(number), [*kept, f"replay.shard_address=tcp://{host}:{port}"])
+        for number, port in enumerate(ports)
+    ]
+    return [replay_command(kept), *shards, rollout_command(given), learner_command(config, given, run_id)]
 
 
 def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:
@@ -92,6 +107,13 @@ _PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different ones."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

@@ -87,7 +87,7 @@ def _addable(override: str) -> str:
     return f"++{override}" if free else override
 
 
-OWN_TO_A_PROCESS = ("address", "keys", "durability", "max_restarts", "journal")
+OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "durability", "max_restarts", "journal")
 """Settings of the replay that need not be the same for all."""
 
 
@@ -99,8 +99,14 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "data": [Path(config.data.path).name, config.data.shuffle, config.data.max_prompt_tokens],
         "environment": config.environment.name,
         "reward": [Path(config.reward.function).name, Path(config.reward.model).name, config.reward.timeout_s],
-        "rollout": [config.rollout.group_size, config.rollout.temperature, config.rollout.max_new_tokens],
+        "rollout": [
+            config.rollout.group_size,
+            config.rollout.min_group_size,
+            config.rollout.temperature,
+            config.rollout.max_new_tokens,
+        ],
         "replay": {key: value for key, value in asdict(config.replay).items() if key not in OWN_TO_A_PROCESS},
+        "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         "weights": [config.weights.transport, config.weights.wire_dtype],
         "learner": config.learner.groups_per_step,
         "eval": [Path(config.eval.path).name, config.eval.name, config.eval.rows],

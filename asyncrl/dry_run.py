@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.replay import store_bytes_needed
-from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command
+from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command, shard_command
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
 from asyncrl.losses.config import required_inputs
 from asyncrl.machine import check_machine
+from asyncrl.replay.shard import shard_config
 from asyncrl.schema import Config
 from asyncrl.telemetry.run_folder import refuse_used_folder
 
@@ -89,8 +90,10 @@ def size(count: float) -> str:
 
 
 def process_lines(config: Config, command: str, overrides: Sequence[str]) -> list[str]:
+    shards = config.replay.shards
     counts = {
         "replay": "1 process, CPU",
+        "shard": f"stores the payloads of every {shards}th group, CPU",
         "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
         f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process(es) "
         f"{'shared by all, in a Ray actor' if config.reward.host == 'ray' else 'each'}",
@@ -99,11 +102,13 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     alone = {"replay": replay_command, "rollout": rollout_command}
     if command == "local":
         shown = local_commands(config, overrides, run_id="RUN-ID")
+    elif command == "shard":
+        shown = [shard_command(overrides[0], overrides[1:])]
     elif command == "learner":
         shown = [learner_command(config, overrides, run_id="RUN-ID")]
     else:
         shown = [alone[command](overrides)]
-    return [line for each in shown for line in (f"{each.role}: {counts[each.role]}", f"    {each}")]
+    return [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
 
 
 def batch_lines(config: Config) -> list[str]:
@@ -156,7 +161,7 @@ def journal_line(config: Config) -> str:
 def memory_lines(config: Config) -> list[str]:
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
-        "(replay.max_bytes)",
+        f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
         journal_line(config),
     ]
     model = model_size(Path(config.model.path))
@@ -238,7 +243,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str]) -> str:
 
 def main(command: str, overrides: Sequence[str]) -> int:
     """Raises ConfigError and RunFolderError as the real start would."""
-    config = load_config(overrides)
+    config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
     check_machine(config, command)
     if command in ("local", "learner"):
         refuse_used_folder(config)

@@ -25,6 +25,14 @@ class RewardError(AsyncRLError, RuntimeError):
     """A reward function raised, returned something that is no finite number, timed out or killed its process."""
 
 
+class FilterError(AsyncRLError, RuntimeError):
+    """A function of `rollout.filters` raised, gave no answer that is one, timed out or killed its process."""
+
+
+class IncompleteGroupError(AsyncRLError, RuntimeError):
+    """Members of a group failed as often as a group may be tried, and too few are left to train on."""
+
+
 class GenerationError(AsyncRLError, RuntimeError):
     """An engine could not produce the completions it was asked for."""
 

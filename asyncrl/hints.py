@@ -24,7 +24,7 @@ REFUSED_ON_PURPOSE = {
 }
 """Keys people bring from elsewhere that are missing here for a reason, by the last part of the key."""
 
-FREE_FORM = ("engine.vllm",)
+FREE_FORM = ("engine.vllm", "advantage.components")
 """Settings that are mappings with keys of somebody else's."""
 
 SAID_ELSEWHERE = {

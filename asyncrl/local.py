@@ -4,7 +4,8 @@ consumes:     exit codes of the three roles; rows of metrics.jsonl, to show them
 waits for:    the learner, whose end is the end of the run
 unblocked by: the learner's end, the failure of any role, Ctrl-C or SIGTERM
 
-A replay server that was killed is started again at the same address: its journal is its memory, and the others wait.
+A replay server, or a shard of it, that was killed is started again at the same address: its journal is its memory, and
+the others wait.
 """
 
 from __future__ import annotations
@@ -91,15 +92,21 @@ def supervise(
 
 
 def restarted_replay(supervisor: Supervisor, commands: Sequence[Command], console: Console) -> bool:
-    """Start the replay server again when it alone has failed, and in a way that a restart can mend."""
-    (failed, *others) = supervisor.failed()
-    if others or failed.name != "replay" or failed.code == EXIT_REFUSED:
+    """Start the replay server or its shards again when nobody else has failed, and a restart can mend it."""
+    failed = supervisor.failed()
+    if any(not _has_journal(role.name) or role.code == EXIT_REFUSED for role in failed):
         return False
-    command = next(command for command in commands if command.role == failed.name)
-    said = f"the replay server ended with exit code {failed.code}: started again on its journal"
-    console.print(said, highlight=False, soft_wrap=True)
-    supervisor.start(command.role, command.arguments, command.environment)
+    for role in failed:
+        command = next(command for command in commands if command.role == role.name)
+        name = "the replay server" if role.name == "replay" else f"{role.name} of the replay"
+        said = f"{name} ended with exit code {role.code}: started again on its journal"
+        console.print(said, highlight=False, soft_wrap=True)
+        supervisor.start(command.role, command.arguments, command.environment)
     return True
+
+
+def _has_journal(role: str) -> bool:
+    return role == "replay" or role.startswith("shard-")
 
 
 def _show_failure(role: Role, console: Console) -> None:

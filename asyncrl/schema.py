@@ -91,18 +91,26 @@ class EngineConfig:
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig:
     estimator: str = "group"
-    """`group` (against the siblings), `reinforce_pp` (whitened returns), or with a critic `gae` or `vtrace`."""
+    """`group` (against the siblings), `gdpo` (each of `components` against the siblings'), `reinforce_pp` (whitened
+    returns), or with a critic `gae`, `vtrace` or `retrace`, these two also as `vtrace_turns` and `retrace_turns`, whose
+    traces are cut once per turn."""
     baseline: str = "mean"
-    """`mean` of the group, `loo` (leave one out), `opo` (mean weighted by length) or `none`."""
+    """`mean` of the group, `loo` (leave one out), `opo` (mean weighted by length), `none`, or `greedy`: the reward of a
+    greedy completion of the same prompt, made for that and not trained on."""
     std: str = "none"
     """Divide by the standard deviation (ddof 1) of the `group`, of the `batch`, or `none`. With the estimators per
     token `batch` whitens all loss tokens of a step (mean 0, ddof 0)."""
     gamma: float = 1.0
     """Discount per sampled token."""
     lam: float = 0.95
-    """Decay of the trace of `gae` and `vtrace`."""
+    """Decay of the trace of `gae`, `vtrace` and `retrace`."""
+    lam_alpha: float = 0.0
+    """Above 0: the advantages of `gae` and `retrace` use 1 - 1/(lam_alpha * length) for each sequence (VAPO: 0.05), and
+    `lam` is that of the critic's targets alone."""
     c_bar: float = 1.0
-    """Cap of the ratio in the trace of `vtrace`: above 1, credit travels further back."""
+    """Cap of the ratio in the trace of `vtrace` and `retrace`: above 1, credit travels further back."""
+    components: dict[str, float] = field(default_factory=dict)
+    """With `gdpo`: named parts of the reward, each with its weight: `advantage.components.correct=1`."""
     kl_coef: float = 0.0
     """Price of log(learner / reference) in the reward, per token."""
     kl_target: float = 0.0
@@ -112,7 +120,22 @@ class AdvantageConfig:
 
     @property
     def uses_critic(self) -> bool:
-        return self.estimator in ("gae", "vtrace")
+        return self.estimator == "gae" or self.uses_ratio
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether the traces are cut by learner/behavior."""
+        return self.estimator.startswith(("vtrace", "retrace"))
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether by that of whole turns."""
+        return self.estimator.endswith("_turns")
+
+    @property
+    def needs_siblings(self) -> bool:
+        """Whether a trajectory alone in its group could not but have an advantage of 0."""
+        return not self.uses_critic and (self.baseline not in ("none", "greedy") or self.std == "group")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,12 +166,18 @@ class RolloutConfig:
     max_new_tokens: int = 256
     max_in_flight: int = 64
     """Groups being generated at once, over all workers."""
+    min_group_size: int = 0
+    """Members that failed are made again alone, `max_attempts` times in all. A group that has this many by then is
+    trained without the rest; with fewer it is dropped as `incomplete`. 0 asks for all members."""
     max_attempts: int = 3
     """How often a group is tried before it is dropped with its reason."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all the same, and sample a new prompt for each (DAPO's dynamic sampling)."""
     drop_truncated: str = "never"
     """Drop groups of which `any`, or `all`, completions were cut at `max_new_tokens`; `never` keeps them."""
+    filters: list[str] = field(default_factory=list)
+    """Functions of your own, `file.py:name` or `package.module:name`, that drop finished groups: `f(group)` returns
+    true to keep it, false or the reason (text) to drop it. See docs/groups.md."""
     max_worker_restarts: int = 10
     """Per worker; a worker that dies more often fails the run."""
 
@@ -193,11 +222,16 @@ class ReplayConfig:
     """Silence after which a worker is taken for dead and its assignments go to others."""
     wait_timeout_s: float = 300.0
     """Longest wait without progress (learner for a batch, worker for the server) before a typed error."""
+    shards: int = 0
+    """So many processes store the payloads and hand them to the learner's ranks; the replay server then sees headers
+    alone. 0: it stores them itself, which carries a thousand GPUs (docs/scale.md)."""
+    shard_address: str = ""
+    """Where a shard binds: each has its own, `asyncrl local` chooses them."""
     durability: str = "journal"
     """`journal`: what the server acknowledges survives its death and the machine's, in `<run.dir>/journal`. `memory`:
     a server that dies takes all groups since the last checkpoint with it, and the run ends."""
     max_restarts: int = 10
-    """How often `asyncrl local` restarts a replay server that died; only with a journal."""
+    """How often `asyncrl local` restarts a replay server, or a shard, that died; only with a journal."""
     journal: JournalConfig = field(default_factory=JournalConfig)
 
 

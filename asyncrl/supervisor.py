@@ -45,7 +45,8 @@ class Role:
             return "nothing logged"
         # torchrun closes with a traceback of its own, which pushes the rank's error out of sight.
         before, _, closing = text.rpartition("Traceback (most recent call last)")
-        lines = (before if "ChildFailedError" in closing else text).splitlines()
+        closes = "ChildFailedError" in closing or "SignalException" in closing
+        lines = (before if closes else text).splitlines()
         return "\n".join(lines[-TAIL_LINES:]) or "nothing logged"
 
 

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 NO_VERSION = -1
 """`policy_version` of a token that no policy sampled (prompt, observation), and of an engine not yet loaded."""
 
+GREEDY_REWARD = "greedy_baseline"
+"""Named component that workers add under `advantage.baseline=greedy`: the reward of the greedy completion."""
+
 
 class DropReason(str, Enum):
     """Why a group left the ledger without being trained."""
@@ -24,8 +27,12 @@ class DropReason(str, Enum):
     FAILED_REWARD = "failed_reward"
     FILTERED_ZERO_VARIANCE = "filtered_zero_variance"
     OVER_LENGTH = "over_length"
+    FILTERED = "filtered"
+    """By a function of `rollout.filters`."""
+    FAILED_FILTER = "failed_filter"
+    """Such a function raised, or gave no answer that is one."""
     INCOMPLETE = "incomplete"
-    """Not finished in time, by any worker that was asked."""
+    """Not finished in time by any worker that was asked, or with too few members whatever was tried."""
     REJECTED = "rejected"
     WORKER_LOST = "worker_lost"
     SHUTDOWN = "shutdown"
@@ -134,6 +141,9 @@ class TrajectoryHeader:
     reward: float
     version_tokens: tuple[tuple[int, int], ...]
     """Runs `(policy_version, loss tokens sampled at it)` in token order."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named components, as in `Trajectory`: a baseline needs those of siblings on other ranks, or too old to train."""
+    finish_reason: str = "stop"
 
     @property
     def loss_tokens(self) -> int:

@@ -38,7 +38,8 @@ def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
     command: str, experiment: str, files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = [] if experiment == "null" else [f"experiment={experiment}"]
-    assert main([command, *chosen, *files, "--dry-run"]) == 0
+    own = ["0", "replay.shards=2", "replay.shard_address=tcp://127.0.0.1:5580"] if command == "shard" else []
+    assert main([command, *own, *chosen, *files, "--dry-run"]) == 0
     plan = capsys.readouterr().out
     for part in ("processes", "batch", "staleness", "memory", "a lead of", "nothing was started"):
         assert part in plan
@@ -77,6 +78,20 @@ def test_the_plan_of_one_role_has_the_address_that_the_role_would_take(
 ) -> None:
     assert main(["replay", *files, "--dry-run"]) == 0
     assert "replay.address=" not in capsys.readouterr().out, "only `local` finds a free port"
+
+
+def test_a_shard_needs_its_number_and_an_address_and_local_gives_them(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["local", *files, "replay.shards=2", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "-m asyncrl.replay.shard 0 " in plan and "-m asyncrl.replay.shard 1 " in plan
+    assert plan.count("replay.shard_address=tcp://127.0.0.1:") == 2
+    for wrong in ([], ["2", "replay.shards=2"], ["0"]):
+        assert main(["shard", *wrong, *files, "--dry-run"]) == 2
+        assert "a shard needs its number first" in capsys.readouterr().err
+    assert main(["shard", "0", *files, "replay.shards=2", "--dry-run"]) == 2
+    assert "replay.shard_address=tcp://HOST:PORT" in capsys.readouterr().err
 
 
 def test_a_refused_setting_ends_with_2_and_the_reason(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,11 +40,23 @@ REFUSED = [
         ["engine=vllm", "engine.tensor_parallel=2", "ray.gpus_per_worker=1"],
         ["ray.gpus_per_worker=1 must be engine.tensor_parallel=2", "Set ray.gpus_per_worker=2"],
     ),
+    (
+        ["engine=vllm", "engine.vllm.pipeline_parallel_size=2"],
+        ["engine.vllm.pipeline_parallel_size=2", "engine.tensor_parallel processes", "rollout.workers"],
+    ),
+    (
+        ["engine=vllm", "engine.vllm.distributed_executor_backend=ray"],
+        ["engine.vllm.distributed_executor_backend=ray", "children of their rollout worker", "Leave it out"],
+    ),
+    (["weights.transport=ipc"], ["weights.transport must be one of broadcast, files", "'ipc'"]),
     (["engine.dtype=fp32"], ["engine.dtype must be one of float32, bfloat16", "'fp32'"]),
     (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
     (["learner.device=cuad"], ["learner.device must be auto, cpu, cuda or cuda:N", "Did you mean `cuda`?"]),
-    (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, opo, none", "'median'"]),
-    (["advantage.estimator=gea"], ["advantage.estimator must be one of group, reinforce_pp", "Did you mean `gae`?"]),
+    (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, opo, greedy, none", "'median'"]),
+    (
+        ["advantage.estimator=gea"],
+        ["advantage.estimator must be one of group, gdpo, reinforce_pp", "Did you mean `gae`?"],
+    ),
     (["advantage.estimator=gae"], ["takes advantage.baseline=none; got mean", "advantage=gae sets what belongs"]),
     (["advantage=gae", "advantage.std=group"], ["takes advantage.std=none or batch; got group", "advantage=gae"]),
     (["advantage=reinforce_pp", "advantage.std=none"], ["takes advantage.std=batch; got none"]),
@@ -64,8 +76,21 @@ REFUSED = [
     (["loss=reinforce_pp"], ["advantage.estimator=reinforce_pp", "Add advantage=reinforce_pp"]),
     (["loss=reinforce_pp_baseline"], ["advantage.baseline=mean", "Add advantage=reinforce_pp_baseline"]),
     (["advantage=vtrace"], ["already has the ratio", "loss=dppo_tv would count it twice", "Use loss=vtrace"]),
-    (["loss=remax"], ["there is no such choice"]),
-    (["loss.preset=remax"], ["loss.preset=remax needs a greedy completion", "loss=dppo_tv"]),
+    (["loss=vtrace", "advantage=retrace"], ["loss=vtrace is its advantage", "got retrace and none"]),
+    (["loss=remax"], ["loss=remax is its advantage", "advantage.baseline=greedy", "Add advantage=remax"]),
+    (
+        ["advantage.estimator=vtrace_turns", "advantage.baseline=none"],
+        ["vtrace_turns already has the ratio", "retrace"],
+    ),
+    (["advantage.lam_alpha=1"], ["advantage.lam_alpha=1.0 does nothing with advantage.estimator=group"]),
+    (["advantage=retrace", "advantage.lam_alpha=-1"], ["advantage.lam_alpha must be at least 0", "-1"]),
+    (["advantage.components.a=1"], ["advantage.components={'a': 1.0} does nothing", "Leave it out"]),
+    (["advantage=gdpo"], ["gdpo needs the weights", "got advantage.components={}", "advantage.components.correct=1"]),
+    (["advantage=gdpo", "advantage.components={a: 0}"], ["not all 0", "{'a': 0.0}"]),
+    (["advantage=gdpo", "advantage.components.a=nan"], ["gdpo needs the weights", "finite"]),
+    (["advantage=gdpo", "advantage.components.a=much"], ["advantage.components", "much"]),
+    (["advantage=gdpo", "advantage.components.a=1", "advantage.kl_coef=1"], ["its parts alone", "Set loss.kl_coef"]),
+    (["advantage=gdpo", "advantage.components.a=1", "advantage.baseline=loo"], ["baseline=mean; got loo"]),
     (["critic.path=c"], ["critic.path=c does nothing with advantage.estimator=group", "advantage=gae"]),
     (["critic.warmup_steps=3"], ["critic.warmup_steps=3 does nothing", "which has no critic"]),
     (["advantage=gae", "critic.warmup_steps=100"], ["leaves the policy none of learner.steps=100", "Lower it"]),
@@ -90,6 +115,14 @@ REFUSED = [
         ["rollout.drop_zero_variance=true", "rollout.group_size=1"],
         ["rollout.drop_zero_variance=true drops every group of one", "rollout.group_size to 2"],
     ),
+    (["rollout.filters=[mine.py]"], ["rollout.filters names functions as file.py:name", "'mine.py'", "Example:"]),
+    (["rollout.min_group_size=-1"], ["rollout.min_group_size must be at least 0", "-1"]),
+    (["rollout.min_group_size=9"], ["at most rollout.group_size=8", "got 9", "0 asks for all"]),
+    (["rollout.min_group_size=1"], ["rollout.min_group_size=1 would train groups of one", "min_group_size=2 or more"]),
+    (
+        ["learner.ranks=9", "learner.groups_per_step=4", "rollout.min_group_size=2", "learner.updates_per_batch=1"],
+        ["learner.groups_per_step * rollout.min_group_size", "= 8 is less than learner.ranks=9"],
+    ),
     (["replay.order=lifo"], ["replay.order must be one of fifo, freshest, prioritized, uniform", "'lifo'"]),
     (["replay.max_times_sampled=0"], ["replay.max_times_sampled must be at least 1"]),
     (["replay.group_timeout_s=-1"], ["replay.group_timeout_s must be at least 0"]),
@@ -104,6 +137,13 @@ REFUSED = [
     (["replay.journal.segment_mb=0"], ["replay.journal.segment_mb must be at least 1"]),
     (["replay.journal.window_mb=0"], ["replay.journal.window_mb must be at least 1"]),
     (["replay.max_restarts=-1"], ["replay.max_restarts must be at least 0"]),
+    (["replay.shards=-1"], ["replay.shards must be at least 0", "-1"]),
+    (["replay.shards=2", "replay.durability=memory"], ["needs replay.durability=journal", "replay.shards=0"]),
+    (["replay.shard_address=tcp://127.0.0.1:5580"], ["does nothing with replay.shards=0", "Leave it out"]),
+    (
+        ["replay.shards=2", "replay.shard_address=tcp://10.0.0.5:5580"],
+        ["replay.shard_address=tcp://10.0.0.5:5580 can be reached", "asyncrl keys DIR"],
+    ),
     (["replay.durability=memory", "replay.journal.retain=all"], ["replay.journal.retain=all does nothing", "Remove"]),
     (["replay.max_staleness=-1"], ["replay.max_staleness must be at least 0", "-1"]),
     (["replay.pipeline_depth=5"], ["between 0 and replay.max_staleness=4", "got 5", "replay.pipeline_depth=4"]),
@@ -241,6 +281,8 @@ GOES_WITH = {
     "loss=vtrace": ["advantage=vtrace"],
     "advantage=vtrace": ["loss=vtrace"],
     "loss=opo": ["advantage=opo"],
+    "loss=remax": ["advantage=remax"],
+    "advantage=gdpo": ["advantage.components={correct: 1, short: 0.5}"],
     "loss=reinforce_pp": ["advantage=reinforce_pp"],
     "loss=reinforce_pp_baseline": ["advantage=reinforce_pp_baseline"],
 }
@@ -253,6 +295,13 @@ GOES_WITH = {
 def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: str) -> None:
     config = load_config([f"{group}={name}", *GOES_WITH.get(f"{group}={name}", []), *REQUIRED])
     assert config.model.path == "m"
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "remax", "ppo_gae"])
+def test_an_experiment_leaves_the_choice_between_synchronous_and_asynchronous_open(experiment: str) -> None:
+    for replay, bounds in (("sync", (0, 0)), ("async", (4, 2))):
+        config = load_config([f"experiment={experiment}", f"replay={replay}", *REQUIRED])
+        assert (config.replay.max_staleness, config.replay.pipeline_depth) == bounds
 
 
 def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
@@ -294,7 +343,7 @@ def test_the_digest_ignores_what_differs_between_machines() -> None:
     "change",
     [
         *("seed=1", "rollout.temperature=0.5", "replay.max_staleness=5", "learner.groups_per_step=16"),
-        *("model.path=o", "model.lora_rank=8", "model.lora_alpha=8"),
+        *("model.path=o", "model.lora_rank=8", "model.lora_alpha=8", "advantage=remax"),
     ],
 )
 def test_the_digest_changes_with_every_shared_setting(change: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
-from asyncrl.schema import Config
+from asyncrl.schema import AdvantageConfig, Config
 
 
 def groups_have_siblings(config: Config) -> Problems:
-    relative = config.advantage.baseline != "none" or config.advantage.std == "group"
-    if relative and not config.advantage.uses_critic and config.rollout.group_size < 2:
+    if config.advantage.needs_siblings and config.rollout.group_size < 2:
         yield (
             f"rollout.group_size must be at least 2 when advantages are relative to the group (advantage.baseline="
             f"{config.advantage.baseline}, advantage.std={config.advantage.std}): a single trajectory's advantage is "
@@ -19,12 +20,20 @@ def groups_have_siblings(config: Config) -> Problems:
 
 
 ESTIMATOR_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "group": (("mean", "loo", "opo", "none"), ("none", "group", "batch"), ()),
+    "group": (("mean", "loo", "opo", "greedy", "none"), ("none", "group", "batch"), ()),
+    "gdpo": (("mean",), ("group",), ("components",)),
     "reinforce_pp": (("none", "mean"), ("batch",), ("gamma",)),
-    "gae": (("none",), ("none", "batch"), ("gamma", "lam")),
+    "gae": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha")),
     "vtrace": (("none",), ("none", "batch"), ("gamma", "lam", "c_bar")),
+    "vtrace_turns": (("none",), ("none", "batch"), ("gamma", "lam", "c_bar")),
+    "retrace": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha", "c_bar")),
+    "retrace_turns": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha", "c_bar")),
 }
-"""Of each estimator: baselines and stds it takes, and the numbers it reads."""
+"""Of each estimator: baselines and stds it takes, and what else it reads."""
+DEFAULTS: dict[str, object] = {"gamma": 1.0, "lam": 0.95, "lam_alpha": 0.0, "c_bar": 1.0, "components": {}}
+"""Of what not every estimator reads."""
+CHOICES = {"group": "grpo", "vtrace_turns": "vtrace", "retrace_turns": "retrace"}
+"""Names in configs/advantage/, where they are not the estimator's."""
 
 
 def batch_divides(config: Config) -> Problems:
@@ -37,10 +46,11 @@ def batch_divides(config: Config) -> Problems:
             f"learner.groups_per_step must be a multiple of learner.updates_per_batch, so that each update gets whole "
             f"groups and an equal share; got {groups} and {updates}. {groups} divides by {', '.join(fits[:12])}"
         )
-    sequences = groups * config.rollout.group_size // updates
+    key = "rollout.min_group_size" if config.rollout.min_group_size else "rollout.group_size"
+    sequences = groups * (config.rollout.min_group_size or config.rollout.group_size) // updates
     if sequences < config.learner.ranks:
         yield (
-            f"every rank needs a sequence in every update: learner.groups_per_step * rollout.group_size / "
+            f"every rank needs a sequence in every update: learner.groups_per_step * {key} / "
             f"learner.updates_per_batch = {sequences} is less than learner.ranks={config.learner.ranks}. Raise "
             "learner.groups_per_step, or use fewer ranks"
         )
@@ -68,16 +78,16 @@ def loss_is_consistent(config: Config) -> Problems:
 def _loss_has_its_estimator(config: Config) -> Problems:
     loss, advantage = config.loss.preset, config.advantage
     wanted = ESTIMATORS.get(loss)
-    if wanted and (advantage.estimator, advantage.baseline) != wanted:
+    if wanted and (advantage.estimator.removesuffix("_turns"), advantage.baseline) != wanted:
         yield (
             f"loss={loss} is its advantage: advantage.estimator={wanted[0]} with advantage.baseline={wanted[1]}; got "
             f"{advantage.estimator} and {advantage.baseline}. Add advantage={loss}"
         )
     row, settings = find_preset(loss), resolve(config.loss)
-    if advantage.estimator == "vtrace" and (row.surrogate != "reinforce" or settings.weight != "none"):
+    if advantage.estimator.startswith("vtrace") and (row.surrogate != "reinforce" or settings.weight != "none"):
         yield (
-            f"advantage.estimator=vtrace already has the ratio learner/behavior in the advantage; loss={loss} would "
-            "count it twice. Use loss=vtrace, or advantage=gae"
+            f"advantage.estimator={advantage.estimator} already has the ratio learner/behavior in the advantage; "
+            f"loss={loss} would count it twice. Use loss=vtrace, or advantage=gae or retrace"
         )
 
 
@@ -105,18 +115,35 @@ def advantage_is_consistent(config: Config) -> Problems:
         if value not in choices:
             yield (
                 f"advantage.estimator={given.estimator} takes advantage.{key}={' or '.join(choices)}; got {value}. "
-                f"advantage={given.estimator if given.estimator != 'group' else 'grpo'} sets what belongs together"
+                f"advantage={CHOICES.get(given.estimator, given.estimator)} sets what belongs together"
             )
     centred = given.estimator == "reinforce_pp" and given.baseline != "none"
-    for key, default in (("gamma", 1.0), ("lam", 0.95), ("c_bar", 1.0)):
+    for key, default in DEFAULTS.items():
         value = getattr(given, key)
         if value != default and (key not in reads or centred):
             yield (
                 f"advantage.{key}={value} does nothing with advantage.estimator={given.estimator}"
                 f"{f' and baseline={given.baseline}' if centred else ''}. Leave it out"
             )
+    if given.estimator == "gdpo":
+        yield from _components_count(given)
     if given.kl_horizon != 10000.0 and given.kl_target == 0:
         yield f"advantage.kl_horizon={given.kl_horizon} does nothing without advantage.kl_target. Leave it out"
+
+
+def _components_count(given: AdvantageConfig) -> Problems:
+    weights = given.components
+    if not any(weights.values()) or not all(math.isfinite(weight) for weight in weights.values()):
+        yield (
+            "advantage.estimator=gdpo needs the weights of the reward's named parts, finite and not all 0; got "
+            f"advantage.components={weights}. Set for example advantage.components.correct=1, where `correct` is a key "
+            "of the dictionary that the reward function returns"
+        )
+    if given.kl_coef > 0:
+        yield (
+            f"advantage.kl_coef={given.kl_coef} charges the KL to the reward, and advantage.estimator=gdpo looks at "
+            "its parts alone. Set loss.kl_coef instead"
+        )
 
 
 CRITIC_LR = 1e-5
@@ -132,7 +159,7 @@ def critic_has_a_use(config: Config) -> Problems:
             if value:
                 yield (
                     f"critic.{key}={value} does nothing with advantage.estimator={config.advantage.estimator}, which "
-                    "has no critic. Leave it out, or use advantage=gae or advantage=vtrace"
+                    "has no critic. Leave it out, or use advantage=gae, vtrace or retrace"
                 )
         return
     if critic.warmup_steps >= config.learner.steps:

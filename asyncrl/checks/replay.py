@@ -38,6 +38,21 @@ def filters_leave_something(config: Config) -> Problems:
         )
 
 
+def small_groups_teach_something(config: Config) -> Problems:
+    rollout, advantage = config.rollout, config.advantage
+    if rollout.min_group_size > rollout.group_size:
+        yield (
+            f"rollout.min_group_size must be at most rollout.group_size={rollout.group_size}; got "
+            f"{rollout.min_group_size}. 0 asks for all members"
+        )
+    if rollout.min_group_size == 1 < rollout.group_size and advantage.needs_siblings:
+        yield (
+            "rollout.min_group_size=1 would train groups of one, whose advantage relative to the group "
+            f"(advantage.baseline={advantage.baseline}, advantage.std={advantage.std}) is always 0. Set "
+            "rollout.min_group_size=2 or more"
+        )
+
+
 def order_can_be_kept(config: Config) -> Problems:
     replay = config.replay
     if replay.stale_policy == "wait" and (replay.order != "fifo" or replay.max_times_sampled > 1):
@@ -80,6 +95,20 @@ def memory_keeps_no_journal(config: Config) -> Problems:
         )
 
 
+def shards_keep_what_they_take(config: Config) -> Problems:
+    replay = config.replay
+    if replay.shards > 0 and replay.durability == "memory":
+        yield (
+            f"replay.shards={replay.shards} needs replay.durability=journal: a shard that died would take groups with "
+            "it that the replay server has promised. Set replay.durability=journal, or replay.shards=0"
+        )
+    if replay.shards == 0 and replay.shard_address:
+        yield (
+            f"replay.shard_address={replay.shard_address} does nothing with replay.shards=0. Leave it out, or set "
+            "replay.shards"
+        )
+
+
 def silence_outlasts_heartbeats(config: Config) -> Problems:
     beat, timeout = config.replay.heartbeat_s, config.replay.heartbeat_timeout_s
     if not 3 * beat <= timeout < math.inf:
@@ -100,26 +129,34 @@ def is_loopback(host: str) -> bool:
 
 
 def address_is_safe(config: Config) -> Problems:
-    address = config.replay.address
-    if address.startswith("ipc://") and len(address) > len("ipc://"):
-        return
+    replay = config.replay
+    given = {"replay.address": replay.address}
+    if replay.shard_address:
+        given["replay.shard_address"] = replay.shard_address
+    for key, address in given.items():
+        if address.startswith("ipc://") and len(address) > len("ipc://"):
+            continue
+        yield from _network_address(config, key, address)
+
+
+def _network_address(config: Config, key: str, address: str) -> Problems:
     host = host_of(address)
     if host and not 0 < int(address.rpartition(":")[2]) < 65536:
-        yield f"replay.address={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
+        yield f"{key}={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
     if not host:
-        yield f"replay.address must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
+        yield f"{key} must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
     elif host in ("*", "0.0.0.0", "::"):
         yield (
-            f"replay.address={address} would listen on every network this machine is on. Name one address of it: "
+            f"{key}={address} would listen on every network this machine is on. Name one address of it: "
             "tcp://10.0.0.5:5577"
         )
     elif not is_loopback(host):
         if not config.replay.keys:
             yield (
-                f"replay.address={address} can be reached from other machines, so replay.keys is required: "
+                f"{key}={address} can be reached from other machines, so replay.keys is required: "
                 "make keys with `asyncrl keys DIR` and set replay.keys=DIR. On one machine use tcp://127.0.0.1:5577"
             )
-        if config.weights.transport == "broadcast" and is_loopback(config.weights.host):
+        if key == "replay.address" and config.weights.transport == "broadcast" and is_loopback(config.weights.host):
             yield (
                 f"weights.host={config.weights.host} is this machine to every machine, while replay.address={address} "
                 "invites workers from others. Set weights.host to the learner's address as the workers reach it"
@@ -129,9 +166,11 @@ def address_is_safe(config: Config) -> Problems:
 RULES = (
     depth_within_bound,
     filters_leave_something,
+    small_groups_teach_something,
     order_can_be_kept,
     store_holds_a_batch,
     memory_keeps_no_journal,
+    shards_keep_what_they_take,
     silence_outlasts_heartbeats,
     address_is_safe,
 )

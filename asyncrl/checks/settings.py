@@ -10,6 +10,8 @@ from asyncrl.checks.problem import Problems
 from asyncrl.hints import nearest
 from asyncrl.schema import Config
 
+ESTIMATORS = ("group", "gdpo", "reinforce_pp", "gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns")
+
 
 def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Settings that are words: key -> (value, choices)."""
@@ -18,8 +20,8 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "environment.name": (config.environment.name, ("single_turn",)),
         "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
         "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
-        "advantage.estimator": (config.advantage.estimator, ("group", "reinforce_pp", "gae", "vtrace")),
-        "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "none")),
+        "advantage.estimator": (config.advantage.estimator, ESTIMATORS),
+        "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "greedy", "none")),
         "advantage.std": (config.advantage.std, ("none", "group", "batch")),
         "reward.host": (config.reward.host, ("worker", "ray")),
         "rollout.host": (config.rollout.host, ("ray", "process")),
@@ -51,6 +53,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "engine.kv_cache_mb": (config.engine.kv_cache_mb, 0),
         "rollout.workers": (config.rollout.workers, 1),
         "rollout.group_size": (config.rollout.group_size, 1),
+        "rollout.min_group_size": (config.rollout.min_group_size, 0),
         "rollout.max_new_tokens": (config.rollout.max_new_tokens, 1),
         "rollout.max_in_flight": (config.rollout.max_in_flight, 1),
         "rollout.max_attempts": (config.rollout.max_attempts, 1),
@@ -59,11 +62,13 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "replay.max_times_sampled": (config.replay.max_times_sampled, 1),
         "replay.group_timeout_s": (config.replay.group_timeout_s, 0),
         "replay.max_restarts": (config.replay.max_restarts, 0),
+        "replay.shards": (config.replay.shards, 0),
         "replay.journal.fsync_ms": (config.replay.journal.fsync_ms, 0),
         "replay.journal.segment_mb": (config.replay.journal.segment_mb, 1),
         "replay.journal.window_mb": (config.replay.journal.window_mb, 1),
         "weights.bucket_mb": (config.weights.bucket_mb, 1),
         "weights.verify_every": (config.weights.verify_every, 0),
+        "advantage.lam_alpha": (config.advantage.lam_alpha, 0),
         "advantage.c_bar": (config.advantage.c_bar, 1),
         "advantage.kl_coef": (config.advantage.kl_coef, 0),
         "advantage.kl_target": (config.advantage.kl_target, 0),
@@ -167,6 +172,15 @@ def reward_is_whole(config: Config) -> Problems:
         )
 
 
+def filters_name_functions(config: Config) -> Problems:
+    for spec in config.rollout.filters:
+        if not re.fullmatch(r".+:[A-Za-z_]\w*", spec):
+            yield (
+                f"rollout.filters names functions as file.py:name or package.module:name; got {spec!r}. Example: "
+                "rollout.filters=[my_filters.py:keep]"
+            )
+
+
 def evaluation_has_rows(config: Config) -> Problems:
     if config.eval.every > 0 and not config.eval.path:
         yield (
@@ -183,5 +197,6 @@ RULES = (
     run_name_is_a_folder_name,
     resume_or_overwrite,
     reward_is_whole,
+    filters_name_functions,
     evaluation_has_rows,
 )

@@ -10,15 +10,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rewards.score import RewardScore
+from asyncrl.errors import AsyncRLError
+from asyncrl.rewards.score import Outcome
 from asyncrl.types import Completion, Prompt, Trajectory
 
 Generate = Callable[[NDArray[np.int32], int], Awaitable[list[Completion]]]
 """`(token ids so far [P], n) -> n completions`; may raise GenerationError."""
 Decode = Callable[[Sequence[NDArray[np.int32]]], list[str]]
 """Texts of token sequences, special tokens left out."""
-Score = Callable[[list[str], dict[str, Any]], Awaitable[list[RewardScore]]]
-"""`(completions [G], row) -> scores [G]`; may raise RewardError."""
+Score = Callable[[list[str], dict[str, Any]], Awaitable[list[Outcome]]]
+"""`(completions [G], row) -> scores [G]`, a RewardError in the place of one that failed; may raise RewardError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,11 @@ class Episodes:
     """The outcome for one prompt."""
 
     trajectories: tuple[Trajectory, ...]
-    """[G]"""
+    """[G] those that came to their end."""
     texts: tuple[str, ...]
     """[G] what the policy wrote, decoded; for the sample table, never trained on."""
+    failures: tuple[AsyncRLError, ...] = ()
+    """Of the others: why. They are made again, or left out of the group."""
 
 
 class Environment(Protocol):
@@ -45,7 +48,7 @@ class Environment(Protocol):
         """`size` sibling episodes of `prompt`. Sampled ids are kept as sampled, never tokenized again.
 
         Raises:
-            GenerationError: the engine could not produce them.
-            RewardError: they could not be scored.
+            GenerationError: the engine could not produce any.
+            RewardError: none could be scored.
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.environments.base import Episodes, EpisodeTools
+from asyncrl.errors import RewardError
 from asyncrl.rewards.score import RewardScore
 from asyncrl.types import NO_VERSION, Completion, Prompt, Trajectory
 
@@ -14,10 +15,17 @@ class SingleTurn:
         completions = await tools.generate(prompt.token_ids, size)
         texts = tools.decode([completion.token_ids for completion in completions])
         scores = await tools.score(texts, prompt.columns)
-        pairs = zip(completions, scores, strict=True)
+        made: list[tuple[Trajectory, str]] = []
+        failures: list[RewardError] = []
+        for completion, text, score in zip(completions, texts, scores, strict=True):
+            if isinstance(score, RewardError):
+                failures.append(score)
+            else:
+                made.append((_trajectory(prompt, completion, score), text))
         return Episodes(
-            trajectories=tuple(_trajectory(prompt, completion, score) for completion, score in pairs),
-            texts=tuple(texts),
+            trajectories=tuple(trajectory for trajectory, _ in made),
+            texts=tuple(text for _, text in made),
+            failures=tuple(failures),
         )
 
 

@@ -47,3 +47,18 @@ def test_an_experiment_runs_to_its_end_and_resumes(
         assert rows[0]["kl/in_reward"] == pytest.approx(0.0, abs=1e-4)
         assert len({row["kl/coef"] for row in rows}) > 3
     assert Path(again.directory / "hf" / "config.json").exists()
+
+
+def test_remax_compares_with_a_greedy_completion_that_travels_with_its_group(
+    start_local: StartLocal, tmp_path: Path
+) -> None:
+    reward = tmp_path / "letters.py"
+    reward.write_text("def letters(completion, row):\n    return {'score': len(completion) / 12, 'letters': 1.0}\n")
+    settings = {"experiment": "remax", "rollout.host": "process", "eval.every": 0, "learner.steps": 4}
+    run = start_local({**settings, "reward.function": f"{reward}:letters"})
+    assert run.finish(200) == 0, run.tail()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert 0 <= row["rewards/greedy_baseline"] <= 1 == row["rewards/letters"]
+        assert row["advantage/std"] > 0

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# One shard of the replay's payloads, for runs of several thousand GPUs (docs/scale.md); replay.shards of them are needed.
+#
+#   bash launchers/shard.sh 0 replay.shards=2 replay.shard_address=tcp://HOST:5580 replay.address=... key=value ...
+#
+# Give it the same settings as the replay server, a number from 0 on, and an address of its own. Its journal lies in
+# run.dir/journal/shard-N on its machine: start it again there and nothing is lost.
+set -euo pipefail
+exec "${PYTHON:-python3}" -m asyncrl.replay.shard "$@"

@@ -1,0 +1,69 @@
+"""The payloads of a real run lie in two shards, which are killed in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from asyncrl.config import JOURNAL_DIR
+from asyncrl.replay.audit import audit
+from asyncrl.replay.recovery import read_journal
+from asyncrl.replay.retained import RetainedReplay, read_surviving
+from tests.integration.conftest import LocalRun, StartLocal
+from tests.integration.test_loop import assert_conserved
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 16
+
+
+def kill_shard(run: LocalRun, number: int, before: set[int]) -> int:
+    """Kill -9 the shard of this number that is not among those killed `before`."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for process in run.descendants(f"asyncrl.replay.shard {number} "):
+            if process.pid not in before:
+                os.kill(process.pid, signal.SIGKILL)
+                return process.pid
+        time.sleep(0.1)
+    pytest.fail(f"shard {number} is not running:\n{run.tail()}")
+
+
+def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLocal) -> None:
+    run = start_local(
+        {
+            "learner.steps": STEPS,
+            "learner.save_every": 5,
+            "rollout.host": "process",
+            "rollout.workers": 2,
+            "replay.shards": 2,
+            "replay.journal.retain": "all",
+            "replay.journal.segment_mb": 4,
+        }
+    )
+    run.wait_for_step(3, 200)
+    killed = {kill_shard(run, 0, set())}
+    run.wait_for_step(run.rows()[-1]["step"] + 3, 200)
+    killed |= {kill_shard(run, 0, killed), kill_shard(run, 1, set())}
+    assert run.finish(300) == 0, run.tail()
+    assert run.output.read_text().count("started again on its journal") == 3
+    rows = run.rows()
+    assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1)), "the learner was restarted"
+    for row in rows:
+        assert_conserved(row)
+    journal = run.directory / JOURNAL_DIR
+    books = audit(read_journal(journal))
+    assert books.balances and books.trained == STEPS * 8 and books.finished, books
+
+    history = read_surviving(journal)
+    replay = RetainedReplay(journal, history, max_staleness=4)
+    for step in range(STEPS):
+        lease = replay.lease(step=step, rank=0, world=1, wait_s=0)
+        tokens = sum(np.count_nonzero(one.loss_mask) for one in lease.trajectories.values())
+        wanted = [lease.plan.groups[group].trajectories[member].loss_tokens for group, member in lease.plan.shards[0]]
+        assert tokens == sum(wanted) > 0
+    replay.close()
