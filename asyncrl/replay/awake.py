@@ -44,4 +44,4 @@ class AwakeClock:
 
 def awake_clock(config: ReplayConfig) -> AwakeClock:
     """After a standstill half of the silence that ends a peer is left for the words that wait to be read."""
-    return AwakeClock(max(config.heartbeat_timeout_s / 2, 2 * config.heartbeat_s, SHORTEST_S))
+    return AwakeClock(max(config.heartbeat_timeout_s / 2, SHORTEST_S))

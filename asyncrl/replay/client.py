@@ -94,8 +94,9 @@ class RolloutClient:
         if self._shards is None:
             response = await self._insert(encoded, encoded.layout, encoded.frames)
         else:
+            link = await self._shards.link_for(encoded)
             try:
-                receipt = await self._shards.put(encoded)
+                receipt = await self._shards.put_at(link, encoded)
             except WireError:
                 # The planner has to hear of it, or the group would be under way for as long as this worker lives.
                 with contextlib.suppress(WireError):

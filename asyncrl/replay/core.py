@@ -260,7 +260,7 @@ class ReplayCore(RolloutSide):
     def explain(self, step: int) -> str:
         """Whom the learner waits for, in words."""
         why = why_no_batch(self.state, self.settings, self.workers, step)[1]
-        return f"{self.paused}; {why}" if self.paused else why
+        return f"{self.why_paused}; {why}" if self.why_paused else why
 
     def _may_reuse(self, entry: Entry) -> bool:
         if entry.state is not GroupState.TRAINED or entry.payload is None or entry.header is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from asyncrl.checks.replay import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.balance import shard_step
@@ -17,10 +18,10 @@ from asyncrl.replay.base import Acquired
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.payload import MAX_VOCABULARY, Frame
 from asyncrl.replay.payloads import InShards, Payloads, WithPlanner, free_of
-from asyncrl.replay.shard_store import key_of
+from asyncrl.replay.shard_store import question_of
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
 
-MAX_WAIT_S = 3600.0
+MAX_WAIT_S = LONGEST_WAIT_S
 MIN_PATIENCE_S = 0.05
 """Of a lease whose patience starts anew: with 0 it would be asked again without end."""
 MAX_WORLD = 65536
@@ -325,6 +326,8 @@ class ShardsDesk:
 
     def __init__(self, desk: Desk, payloads: InShards) -> None:
         self._desk, self._payloads = desk, payloads
+        self._paused: dict[int, str] = {}
+        """Shards that can take in nothing, and why."""
 
     def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         """Where every shard listens, once all are there."""
@@ -341,8 +344,13 @@ class ShardsDesk:
     def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         """A shard says where it listens and names keys that it holds; it is told which of them are free. Asked again
         and again, so nothing need be remembered on either side and a lost answer does no harm."""
-        number, address, seal, rows = wire.sequence(body, "collect", 4)
-        shard = self._payloads.enlist(number, address, seal)
-        keys = [key_of(row) for row in wire.sequence(rows, "keys")]
-        free = list(free_of(keys, self._desk.core.state.ledger.entries, shard))
+        number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
+        asked = [question_of(row) for row in wire.sequence(rows, "questions")]
+        why = wire.text(paused, "paused")
+        shard = self._payloads.enlist(number, address, seal, session)
+        self._paused[shard] = why
+        self._desk.core.shards_paused = "; ".join(
+            f"shard {which}: {why}" for which, why in sorted(self._paused.items()) if why
+        )
+        free = list(free_of(asked, self._desk.core.state.ledger.entries, shard))
         return Answer([self._payloads.run_id, free, self._desk.vocabulary(), self._desk.over])

@@ -1,7 +1,7 @@
 """Which connections are heard: what the server remembers of each, so that one that means harm costs the others little.
 
 A connection speaks for one peer. One that sends too much that is no message, or fills the server's queue alone, is
-closed; an honest peer behind it connects anew and hears why.
+closed; an honest peer behind it connects anew, and is heard again once its count is forgiven.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ MAX_STRANGE = 4096
 STRANGER_BYTES = 64 << 10
 """Header of a connection that has not said hello. Taking 8 MB apart takes the server a tenth of a second."""
 FLOOD = 100_000
-"""Messages from one connection, without the server's queue ever being empty. An honest peer waits for answers and has
-nowhere near as many under way."""
+"""Messages from one connection, without the server's queue ever being empty, above those that are forgiven. An honest
+peer waits for answers and has nowhere near as many under way."""
+FORGIVEN_PER_S = 2000.0
+"""Counts. A busy server's queue may not be empty for hours; honest peers send less than this."""
 BARE = 5
 """As so many counts one without a payload: honest peers send few of them."""
 REMEMBERED = 4096
@@ -52,7 +54,7 @@ class Doorkeeper:
         self._expelled: dict[str, int] = {}
         self._seats: dict[bytes, str] = {}
         """Connection -> the live peer that it speaks for."""
-        self._queued: dict[bytes | str, int] = {}
+        self._queued: dict[bytes | str, float] = {}
         """Peer, or connection of a stranger, -> messages since the queue was last empty. A new connection begins no
         new count: what the old ones have sent is still in the queue."""
 
@@ -75,6 +77,11 @@ class Doorkeeper:
     def queue_is_empty(self) -> None:
         if self._queued:
             self._queued.clear()
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed."""
+        less = FORGIVEN_PER_S * seconds
+        self._queued = {speaker: count - less for speaker, count in self._queued.items() if count > less}
 
     def is_stranger(self, connection: bytes) -> bool:
         return connection not in self._seats
@@ -120,5 +127,11 @@ def hang_up(message: zmq.Frame) -> None:
     with contextlib.suppress(OSError, zmq.ZMQError):  # closed already
         number = message.get(zmq.SRCFD)
         if isinstance(number, int) and number >= 0:
-            with socket.socket(fileno=os.dup(number)) as line:
+            double = os.dup(number)
+            try:
+                line = socket.socket(fileno=double)
+            except OSError:  # the number of a file by now
+                os.close(double)
+                raise
+            with line:
                 line.shutdown(socket.SHUT_RDWR)

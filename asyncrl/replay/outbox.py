@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,8 +43,13 @@ class _Held:
 
 
 class Outbox:
-    def __init__(self, socket: zmq.Socket, journal: Promises | None) -> None:
+    """`clock`: the server's, or a standstill of its would count as the journal's."""
+
+    def __init__(
+        self, socket: zmq.Socket, journal: Promises | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.undeliverable = 0
+        self._clock = clock
         self._socket, self._journal = socket, journal
         self._held: deque[_Held] = deque()
 
@@ -55,7 +60,7 @@ class Outbox:
             self.send(session.identity, frames)
             return
         session.waiting.add(request)
-        self._held.append(_Held(journal.promised, session, request, frames, time.monotonic()))
+        self._held.append(_Held(journal.promised, session, request, frames, self._clock()))
 
     def release(self) -> None:
         """Send what has become durable, to wherever its peer is connected now."""

@@ -6,10 +6,11 @@ trajectories is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncrl.errors import JournalError, LedgerError, NoProgress, WireError
+from asyncrl.errors import FencedError, JournalError, LedgerError, NoProgress, WireError
 from asyncrl.replay import wire
 from asyncrl.replay.ledger import Entry, GroupState
 from asyncrl.replay.parcel import pack_places
@@ -49,17 +50,35 @@ class WithPlanner:
         return [table, texts, []], frames
 
 
+class Peer(Protocol):
+    """One life of a process that is connected."""
+
+    incarnation: str
+    seen: float
+    """When it was last heard."""
+
+
 class InShards:
     """Checked and stored by a shard, whose sealed receipt comes with the insert. A rank is told where to ask.
 
     Args:
         count: of shards.
+        silence_s: after so long a shard that is not heard is taken for dead, and another may have its number.
+        clock: that of `Peer.seen`.
     """
 
-    def __init__(self, count: int, run_id: str, seals: Seals) -> None:
+    def __init__(
+        self,
+        count: int,
+        run_id: str,
+        seals: Seals,
+        silence_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.count, self.run_id = count, run_id
-        self._seals = seals
+        self._seals, self._silence_s, self._clock = seals, silence_s, clock
         self._addresses: dict[int, str] = {}
+        self._peers: dict[int, Peer] = {}
 
     def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> Elsewhere:
         if body is None or frames:
@@ -82,17 +101,26 @@ class InShards:
         rows = [[group, *_where(stored[group]), at, group in sampled] for group, at in positions.items()]
         return [[], [], rows], []
 
-    def enlist(self, shard: Any, address: Any, seal: Any) -> int:
+    def enlist(self, shard: Any, address: Any, seal: Any, peer: Peer) -> int:
         """A shard says where it listens. Returns its number.
 
         Raises:
-            WireError: it is none of this run's.
+            WireError: it is none of this run's. FencedError: another one of this number is alive, elsewhere.
         """
         wire.integer(shard, "shard", 0, self.count - 1)
         wire.text(address, "address", wire.MAX_NAME)
         if not Seals.same(wire.text(seal, "seal", wire.MAX_NAME), self._seals.address(shard, address)):
             raise WireError(f"shard {shard} at {address} has other keys than this server")
-        self._addresses[shard] = address
+        known = self._peers.get(shard)
+        if known is not None and known.incarnation != peer.incarnation and self._addresses[shard] != address:
+            silent_s = self._clock() - known.seen
+            if silent_s <= self._silence_s:
+                raise FencedError(
+                    f"shard {shard} listens on {self._addresses[shard]} and was heard {silent_s:.1f} s ago; {address} "
+                    "is a second one of this number. Stop one of them, or give it another number below "
+                    f"replay.shards={self.count}"
+                )
+        self._addresses[shard], self._peers[shard] = address, peer
         return shard
 
     def addresses(self) -> list[str] | None:
@@ -125,15 +153,16 @@ def _where(payload: Any) -> tuple[int, str]:
     return payload.shard, payload.tag
 
 
-def free_of(keys: Sequence[Key], entries: Mapping[int, Entry], shard: int) -> Iterable[int]:
-    """Positions in `keys` of what `shard` need not keep. What a held attempt may still announce is kept, as is what the
-    core keeps; everything else was dropped, committed, refused or given to another attempt."""
-    for position, key in enumerate(keys):
+def free_of(asked: Sequence[tuple[Key, str]], entries: Mapping[int, Entry], shard: int) -> Iterable[int]:
+    """Positions in `asked`, keys with their makers, of what `shard` need not keep. What the worker that holds an
+    attempt may still announce is kept, as is what the core keeps; everything else was dropped, committed, refused,
+    given to another attempt or put by a worker without that order."""
+    for position, (key, maker) in enumerate(asked):
         entry = entries.get(key.group_id)
         if entry is None or entry.attempt != key.attempt:
             yield position
         elif entry.state is GroupState.IN_FLIGHT:
-            if not entry.worker:
+            if not entry.worker or maker not in ("", entry.worker):
                 yield position
         elif entry.payload != Elsewhere(shard, key.tag):
             yield position

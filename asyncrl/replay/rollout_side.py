@@ -60,7 +60,10 @@ class RolloutSide:
         self.evaluations = Evaluations(settings.max_attempts)
         self.meter = Meter(clock())
         self.paused = ""
+        self.shards_paused = ""
         """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
+        self.shards_paused = ""
+        """Likewise, of the shards."""
         self._journal = journal
         self._ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
         """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand
@@ -70,6 +73,10 @@ class RolloutSide:
         self._settled_at = self._resumed_by = -math.inf
         self._known_before: frozenset[str] = frozenset()
         """Incarnations that an earlier life of this server knew."""
+
+    @property
+    def why_paused(self) -> str:
+        return "; ".join(why for why in (self.paused, self.shards_paused) if why)
 
     def _record(self, event: ev.Event) -> None:
         """Every durable change passes here, before it is carried out."""
@@ -154,7 +161,7 @@ class RolloutSide:
         state = self.state
         if state.finished or self.evaluations.open:
             return True
-        if self.paused or state.version == NO_VERSION:
+        if self.why_paused or state.version == NO_VERSION:
             return False
         untrained = state.untrained_in_window(self.settings.pipeline_depth)
         return bool(state.pending) or may_admit(self.settings, untrained=untrained, in_flight=state.in_flight)
@@ -275,8 +282,8 @@ class RolloutSide:
         return self.state.version != NO_VERSION and self._lag(member.served) <= self.settings.max_lag
 
     def _why_not(self, member: Worker) -> str:
-        if self.paused:
-            return self.paused
+        if self.why_paused:
+            return self.why_paused
         if self.state.version == NO_VERSION:
             return "the learner: it has not published any weights yet"
         if not self.may_serve(member):

@@ -80,7 +80,7 @@ class ReplayServer:
         self.core, self.desk, self.socket, self.clock = core, desk, socket, clock
         self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
         self.sync, self.patience_s = sync, patience_s
-        self.outbox = Outbox(socket, sync.journal if sync else None)
+        self.outbox = Outbox(socket, sync.journal if sync else None, clock)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
         self.door = Doorkeeper()
@@ -99,11 +99,12 @@ class ReplayServer:
         poller.register(self.socket, zmq.POLLIN)
         if self.sync is not None:
             poller.register(self.sync.wake_fd, zmq.POLLIN)
-        next_tick = 0.0
+        next_tick, last_tick = 0.0, self.clock()
         while not stop.is_set():
             now = self.clock()
             if now >= next_tick:
-                next_tick = now + TICK_S
+                self.door.forgive(now - last_tick)
+                last_tick, next_tick = now, now + TICK_S
                 self._tick(now)
                 if self._over(now):
                     return
@@ -122,7 +123,7 @@ class ReplayServer:
         if problem != self.core.paused:
             self.core.paused, self._changed = problem, True
         self.outbox.release()
-        for session, request in self.outbox.overdue(time.monotonic() - self.patience_s):
+        for session, request in self.outbox.overdue(self.clock() - self.patience_s):
             why = problem or "the disk of the journal does not answer"
             text = f"nothing became durable at the replay server for {self.patience_s:.0f} s: {why}"
             self._send(session.identity, "no_progress", request, text)

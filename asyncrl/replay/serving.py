@@ -82,7 +82,8 @@ def run_server(
         kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
         refuse_other_store(kept, config.shards)
         seals = Seals(config.keys, run_digest)
-        payloads = InShards(config.shards, memory.run_id, seals) if config.shards else None
+        silence_s, clock = silence_of(config), memory.core.clock
+        payloads = InShards(config.shards, memory.run_id, seals, silence_s, clock) if config.shards else None
         server = ReplayServer(
             memory.core,
             Desk(memory.core, payloads),
@@ -146,7 +147,8 @@ def journal_settings(config: ReplayConfig) -> JournalSettings:
 
 def silence_of(config: ReplayConfig) -> float:
     """A silent peer is named after `heartbeat_timeout_s` at the latest, the server's own turn included."""
-    return max(config.heartbeat_timeout_s - TICK_S, config.heartbeat_timeout_s / 2)
+    turn_s = max(TICK_S, config.heartbeat_timeout_s / 20)  # A busy machine's turns take longer.
+    return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
 
 
 def discard(disk: Disk) -> None:

@@ -10,23 +10,23 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, FencedError
 from asyncrl.machine import check_machine
-from asyncrl.replay.connection import Response
 from asyncrl.replay.disk import Disk, FolderDisk
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.receipts import Seals
 from asyncrl.replay.router import router
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.serving import discard, journal_settings, silence_of
-from asyncrl.replay.shard_host import Heard, Place, PlannerLink, ShardDesk, ShardHost, heard
-from asyncrl.replay.shard_store import open_store, shard_folder
+from asyncrl.replay.shard_host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
+from asyncrl.replay.shard_store import is_of_another_run, open_store, shard_folder
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.schema import Config, ReplayConfig
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 EXIT_REFUSED = 2
 """A restart cannot help; whatever else ends the process by itself, it can."""
 TURN_S = 0.2
+PAUSE_S = 1.0
 
 
 def run_shard(
@@ -51,10 +52,11 @@ def run_shard(
 
     Args:
         disk: where its journal is; or in `folder`.
-        fresh: throw away the journal of an earlier run.
+        fresh: throw away the journal of an earlier run; that of the planner's own run is kept.
 
     Raises:
-        ConfigError: see `router`. ReplayError: the planner serves another run. NoProgress: nobody answers for it.
+        ConfigError: see `router`. ReplayError: the planner serves another run. FencedError: it has another shard of
+            this number. NoProgress: nobody answers for it.
         JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
     """
     keep_heap()
@@ -69,11 +71,12 @@ def run_shard(
         socket = stack.enter_context(router(replace(config, address=place.address)))
         link = PlannerLink(config, place, run_digest, seals)
         stack.callback(link.close)
-        first = meet(link.ask([]), stopped)
+        first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
         if first is None:
             return
         disk = disk or FolderDisk(folder or Path(), locked=True)
-        if fresh:
+        # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
+        if fresh and is_of_another_run(disk, first.run_id):
             discard(disk)
         store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
         sync = SyncThread(store, config.journal.fsync_ms / 1000)
@@ -95,12 +98,26 @@ def run_shard(
         server.serve(stopped)
 
 
-def meet(question: Future[Response], stopped: threading.Event) -> Heard | None:
-    """The planner's first answer; the connection bounds the wait. None when stopped before."""
-    while not wait([question], timeout=TURN_S).done:
-        if stopped.is_set():
-            return None
-    return heard(question.result())
+def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:
+    """The planner's first answer; the connection bounds the wait. None when stopped before.
+
+    Args:
+        patience_s: so long the planner may still take an earlier life of this shard, at another address, for alive.
+    """
+    until = time.monotonic() + patience_s
+    while not stopped.is_set():
+        question = link.ask([], "")
+        while not wait([question], timeout=TURN_S).done:
+            if stopped.is_set():
+                return None
+        try:
+            return heard(question.result())
+        except FencedError as error:
+            if time.monotonic() > until:
+                raise
+            log.warning("%s", error)
+        stopped.wait(PAUSE_S)
+    return None
 
 
 def shard_config(arguments: Sequence[str]) -> tuple[int, Config]:

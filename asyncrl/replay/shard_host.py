@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,14 +21,20 @@ from asyncrl.replay.desk import Answer, Reply, Session
 from asyncrl.replay.parcel import pack_places
 from asyncrl.replay.payload import MAX_VOCABULARY, Frame, StoredGroup, check_stored, split_frames
 from asyncrl.replay.receipts import Seals
-from asyncrl.replay.shard_store import Key, ShardStore, key_of, shard_of
+from asyncrl.replay.shard_store import Held, Key, ShardStore, key_for, key_of, shard_of
 from asyncrl.schema import ReplayConfig
+from asyncrl.types import GroupHeader
 
 KEYS_ASKED = 16384
 """In one question."""
 SPARE = 2
-"""A shard takes this many times `replay.max_bytes`. The planner's credits end before, or a shard that holds all of it
-and orders under way besides could refuse the very group that the learner waits for."""
+"""A shard gives credits for this many times `replay.max_bytes`, and takes no more from one worker. The planner's
+credits end before, or a shard that holds all of it and orders under way besides could keep out the very group that the
+learner waits for."""
+MOST = 2 * SPARE
+"""A shard holds no more than this many times `replay.max_bytes`: one worker that heeds no credit leaves others room."""
+MAX_TAGS = 2
+"""Payloads of one attempt that a shard takes from one worker, which announces one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,7 @@ class Heard:
 class Planner(Protocol):
     """Whom a shard asks."""
 
-    def ask(self, keys: Sequence[Key]) -> Future[Response]: ...
+    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]: ...
 
     def close(self) -> None: ...
 
@@ -67,8 +73,10 @@ class PlannerLink:
         self._connection = Connection(config.address, role="shard", name=name, run_digest=run_digest, config=config)
         self._who = [place.shard, place.address, seals.address(place.shard, place.address)]
 
-    def ask(self, keys: Sequence[Key]) -> Future[Response]:
-        return self._connection.request("collect", [*self._who, [list(key) for key in keys]])
+    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]:
+        """Which of these are free? `paused`: why this shard can take in nothing, if it cannot."""
+        rows = [[*key, item.maker] for key, item in held]
+        return self._connection.request("collect", [*self._who, paused[: wire.MAX_TEXT], rows])
 
     def close(self) -> None:
         self._connection.close()
@@ -100,7 +108,7 @@ class ShardHost:
         self.state = ShardProgress()
         self.clock = awake_clock(config)
         self._link, self._every_s, self._silence_s = link, config.heartbeat_s / 2, config.heartbeat_timeout_s
-        self._asked: tuple[list[Key], Future[Response]] | None = None
+        self._asked: tuple[list[tuple[Key, Held]], Future[Response]] | None = None
         self._ask_at = 0.0
         self._cursor = 0
         self._seen: dict[str, float] = {}
@@ -129,33 +137,35 @@ class ShardHost:
         """Also the moment to hear the planner and to ask anew.
 
         Raises:
-            AsyncRLError: the planner serves another run, or nobody answers for it.
+            AsyncRLError: the planner serves another run or has another shard of this number, or nobody answers for it.
         """
         now = self.clock()
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= self._silence_s}
         if self._asked is not None and self._asked[1].done():
-            keys, future = self._asked
+            asked, future = self._asked
             self._asked = None
-            self._hear(keys, heard(future.result()))
+            self._hear(asked, heard(future.result()))
         if self._asked is None and not self.state.finished and now >= self._ask_at:
             self._ask_at = now + self._every_s
-            keys = self._next_keys()
-            self._asked = (keys, self._link.ask(keys))
+            asked = self._next_part()
+            self._asked = (asked, self._link.ask(asked, self.paused))
         return []
 
-    def _hear(self, keys: list[Key], said: Heard) -> None:
+    def _hear(self, asked: list[tuple[Key, Held]], said: Heard) -> None:
         self.vocabulary = said.vocabulary
-        self.state.applied += self.store.release(keys[position] for position in said.free if position < len(keys))
+        free = (asked[position] for position in said.free if position < len(asked))
+        # What was put again meanwhile may be needed after all: it is asked about anew.
+        self.state.applied += self.store.release(key for key, held in free if self.store.held.get(key) is held)
         if said.over:
             self.state.finished = True
             self._link.close()
 
-    def _next_keys(self) -> list[Key]:
+    def _next_part(self) -> list[tuple[Key, Held]]:
         """All, or the next part of them."""
         held = self.store.held
         start = self._cursor if self._cursor < len(held) else 0
         self._cursor = start + KEYS_ASKED
-        return list(islice(held, start, self._cursor))
+        return list(islice(held.items(), start, self._cursor))
 
 
 class ShardDesk:
@@ -165,32 +175,52 @@ class ShardDesk:
 
     def __init__(self, host: ShardHost, place: Place, run_id: str, seals: Seals, max_bytes: int) -> None:
         self._host, self._place, self._run_id, self._seals = host, place, run_id, seals
-        self._max_bytes = SPARE * max_bytes
+        self._max_bytes = max_bytes
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
         """Raises WireError for what the wire forbids, ReplayError for what is not here."""
         if verb == "put" and session.role == "worker":
-            return self._put(body, frames)
+            return self._put(session.name, body, frames)
         if verb == "get" and session.role == "learner":
             return self._get(body)
         raise WireError(f"a {session.role} has no verb {wire.short(verb)} at a shard")
 
     def window(self) -> int:
-        """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
-        free = max(0, self._max_bytes - self._host.store.nbytes)
-        return -(-free // max(1, self._host.workers))
+        """Bytes each producer may have unacknowledged: an even share of the memory that is free. Never zero, which is
+        silence: where there is no room, one group at a time is told so and asks again."""
+        free = SPARE * self._max_bytes - self._host.store.nbytes
+        return max(1, -(-free // max(1, self._host.workers)))
 
-    def _put(self, body: Any, frames: Sequence[Frame]) -> Answer:
+    def _put(self, worker: str, body: Any, frames: Sequence[Frame]) -> Answer:
         row, layout = wire.sequence(body, "put", 2)
-        header = wire.decode_group_header(row)
+        header = replace(wire.decode_group_header(row), worker=worker)
         if shard_of(header.group_id, self._place.count) != self._place.shard:
             raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
         stored = split_frames(header, layout, frames)
         check_stored(header, stored, self._host.vocabulary)
-        key = self._host.store.put(header, stored)
+        key = key_for(header, stored)
+        if key not in self._host.store.held and not self._has_room(header):
+            return Answer([self._place.shard, "", "", self.window()])
+        self._host.store.put(header, stored, key)
         self._host.state.applied += 1
         seal = self._seals.receipt(self._run_id, self._place.shard, header, key.tag)
         return Answer([self._place.shard, key.tag, seal, self.window()])
+
+    def _has_room(self, header: GroupHeader) -> bool:
+        """Raises WireError for a group that could never be taken in."""
+        store, most_of_one = self._host.store, SPARE * self._max_bytes
+        if header.nbytes > most_of_one:
+            raise WireError(
+                f"group {header.group_id} has {header.nbytes} bytes; a shard takes {SPARE} * replay.max_bytes="
+                f"{most_of_one} from one worker. Raise replay.max_bytes"
+            )
+        if store.tags_by[header.group_id, header.attempt, header.worker] >= MAX_TAGS:
+            raise WireError(
+                f"worker {header.worker!r} has sent {MAX_TAGS} payloads of group {header.group_id} (attempt "
+                f"{header.attempt}) already; a group is made once"
+            )
+        left = min(most_of_one - store.bytes_by[header.worker], MOST * self._max_bytes - store.nbytes)
+        return header.nbytes <= left
 
     def _get(self, body: Any) -> Answer:
         stored: dict[int, StoredGroup] = {}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from asyncrl.errors import NoProgress
 from asyncrl.replay import wire
 from asyncrl.replay.connection import Connection, Response
 from asyncrl.replay.payload import EncodedGroup
@@ -27,20 +29,43 @@ class ShardLinks:
         self._lock = threading.Lock()
         self._asked: Future[Response] | None = None
         self._links: dict[int, Connection] = {}
+        self._left: list[Connection] = []
+        """To where a shard was before; what is under way there ends by itself."""
 
     async def put(self, encoded: EncodedGroup) -> list[Any]:
-        """Store a group at its shard; returns the receipt that the planner wants with the header, once the payload is
-        durable.
+        """`put_at` the shard of this group."""
+        return await self.put_at(await self.link_for(encoded), encoded)
+
+    async def link_for(self, encoded: EncodedGroup) -> Connection:
+        """To the shard of this group. Raises NoProgress: who knows its address did not answer."""
+        where = await asyncio.wrap_future(self._addresses())
+        return self._link(shard_of(encoded.header.group_id, self._config.shards), where)
+
+    async def put_at(self, link: Connection, encoded: EncodedGroup) -> list[Any]:
+        """Store a group; returns the receipt that the planner wants with the header, once the payload is durable. A
+        shard without room is asked again.
 
         Raises:
-            WireError: the shard refused it. NoProgress: the shard, or who knows its address, did not answer.
+            WireError: the shard refused it. NoProgress: it did not answer, or had no room for `wait_timeout_s`.
         """
-        where = await asyncio.wrap_future(self._addresses())
-        link = self._link(shard_of(encoded.header.group_id, self._config.shards), where)
         body = [wire.encode_group_header(encoded.header), encoded.layout]
-        response = await asyncio.wrap_future(link.request("put", body, encoded.frames, encoded.header.nbytes))
-        *receipt, _ = wire.sequence(response.body, "put reply", 4)
-        return receipt
+        patience_s = self._config.wait_timeout_s
+        until = time.monotonic() + patience_s
+        try:
+            while True:
+                response = await asyncio.wrap_future(link.request("put", body, encoded.frames, encoded.header.nbytes))
+                shard, tag, seal, _ = wire.sequence(response.body, "put reply", 4)
+                if tag:
+                    return [shard, tag, seal]
+                if time.monotonic() > until:
+                    raise NoProgress(
+                        f"shard {shard} of the replay at {link.address} had no room for group "
+                        f"{encoded.header.group_id} ({encoded.header.nbytes} bytes) for {patience_s:.0f} s"
+                    )
+                await asyncio.sleep(self._config.heartbeat_s / 2)
+        except NoProgress:
+            self._ask_anew()
+            raise
 
     def get(self, rows: Sequence[Any]) -> list[Response]:
         """What a lease says is elsewhere: each shard is asked for its part, all at once.
@@ -57,13 +82,23 @@ class ShardLinks:
             questions.setdefault(shard, []).append([group, group_id, attempt, tag, positions, with_texts])
         where = self._addresses().result()
         asked = [self._link(shard, where).request("get", body) for shard, body in questions.items()]
-        return [question.result() for question in asked]
+        try:
+            return [question.result() for question in asked]
+        except NoProgress:
+            self._ask_anew()
+            raise
 
     def close(self) -> None:
         with self._lock:
-            links = list(self._links.values())
+            links = [*self._links.values(), *self._left]
         for link in links:
             link.close()
+
+    def _ask_anew(self) -> None:
+        """A shard that was silent may listen elsewhere by now."""
+        with self._lock:
+            if self._asked is not None and self._asked.done():
+                self._asked = None
 
     def _addresses(self) -> Future[Response]:
         with self._lock:
@@ -74,10 +109,13 @@ class ShardLinks:
 
     def _link(self, shard: int, where: Response) -> Connection:
         addresses = wire.sequence(where.body, "shard addresses", self._config.shards)
+        address = wire.text(addresses[shard], "address", wire.MAX_NAME)
         with self._lock:
-            if shard not in self._links:
+            known = self._links.get(shard)
+            if known is None or known.address != address:
+                self._left += [] if known is None else [known]
                 self._links[shard] = Connection(
-                    wire.text(addresses[shard], "address", wire.MAX_NAME),
+                    address,
                     role=self._planner.role,
                     name=self._planner.name,
                     run_digest=self._digest,

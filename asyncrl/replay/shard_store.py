@@ -11,6 +11,7 @@ when, the planner says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncrl.replay.disk import Disk
 from asyncrl.replay.journal import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.payload import StoredGroup
 from asyncrl.replay.records import decode_event, encode_event
-from asyncrl.replay.recovery import Begun, segment_chain
+from asyncrl.replay.recovery import Begun, begun_segments, segment_chain
 from asyncrl.replay.segments import REPAIR, Record, offset_of, read_at, scan, segment_name, segment_of
 from asyncrl.types import GroupHeader
 
@@ -62,6 +63,8 @@ class Held:
     position: int
     """Of its record in the journal."""
     nbytes: int
+    maker: str
+    """Name of the worker that put it; empty where an older journal does not say."""
     payload: StoredGroup
 
 
@@ -78,6 +81,10 @@ def shard_of(group_id: int, shards: int) -> int:
 def own_header(header: GroupHeader) -> GroupHeader:
     """The header without its sender's name, which each server fills in for itself."""
     return replace(header, worker="")
+
+
+def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
+    return Key(header.group_id, header.attempt, tag_of(header, stored))
 
 
 def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
@@ -99,6 +106,12 @@ def key_of(row: Any) -> Key:
     )
 
 
+def question_of(row: Any) -> tuple[Key, str]:
+    """A key and who put it. Raises WireError unless `row` is `[group id, attempt, tag, maker]`."""
+    *key, maker = wire.sequence(row, "question", 4)
+    return key_of(key), wire.text(maker, "maker", wire.MAX_NAME)
+
+
 class ShardStore(SegmentLog):
     """See the module.
 
@@ -116,18 +129,33 @@ class ShardStore(SegmentLog):
         held: dict[Key, Held] | None = None,
     ) -> None:
         self.run = run
-        self.held = held or {}
-        self.nbytes = sum(item.nbytes for item in self.held.values())
+        self.held: dict[Key, Held] = {}
+        self.nbytes = 0
+        self.bytes_by: Counter[str] = Counter()
+        """Held, by maker."""
+        self.tags_by: Counter[tuple[int, int, str]] = Counter()
+        """Held, by (group id, attempt, maker)."""
+        for key, item in (held or {}).items():
+            self._keep(key, item)
         super().__init__(disk, settings, previous_end)
 
-    def put(self, header: GroupHeader, payload: StoredGroup) -> Key:
-        """Take in a group; one that is there already changes nothing. Durable once `durable >= promised` as it is after
-        this call."""
-        key = Key(header.group_id, header.attempt, tag_of(header, payload))
-        if key not in self.held:
-            position = self._append(encode_event(Stored(key.tag, own_header(header), payload)))
-            self.held[key] = Held(position, header.nbytes, payload)
-            self.nbytes += header.nbytes
+    def put(self, header: GroupHeader, payload: StoredGroup, key: Key | None = None) -> Key:
+        """Take in a group of `header.worker`; one that is there already is not written again, except for another
+        worker, whose it is then. Durable once `durable >= promised` as it is after this call.
+
+        Args:
+            key: `key_for` of these two, where the caller has it.
+        """
+        key = key or key_for(header, payload)
+        known = self.held.get(key)
+        if known is not None and known.maker == header.worker:
+            # Another object: what was asked about the key before this says nothing any more.
+            self.held[key] = replace(known)
+            return key
+        position = self._append(encode_event(Stored(key.tag, header, payload)))
+        if known is not None:
+            self._forget(key)
+        self._keep(key, Held(position, header.nbytes, header.worker, payload))
         return key
 
     def find(self, key: Key) -> StoredGroup | None:
@@ -140,13 +168,39 @@ class ShardStore(SegmentLog):
         if known:
             self._append(encode_event(Released([list(key) for key in known])))
         for key in known:
-            self.nbytes -= self.held.pop(key).nbytes
+            self._forget(key)
         return len(known)
+
+    def _keep(self, key: Key, held: Held) -> None:
+        self.held[key] = held
+        self.nbytes += held.nbytes
+        self.bytes_by[held.maker] += held.nbytes
+        self.tags_by[key.group_id, key.attempt, held.maker] += 1
+
+    def _forget(self, key: Key) -> None:
+        held = self.held.pop(key)
+        of_one = (key.group_id, key.attempt, held.maker)
+        self.nbytes -= held.nbytes
+        self.bytes_by[held.maker] -= held.nbytes
+        self.tags_by[of_one] -= 1
+        if not self.tags_by[of_one]:
+            del self.tags_by[of_one]
+        if not self.bytes_by[held.maker]:
+            del self.bytes_by[held.maker]
 
     def _opening(self, end: int) -> Opening:
         places = tuple(held.position for held in self.held.values())
         keys = [[*key, held.nbytes] for key, held in self.held.items()]
         return Opening(encode_event(ev.Snapshotted(self.run, end, {"keys": keys}, places)), places)
+
+
+def is_of_another_run(disk: Disk, run_id: str) -> bool:
+    """Whether a journal on `disk` says so: one of another version too, which no run that goes on can have."""
+    try:
+        begun = begun_segments(disk)
+    except JournalError:
+        return True
+    return bool(begun) and begun[-1].snapshot.run.get("run_id") != run_id
 
 
 def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> ShardStore:
@@ -183,7 +237,7 @@ def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:
             older = dict(zip(keys, event.places, strict=True))
         elif isinstance(event, Stored):
             key = Key(event.header.group_id, event.header.attempt, event.tag)
-            held[key] = Held(record.position, event.header.nbytes, event.payload)
+            held[key] = Held(record.position, event.header.nbytes, event.header.worker, event.payload)
         elif isinstance(event, Released):
             for key in map(key_of, event.keys):
                 older.pop(key, None)
@@ -199,7 +253,7 @@ def _attach(disk: Disk, key: Key, position: int) -> Held:
             f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
             f"payload of group {key.group_id} is not there. {REPAIR}"
         )
-    return Held(position, stored.header.nbytes, stored.payload)
+    return Held(position, stored.header.nbytes, stored.header.worker, stored.payload)
 
 
 def read_stored(disk: Disk, position: int) -> Stored | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -160,6 +162,35 @@ def test_a_flood_is_counted_while_the_queue_is_never_empty() -> None:
     assert all(door.may_speak(b"c", 1) for _ in range(doorkeeper.FLOOD // doorkeeper.BARE))
     assert not door.may_speak(b"a", 2) and not door.may_speak(b"c", 1)
     assert door.may_speak(b"b", 2)
+
+
+def test_a_queue_that_is_busy_for_hours_costs_an_honest_peer_nothing() -> None:
+    door = Doorkeeper()
+    for _ in range(2 * doorkeeper.FLOOD):
+        assert door.may_speak(b"honest", 1)
+        door.forgive(0.01)  # 100 messages without a payload in every second
+
+
+def test_a_peer_that_flooded_is_heard_again_when_it_has_been_quiet() -> None:
+    door = Doorkeeper()
+    while door.may_speak(b"a", 2):
+        pass
+    door.forgive(1.0)
+    assert door.may_speak(b"a", 2)
+
+
+def test_hanging_up_on_a_number_that_is_a_file_by_now_leaves_no_double(tmp_path: Path) -> None:
+    class Message:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def get(self, option: int) -> int:
+            return self.number
+
+    with (tmp_path / "segment").open("wb") as file:
+        before = os.listdir("/proc/self/fd")
+        doorkeeper.hang_up(Message(file.fileno()))  # pyright: ignore[reportArgumentType]
+        assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_names_that_join_without_end_fill_no_memory_and_the_newest_are_known() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import JournalError, ReplayError, WireError
+from asyncrl.errors import FencedError, JournalError, ReplayError, WireError
 from asyncrl.replay.connection import Response
 from asyncrl.replay.desk import Session
 from asyncrl.replay.events import Inserted
@@ -25,7 +25,7 @@ from asyncrl.replay.records import decode_event, encode_event
 from asyncrl.replay.security import make_keys
 from asyncrl.replay.shard_archive import ShardArchive
 from asyncrl.replay.shard_host import Heard, Place, ShardDesk, ShardHost
-from asyncrl.replay.shard_store import Key, ShardStore
+from asyncrl.replay.shard_store import Held, Key, ShardStore
 from asyncrl.replay.wire import encode_group_header
 from asyncrl.types import Assignment
 
@@ -35,33 +35,66 @@ from .memory_disk import MemoryDisk
 ORDER = Assignment(group_id=5, prompt_index=5, attempt=0, seed=0, policy_version=0)
 
 
+def life(name: str, seen: float = 0.0) -> Session:
+    return Session("shard", "shard", name, b"", seen)
+
+
 def test_nobody_becomes_a_shard_without_the_servers_key(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     own, other = Seals(str(tmp_path / "keys"), "d"), Seals("", "d")
     payloads = InShards(2, "run", own)
     with pytest.raises(WireError, match="other keys"):
-        payloads.enlist(0, "tcp://127.0.0.1:1", other.address(0, "tcp://127.0.0.1:1"))
+        payloads.enlist(0, "tcp://127.0.0.1:1", other.address(0, "tcp://127.0.0.1:1"), life("a"))
     assert payloads.addresses() is None
     for shard in (0, 1):
-        payloads.enlist(shard, "tcp://127.0.0.1:1", own.address(shard, "tcp://127.0.0.1:1"))
+        payloads.enlist(shard, "tcp://127.0.0.1:1", own.address(shard, "tcp://127.0.0.1:1"), life("a"))
     assert payloads.addresses() == ["tcp://127.0.0.1:1"] * 2
 
 
+def test_a_shard_has_one_address_until_it_is_silent_for_too_long() -> None:
+    now, seals = 100.0, Seals("", "d")
+    payloads = InShards(1, "run", seals, silence_s=10.0, clock=lambda: now)
+    here, there = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
+
+    def enlist(address: str, peer: Session) -> list[str] | None:
+        payloads.enlist(0, address, seals.address(0, address), peer)
+        return payloads.addresses()
+
+    first, second = life("a", seen=now), life("b", seen=now)
+    assert enlist(here, first) == [here]
+    with pytest.raises(FencedError, match=r"shard 0 listens on tcp://127.0.0.1:1 .*tcp://127.0.0.1:2 is a second one"):
+        enlist(there, second)
+    assert payloads.addresses() == [here]
+    now = 109.0
+    first.seen = 108.0  # by a heartbeat
+    now = 117.0
+    with pytest.raises(FencedError):
+        enlist(there, second)
+    now = 119.0
+    second.seen = now
+    assert enlist(there, second) == [there]
+    with pytest.raises(FencedError):  # it was only stopped, and wakes up
+        enlist(here, first)
+    assert enlist(there, life("c", seen=now)) == [there]  # started again at its address: the earlier one is dead
+
+
 @pytest.mark.parametrize(
-    ("entry", "free"),
+    ("entry", "maker", "free"),
     [
-        (None, True),  # committed, dropped or never issued
-        (Entry(group_id=5, prompt_index=5, attempt=1, worker="w"), True),  # given to another attempt
-        (Entry(group_id=5, prompt_index=5, attempt=0), True),  # waits to be given to another
-        (Entry(group_id=5, prompt_index=5, attempt=0, worker="w"), False),  # may be announced yet
-        (Entry(group_id=5, prompt_index=5, state=GroupState.LEASED, payload=Elsewhere(1, "t")), False),
-        (Entry(group_id=5, prompt_index=5, state=GroupState.INSERTED, payload=Elsewhere(1, "u")), True),
-        (Entry(group_id=5, prompt_index=5, state=GroupState.TRAINED), True),  # evicted
+        (None, "w", True),  # committed, dropped or never issued
+        (Entry(group_id=5, prompt_index=5, attempt=1, worker="w"), "w", True),  # given to another attempt
+        (Entry(group_id=5, prompt_index=5, attempt=0), "w", True),  # waits to be given to another
+        (Entry(group_id=5, prompt_index=5, attempt=0, worker="w"), "w", False),  # may be announced yet
+        (Entry(group_id=5, prompt_index=5, attempt=0, worker="w"), "v", True),  # by somebody without that order
+        (Entry(group_id=5, prompt_index=5, attempt=0, worker="w"), "", False),  # an older journal says nothing
+        (Entry(group_id=5, prompt_index=5, state=GroupState.LEASED, payload=Elsewhere(1, "t")), "v", False),
+        (Entry(group_id=5, prompt_index=5, state=GroupState.INSERTED, payload=Elsewhere(1, "u")), "w", True),
+        (Entry(group_id=5, prompt_index=5, state=GroupState.TRAINED), "w", True),  # evicted
     ],
 )
-def test_a_key_is_free_when_nothing_can_ask_for_it_any_more(entry: Entry | None, free: bool) -> None:
+def test_a_key_is_free_when_nothing_can_ask_for_it_any_more(entry: Entry | None, maker: str, free: bool) -> None:
     entries = {} if entry is None else {5: entry}
-    assert list(free_of([Key(5, 0, "t")], entries, shard=1)) == ([0] if free else [])
+    assert list(free_of([(Key(5, 0, "t"), maker)], entries, shard=1)) == ([0] if free else [])
 
 
 def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
@@ -116,7 +149,7 @@ def test_a_rerun_without_the_journals_of_the_shards_says_what_to_copy(tmp_path: 
 class NobodyAnswers:
     """In the place of the planner."""
 
-    def ask(self, keys: Sequence[Key]) -> Future[Response]:
+    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]:
         return Future()
 
     def close(self) -> None:

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payload import StoredGroup, encode_group, split_frames
-from asyncrl.replay.segments import segment_numbers
-from asyncrl.replay.shard_store import Key, ShardStore, open_store, read_positions, read_stored, shard_of
+from asyncrl.replay.segments import segment_name, segment_numbers
+from asyncrl.replay.shard_store import (
+    Key,
+    ShardStore,
+    is_of_another_run,
+    open_store,
+    read_positions,
+    read_stored,
+    shard_of,
+)
 from asyncrl.types import Assignment, GroupHeader
 
 from .helpers import group
@@ -129,6 +137,38 @@ def test_the_journal_of_another_shard_or_run_is_refused() -> None:
     for other in ({"run_id": "r", "shard": 1}, {"run_id": "x", "shard": 0}):
         with pytest.raises(JournalError, match="another run"):
             open_store(disk.copy(), JournalSettings(), other)
+
+
+def test_only_the_journal_of_another_run_is_one_that_may_be_thrown_away() -> None:
+    disk = MemoryDisk()
+    assert not is_of_another_run(disk, "r")  # nothing is there
+    store = opened(disk)
+    store.put(*made(1))
+    store.write_batch()
+    assert not is_of_another_run(disk, "r")
+    assert is_of_another_run(disk, "x")
+    newest = segment_name(segment_numbers(disk)[-1])
+    disk.write(newest, 40, [b"damaged"])  # whose it is cannot be read: it is not this program's to decide
+    assert not is_of_another_run(disk, "x")
+
+
+def test_whose_a_payload_is_survives_and_the_last_to_send_it_has_it() -> None:
+    disk = MemoryDisk()
+    store = opened(disk)
+    header, payload = made(5)
+    key = store.put(replace(header, worker="first"), payload)
+    assert store.put(replace(header, worker="second"), payload) == key
+    assert store.bytes_by == {"second": header.nbytes} and store.tags_by == {(5, 0, "second"): 1}
+    store.write_batch()
+    for number in range(100, 200):  # its record is left behind in an older segment
+        store.release([store.put(*made(number))])
+        store.write_batch()
+    again = opened(disk.copy())
+    assert {known: held.maker for known, held in again.held.items()} == {key: "second"}
+    assert again.nbytes == header.nbytes
+    assert again.bytes_by == {"second": header.nbytes} and again.tags_by == {(5, 0, "second"): 1}
+    again.release([key])
+    assert not again.bytes_by and not again.tags_by
 
 
 def test_every_shard_gets_its_share_of_any_batch() -> None:

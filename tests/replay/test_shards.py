@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,103 +14,20 @@ import pytest
 
 from asyncrl.errors import NoProgress, ReplayError, WireError
 from asyncrl.replay import wire
-from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.connection import Connection
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payload import encode_group
 from asyncrl.replay.security import make_keys
-from asyncrl.replay.serving import run_server
-from asyncrl.replay.shard import run_shard
 from asyncrl.replay.shard_store import open_store
-from asyncrl.schema import JournalConfig
-from asyncrl.types import NO_VERSION, Assignment, TrajectoryGroup
+from asyncrl.types import Assignment
 
-from .helpers import free_address, group, replay_config, same_trajectory, settings
+from .cluster import Cluster, begin, fill, wait_until
+from .helpers import group, same_trajectory
 from .memory_disk import MemoryDisk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
 SHARD_0 = {"run_id": "run", "shard": 0}
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.02)
-
-
-class Life:
-    """One server in a thread, on a disk that outlives it."""
-
-    def __init__(self, target: Callable[..., None]) -> None:
-        self._target = target
-        self.disk = MemoryDisk()
-
-    def start(self) -> None:
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._target, args=(self.disk, self.stop), daemon=True)
-        self.thread.start()
-
-    def kill(self) -> None:
-        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
-        left = self.disk.copy()
-        self.end()
-        self.disk = left
-
-    def end(self) -> None:
-        self.stop.set()
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-
-class Cluster:
-    """A planner, its shards, and whoever asks for them."""
-
-    def __init__(self, shards: int = 2, **changes) -> None:
-        journal = JournalConfig(fsync_ms=1.0, segment_mb=1)
-        self.config = replay_config(shards=shards, journal=journal, wait_timeout_s=30.0, **changes)
-        self.planner = Life(self._plan)
-        self.shards = [Life(self._shard(number)) for number in range(shards)]
-        self._clients: list[LearnerClient | RolloutClient] = []
-
-    def _plan(self, disk: MemoryDisk, stop: threading.Event) -> None:
-        run_server(self.config, ADMISSION, "run", "d", 7, stop, disk=disk)
-
-    def _shard(self, number: int) -> Callable[[MemoryDisk, threading.Event], None]:
-        own = replace(self.config, shard_address=free_address())
-        return lambda disk, stop: run_shard(own, number, "d", disk=disk, stop=stop)
-
-    def start(self) -> None:
-        for life in (self.planner, *self.shards):
-            life.start()
-
-    def learner(self, rank: int = 0) -> LearnerClient:
-        made = LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config)
-        self._clients.append(made)
-        return made
-
-    def worker(self, name: str = "w") -> RolloutClient:
-        made = RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config)
-        self._clients.append(made)
-        return made
-
-    def held(self) -> list[set[int]]:
-        """Group ids that each shard would find after being killed now."""
-        run = [{"run_id": "run", "shard": number} for number in range(len(self.shards))]
-        return [
-            {key.group_id for key in open_store(life.disk.copy(), JournalSettings(), one).held}
-            for life, one in zip(self.shards, run, strict=True)
-        ]
-
-    def close(self) -> None:
-        for client in self._clients:
-            closed = client.close()
-            if closed is not None:
-                asyncio.run(closed)
-        for life in (*self.shards, self.planner):
-            life.end()
 
 
 @pytest.fixture
@@ -120,22 +36,6 @@ def cluster() -> Iterator[Cluster]:
     made.start()
     with contextlib.closing(made):
         yield made
-
-
-def begin(cluster: Cluster) -> tuple[LearnerClient, RolloutClient]:
-    learner, worker = cluster.learner(), cluster.worker()
-    version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
-    learner.publish(policy_version=version, parent=NO_VERSION)
-    asyncio.run(worker.served(version, "f"))
-    return learner, worker
-
-
-async def fill(worker: RolloutClient, slots: int, tokens: int = 3) -> dict[int, TrajectoryGroup]:
-    made = {}
-    for order in (await worker.acquire(slots=slots, wait_s=20)).assignments:
-        made[order.group_id] = group(order, [0] * tokens)
-        assert (await worker.insert(made[order.group_id])).status == "accepted"
-    return made
 
 
 def test_each_rank_gets_its_part_from_the_shards_and_the_planner_has_no_payload(cluster: Cluster) -> None:
@@ -294,11 +194,11 @@ def test_a_payload_that_a_shard_has_lost_is_named_with_the_way_out(cluster: Clus
 def test_a_worker_cannot_speak_as_a_shard(cluster: Cluster) -> None:
     _, worker = begin(cluster)
     with pytest.raises(WireError, match="no verb"):
-        worker._connection.request("collect", [0, "tcp://127.0.0.1:1", "x", []]).result(30)
+        worker._connection.request("collect", [0, "tcp://127.0.0.1:1", "x", "", []]).result(30)
     impostor = Connection(cluster.config.address, role="shard", name="x", run_digest="d", config=cluster.config)
     try:
         with pytest.raises(WireError, match="other keys"):
-            impostor.request("collect", [0, "tcp://127.0.0.1:1", "x", []]).result(30)
+            impostor.request("collect", [0, "tcp://127.0.0.1:1", "x", "", []]).result(30)
         with pytest.raises(WireError, match="no verb"):
             impostor.request("finish").result(30)
     finally:
