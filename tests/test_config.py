@@ -45,6 +45,10 @@ REFUSED = [
         ["engine.vllm.pipeline_parallel_size=2", "engine.tensor_parallel processes", "rollout.workers"],
     ),
     (
+        ["engine=vllm", "engine.vllm.prefill_context_parallel_size=2"],
+        ["engine.vllm.prefill_context_parallel_size=2", "engine.tensor_parallel processes", "rollout.workers"],
+    ),
+    (
         ["engine=vllm", "engine.vllm.distributed_executor_backend=ray"],
         ["engine.vllm.distributed_executor_backend=ray", "children of their rollout worker", "Leave it out"],
     ),
@@ -82,6 +86,10 @@ REFUSED = [
         ["advantage.estimator=vtrace_turns", "advantage.baseline=none"],
         ["vtrace_turns already has the ratio", "retrace"],
     ),
+    (
+        ["advantage=remax", "advantage.std=group", "advantage.kl_coef=0.1"],
+        ["advantage.std=group", "each token has its own return", "Set advantage.std=none, or loss.kl_coef"],
+    ),
     (["advantage.lam_alpha=1"], ["advantage.lam_alpha=1.0 does nothing with advantage.estimator=group"]),
     (["advantage=retrace", "advantage.lam_alpha=-1"], ["advantage.lam_alpha must be at least 0", "-1"]),
     (["advantage.components.a=1"], ["advantage.components={'a': 1.0} does nothing", "Leave it out"]),
@@ -114,6 +122,19 @@ REFUSED = [
     (
         ["rollout.drop_zero_variance=true", "rollout.group_size=1"],
         ["rollout.drop_zero_variance=true drops every group of one", "rollout.group_size to 2"],
+    ),
+    *(
+        (
+            ["rollout.drop_zero_variance=true", *advantage],
+            ["rollout.drop_zero_variance=true drops groups of equal rewards", got, "Leave it out, or use"],
+        )
+        for advantage, got in (
+            (["advantage=remax"], "estimator=group and advantage.baseline=greedy"),
+            (["advantage.baseline=none"], "estimator=group and advantage.baseline=none"),
+            (["advantage=gdpo", "advantage.components.a=1"], "estimator=gdpo and advantage.baseline=mean"),
+            (["advantage=reinforce_pp"], "estimator=reinforce_pp and advantage.baseline=none"),
+            (["advantage=gae"], "estimator=gae and advantage.baseline=none"),
+        )
     ),
     (["rollout.filters=[mine.py]"], ["rollout.filters names functions as file.py:name", "'mine.py'", "Example:"]),
     (["rollout.min_group_size=-1"], ["rollout.min_group_size must be at least 0", "-1"]),
@@ -192,6 +213,7 @@ REFUSED = [
     (["reward.gpus=-1"], ["reward.gpus must be at least 0"]),
     (["weights.timeout_s=-3"], ["weights.timeout_s must be above 0", "-3"]),
     (["replay.wait_timeout_s=0"], ["replay.wait_timeout_s must be above 0"]),
+    (["replay.wait_timeout_s=7200"], ["at most 3600", "got 7200", "Set replay.wait_timeout_s=3600"]),
     (["learner.beta2=1"], ["learner.beta2 must be between 0 and 1", "got 1"]),
     (
         ["replay.max_bytes=1000"],
@@ -295,6 +317,12 @@ GOES_WITH = {
 def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: str) -> None:
     config = load_config([f"{group}={name}", *GOES_WITH.get(f"{group}={name}", []), *REQUIRED])
     assert config.model.path == "m"
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_std", "rloo", "opo", "reinforce_pp_baseline"])
+def test_groups_of_equal_rewards_may_be_dropped_where_they_teach_nothing(name: str) -> None:
+    config = load_config([*REQUIRED, f"advantage={name}", "rollout.drop_zero_variance=true"])
+    assert config.rollout.drop_zero_variance
 
 
 @pytest.mark.parametrize("experiment", ["quickstart", "remax", "ppo_gae"])

@@ -62,7 +62,7 @@ ESTIMATORS: tuple[Estimator, ...] = (
         name="ReMax",
         function="group_advantages",
         paper="2310.10505",
-        formula="r - reward of a greedy completion",
+        formula="r - reward of a greedy completion; with `kl_coef` per token: sum_{u>=t} r_u - that reward",
         convention="that completion is made for each group, at the workers' version, and not trained on",
         users="verl, trinity",
         setting="`advantage=remax`",

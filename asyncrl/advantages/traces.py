@@ -67,6 +67,11 @@ class _Ratios:
     pg_rho: Tensor
 
 
+def _exp(log_ratio: Float[Tensor, "B T"], inside: Tensor) -> Float[Tensor, "B T"]:
+    """The ratio of each sampled token, 1 elsewhere."""
+    return torch.where(inside, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
 @torch.no_grad()
 def vtrace(
     rewards: Float[Tensor, "B T"],
@@ -78,6 +83,7 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
+    trace_log_ratio: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """V-trace (1802.01561) over sampled tokens, jumping over observation tokens; bootstraps 0 after the last one.
 
@@ -91,6 +97,8 @@ def vtrace(
         gamma, lam: discount and trace decay per sampled token.
         rho_bar, c_bar, pg_rho_bar: caps of the ratio in the temporal difference (which fixed point), in the trace (how
             far credit travels) and in front of the policy gradient.
+        trace_log_ratio: [B, T] what cuts the trace in place of `log_ratio`; `segment_log_ratio` of it for traces cut
+            once per turn. The two other ratios are always the token's own.
 
     Returns:
         (advantages, value_targets), [B, T], 0 outside the mask. With every ratio 1 the targets are GAE(lam)'s returns;
@@ -99,8 +107,9 @@ def vtrace(
     inside = mask.bool()
     zero = torch.zeros_like(values)
     rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
-    ratio = torch.where(inside, log_ratio, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    ratios = _Ratios(ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar), ratio.clamp(max=pg_rho_bar))
+    ratio = _exp(log_ratio, inside)
+    trace = ratio if trace_log_ratio is None else _exp(trace_log_ratio, inside)
+    ratios = _Ratios(ratio.clamp(max=rho_bar), lam * trace.clamp(max=c_bar), ratio.clamp(max=pg_rho_bar))
     advantages, targets = torch.zeros_like(values), torch.zeros_like(values)
     next_value, next_target, error = (torch.zeros_like(values[:, 0]) for _ in range(3))
     for t in range(values.shape[1] - 1, -1, -1):
@@ -124,6 +133,7 @@ def retrace(
     gamma: float = 1.0,
     lam: float | Float[Tensor, " B"] = 0.95,
     c_bar: float = 1.0,
+    trace_log_ratio: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Retrace(lambda) (1606.02647) with V in place of Q: GAE whose lambda at the next token is lam min(c_bar, ratio).
 
@@ -132,26 +142,28 @@ def retrace(
 
     Args:
         rewards, values, mask: [B, T].
-        log_ratio: [B, T] log(learner/behavior); `segment_log_ratio` of it for traces cut once per turn.
+        log_ratio: [B, T] log(learner/behavior).
         gamma, lam: discount and trace decay per sampled token; `lam` also one per sequence.
         c_bar: cap of the ratio in the trace; above 1 credit travels further (see `vtrace`).
+        trace_log_ratio: [B, T] what cuts the trace in place of `log_ratio` (see `vtrace`).
 
     Returns:
-        (advantages, value_targets), [B, T], 0 outside the mask; the targets are V_t + min(c_bar, ratio_t) A_t, which
-        are those of V-trace with rho_bar = c_bar.
+        (advantages, value_targets), [B, T], 0 outside the mask; the targets are V_t + min(c_bar, ratio_t) A_t, with the
+        token's own ratio; those of V-trace with rho_bar = c_bar, unless the trace has ratios of its own.
     """
     inside = mask.bool()
     zero = torch.zeros_like(values)
     rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
-    capped = torch.where(inside, log_ratio, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=c_bar)
+    rho = _exp(log_ratio, inside).clamp(max=c_bar)
+    c = rho if trace_log_ratio is None else _exp(trace_log_ratio, inside).clamp(max=c_bar)
     advantages = torch.zeros_like(values)
     next_value, carried = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for t in range(values.shape[1] - 1, -1, -1):
         here, value = inside[:, t], values[:, t]
         advantages[:, t] = rewards[:, t] + gamma * next_value - value + gamma * carried
-        carried = torch.where(here, lam * capped[:, t] * advantages[:, t], carried)
+        carried = torch.where(here, lam * c[:, t] * advantages[:, t], carried)
         next_value = torch.where(here, value, next_value)
-    targets = values + capped * advantages
+    targets = values + rho * advantages
     return torch.where(inside, advantages, zero), torch.where(inside, targets, zero)
 
 
@@ -159,7 +171,7 @@ def retrace(
 def segment_log_ratio(
     log_ratio: Float[Tensor, "B T"], mask: Tensor, segment_ids: Int[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B T"]:
-    """Each sampled token's log-ratio replaced by the mean over its segment, for `vtrace` and `retrace` by turn.
+    """Each sampled token's log-ratio replaced by the mean over its segment: `trace_log_ratio` by turn.
 
     The product of min(1, mean ratio) over a segment is min(1, the segment's ratio): the trace is cut once per turn, by
     what the turn as a whole became less likely, and not at every token whose noise is below 0.

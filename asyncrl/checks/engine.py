@@ -38,7 +38,7 @@ def adapters_keep_their_keys(config: Config) -> Problems:
         )
 
 
-OTHER_PROCESSES = ("pipeline_parallel_size", "data_parallel_size", "nnodes")
+OTHER_PROCESSES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size", "nnodes")
 """Arguments of vLLM that give an engine more processes than `engine.tensor_parallel` counts."""
 EXECUTORS = ("mp", "uni")
 

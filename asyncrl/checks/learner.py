@@ -117,6 +117,12 @@ def advantage_is_consistent(config: Config) -> Problems:
                 f"advantage.estimator={given.estimator} takes advantage.{key}={' or '.join(choices)}; got {value}. "
                 f"advantage={CHOICES.get(given.estimator, given.estimator)} sets what belongs together"
             )
+    if given.baseline == "greedy" and given.std != "none" and given.kl_coef > 0:
+        yield (
+            f"advantage.std={given.std} scales whole trajectories, and with advantage.baseline=greedy and "
+            f"advantage.kl_coef={given.kl_coef} each token has its own return. Set advantage.std=none, or loss.kl_coef "
+            "in place of advantage.kl_coef"
+        )
     centred = given.estimator == "reinforce_pp" and given.baseline != "none"
     for key, default in DEFAULTS.items():
         value = getattr(given, key)

@@ -12,7 +12,13 @@ BYTES_PER_TOKEN = 13
 """Of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
 
 
+LONGEST_WAIT_S = 3600.0
+"""For which a request may ask the replay server to wait."""
+
 LOOPBACK = ("localhost", "::1")
+
+SIBLING_BASELINES = ("mean", "loo", "opo")
+"""Those against which equal rewards are all 0."""
 
 
 def depth_within_bound(config: Config) -> Problems:
@@ -31,7 +37,17 @@ def depth_within_bound(config: Config) -> Problems:
 
 
 def filters_leave_something(config: Config) -> Problems:
-    if config.rollout.drop_zero_variance and config.rollout.group_size == 1:
+    if not config.rollout.drop_zero_variance:
+        return
+    given = config.advantage
+    if given.estimator not in ("group", "reinforce_pp") or given.baseline not in SIBLING_BASELINES:
+        yield (
+            "rollout.drop_zero_variance=true drops groups of equal rewards as teaching nothing, and with "
+            f"advantage.estimator={given.estimator} and advantage.baseline={given.baseline} they teach: the reward is "
+            "not compared with its siblings' alone. Leave it out, or use advantage=grpo, rloo, opo or "
+            "reinforce_pp_baseline"
+        )
+    elif config.rollout.group_size == 1:
         yield (
             "rollout.drop_zero_variance=true drops every group of one: it has no spread of rewards. Set "
             "rollout.group_size to 2 or more, or leave the filter out"
@@ -118,6 +134,14 @@ def silence_outlasts_heartbeats(config: Config) -> Problems:
         )
 
 
+def waits_end(config: Config) -> Problems:
+    if LONGEST_WAIT_S < config.replay.wait_timeout_s < math.inf:
+        yield (
+            f"replay.wait_timeout_s must be at most {LONGEST_WAIT_S:.0f}: the replay server grants no longer wait; got "
+            f"{config.replay.wait_timeout_s:g}. Set replay.wait_timeout_s={LONGEST_WAIT_S:.0f}"
+        )
+
+
 def host_of(address: str) -> str:
     """`tcp://HOST:PORT` -> HOST; empty for `ipc://`."""
     found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^:/]+)):(\d+)", address)
@@ -172,5 +196,6 @@ RULES = (
     memory_keeps_no_journal,
     shards_keep_what_they_take,
     silence_outlasts_heartbeats,
+    waits_end,
     address_is_safe,
 )

@@ -6,6 +6,7 @@ over-age tokens, which come before the fresh ones and so are in no return of the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -104,7 +105,9 @@ def with_targets(
         gap = rows.gather(batches, "current_logprobs") - rows.gather(batches, "ref_logprobs")
     penalty = None if gap is None else kl_coef * gap
     per_sequence = config.estimator in ("group", "gdpo")
-    if per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
+    if config.baseline == "greedy" and penalty is not None:
+        advantages, targets = against_greedy(plan, rows, penalty), None
+    elif per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
         advantages, targets = against_siblings(plan, rows, penalty, config, device), None
     else:
         advantages, targets = per_token(plan, rows, penalty, config, batches)
@@ -154,8 +157,7 @@ def against_siblings(
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
-    first = sizes.cumsum(0) - sizes
-    place = torch.tensor([int(first[g]) + t for g, t in rows.members], dtype=torch.int64)
+    place = places(plan, rows)
     if penalty is not None:
         prices = torch.zeros_like(rewards).index_add(0, place, penalty.sum(1))
         rewards = rewards - price_of_all(sum_over_ranks(prices, device), plan)
@@ -174,6 +176,26 @@ def against_siblings(
     return torch.where(rows.mask, advantages[place][:, None], 0.0)
 
 
+def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
+    """ReMax (2310.10505) with the KL in the reward: what each token and the later ones bring, less what the greedy
+    completion earned. A token does not pay for the KL of those before it.
+    """
+    greedy = greedy_rewards([trajectory for group in plan.groups for trajectory in group.trajectories])
+    advantages = returns_to_go(token_rewards(rewards_of(plan, rows), rows.mask, penalty), rows.mask)
+    return torch.where(rows.mask, advantages - greedy[places(plan, rows)][:, None], 0.0)
+
+
+def rewards_of(plan: StepPlan, rows: Rows) -> Float[Tensor, " B"]:
+    return torch.tensor([plan.groups[g].trajectories[t].reward for g, t in rows.members], dtype=torch.float64)
+
+
+def places(plan: StepPlan, rows: Rows) -> Int[Tensor, " B"]:
+    """Which of all trajectories of the step each row is."""
+    sizes = [len(group.trajectories) for group in plan.groups]
+    first = [0, *itertools.accumulate(sizes)]
+    return torch.tensor([first[g] + t for g, t in rows.members], dtype=torch.int64)
+
+
 def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
     """ReMax's baseline of each trajectory (2310.10505): what the greedy completion of its prompt earned."""
     if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
@@ -189,19 +211,23 @@ def per_token(
     plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, batches: Sequence[MicroBatch]
 ) -> tuple[Table, Table | None]:
     """Advantages, and value targets with a critic, from the reward at the last token and the KL's price at each."""
-    earned = torch.tensor([plan.groups[g].trajectories[t].reward for g, t in rows.members], dtype=torch.float64)
-    rewards = token_rewards(earned, rows.mask, penalty)
+    rewards = token_rewards(rewards_of(plan, rows), rows.mask, penalty)
     if config.estimator == "reinforce_pp":
         return returns_to_go(rewards, rows.mask, config.gamma), None
     values = rows.gather(batches, "values")
-    log_ratio = log_ratios(rows, config, batches) if config.uses_ratio else torch.zeros_like(values)
+    log_ratio = log_ratios(rows, batches) if config.uses_ratio else torch.zeros_like(values)
+    trace = segment_log_ratio(log_ratio, rows.mask, rows.turns(batches)) if config.by_turn else log_ratio
     if config.estimator.startswith("vtrace"):
-        return vtrace(rewards, values, log_ratio, rows.mask, config.gamma, config.lam, c_bar=config.c_bar)
+        return vtrace(
+            *(rewards, values, log_ratio, rows.mask, config.gamma, config.lam),
+            c_bar=config.c_bar,
+            trace_log_ratio=trace,
+        )
 
     def traced(lam: float | Tensor) -> tuple[Table, Table]:
         if config.estimator == "gae":
             return gae(rewards, values, rows.mask, config.gamma, lam)
-        return retrace(rewards, values, log_ratio, rows.mask, config.gamma, lam, config.c_bar)
+        return retrace(rewards, values, log_ratio, rows.mask, config.gamma, lam, config.c_bar, trace)
 
     if config.lam_alpha == 0:
         return traced(config.lam)
@@ -209,12 +235,11 @@ def per_token(
     return traced(length_adaptive_lambda(rows.mask, config.lam_alpha).double())[0], traced(config.lam)[1]
 
 
-def log_ratios(rows: Rows, config: AdvantageConfig, batches: Sequence[MicroBatch]) -> Table:
-    """log(learner/behavior) of each token, or the mean over its turn."""
+def log_ratios(rows: Rows, batches: Sequence[MicroBatch]) -> Table:
+    """log(learner/behavior) of each token."""
     recorded = rows.gather(batches, "behavior_logprobs")
     # As in the losses: a token that the engine did not score counts with a ratio of 1.
-    ratios = torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
-    return segment_log_ratio(ratios, rows.mask, rows.turns(batches)) if config.by_turn else ratios
+    return torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
 
 
 def moments_of(prefix: str, table: Table, rows: Rows) -> dict[str, tuple[float, float]]:

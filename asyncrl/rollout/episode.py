@@ -58,16 +58,25 @@ class EpisodeRunner:
         """The caller reports the attempt as failed with the reason that is raised.
 
         Raises:
-            GenerationError, RewardError: no member came to its end, or a part of the reward is missing.
+            GenerationError, RewardError: no member came to its end, no greedy completion did, however often it was
+                tried, or a part of the reward is missing.
             IncompleteGroupError: some members did, but fewer than are enough, however often the others were tried.
         """
         started_at = time.time()
         name = f"{assignment.group_id}.{assignment.attempt}"
         # Side by side: one after the other would double the time that a group takes.
-        episodes, greedy = await asyncio.gather(
-            self._run_members(prompt, shape, sampling, name=name, seed=assignment.seed),
-            self._run_greedy(prompt, name),
+        both = (
+            asyncio.create_task(self._run_members(prompt, shape, sampling, name=name, seed=assignment.seed)),
+            asyncio.create_task(self._run_greedy(prompt, shape, name)),
         )
+        try:
+            episodes, greedy = await asyncio.gather(*both)
+        except BaseException:
+            # One failed or both are cancelled: the other would generate on for nobody, beyond the worker's slots.
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            raise
         return TrajectoryGroup(
             group_id=assignment.group_id,
             prompt_index=assignment.prompt_index,
@@ -80,14 +89,24 @@ class EpisodeRunner:
             finished_at=time.time(),
         )
 
-    async def _run_greedy(self, prompt: Prompt, name: str) -> Episodes | None:
-        """The completion whose reward is the baseline; None where there is no such baseline."""
+    async def _run_greedy(self, prompt: Prompt, shape: GroupShape, name: str) -> Episodes | None:
+        """The completion whose reward is the baseline; None where there is no such baseline.
+
+        It is tried as often as missing members are: one reward that fails would cost the group all of them.
+        """
         if self.parts.greedy is None:
             return None
-        episodes = await self._run(prompt, 1, self.parts.greedy, name=f"{name}.greedy", seed=0)
-        for failure in episodes.failures:
-            raise failure
-        return episodes
+        failures: list[AsyncRLError] = []
+        for again in range(shape.tries):
+            try:
+                made = await self._run(prompt, 1, self.parts.greedy, name=f"{name}.greedy{again}", seed=0)
+            except (GenerationError, RewardError) as error:  # counted as one of the tries
+                failures.append(error)
+                continue
+            if made.trajectories:
+                return made
+            failures += made.failures
+        raise failures[-1]
 
     async def _run_members(
         self, prompt: Prompt, shape: GroupShape, sampling: SamplingParams, *, name: str, seed: int

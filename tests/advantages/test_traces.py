@@ -64,7 +64,7 @@ def test_a_higher_cap_lets_credit_travel_further() -> None:
     mask = torch.ones_like(noise, dtype=torch.bool)
     first = {c: retrace(rewards, values, noise, mask, lam=1.0, c_bar=c)[0][:, 0].mean().item() for c in (1.0, 1.2)}
     turns = segment_log_ratio(noise, mask)
-    by_turn = retrace(rewards, values, turns, mask, lam=1.0)[0][:, 0].mean().item()
+    by_turn = retrace(rewards, values, noise, mask, lam=1.0, trace_log_ratio=turns)[0][:, 0].mean().item()
     assert first[1.0] < 0.1 < 0.5 < first[1.2]
     assert by_turn > 5 * first[1.0]
 
@@ -88,10 +88,54 @@ def test_traces_by_turn_are_cut_by_the_ratio_of_the_whole_turn() -> None:
     np.testing.assert_allclose(product, np.minimum(1.0, np.exp(case["log_ratio"].numpy().sum(1))))
 
 
+def definition_with_its_own_trace(case: dict[str, torch.Tensor], estimator: str) -> tuple[Array, Array]:
+    """Both papers' double sums, the trace's c from `trace` and every other ratio from `log_ratio`.
+
+    gamma 0.95, lambda 0.8, c_bar 1.2; V-trace with rho_bar 1.5 and pg_rho_bar 0.9.
+    """
+    rewards, values, log_ratio, trace, mask = (
+        case[k].numpy() for k in ("rewards", "values", "log_ratio", "trace", "mask")
+    )
+    advantages, targets = np.zeros_like(rewards), np.zeros_like(rewards)
+    for b in range(len(rewards)):
+        at = np.flatnonzero(mask[b])
+        ratio, c = np.exp(log_ratio[b, at]), 0.8 * np.minimum(np.exp(trace[b, at]), 1.2)
+        r, v = rewards[b, at], np.append(values[b, at], 0.0)
+        delta, n = r + 0.95 * v[1:] - v[:-1], len(at)
+        if estimator == "vtrace":
+            rho, target = np.minimum(ratio, 1.5), v.copy()
+            for s in range(n):
+                target[s] += sum(0.95 ** (t - s) * np.prod(c[s:t]) * rho[t] * delta[t] for t in range(s, n))
+            ahead = 0.8 * target[1:] + 0.2 * v[1:]
+            advantages[b, at] = np.minimum(ratio, 0.9) * (r + 0.95 * ahead - v[:-1])
+            targets[b, at] = target[:-1]
+        else:
+            for s in range(n):
+                total = sum(0.95 ** (t - s) * np.prod(c[s + 1 : t + 1]) * delta[t] for t in range(s, n))
+                advantages[b, at[s]], targets[b, at[s]] = total, v[s] + min(ratio[s], 1.2) * total
+    return advantages, targets
+
+
+@pytest.mark.parametrize("estimator", ["vtrace", "retrace"])
+def test_a_trace_with_ratios_of_its_own_leaves_the_other_ratios_to_the_token(estimator: str) -> None:
+    for seed in range(3):
+        case = tokens(seed)
+        case = poison({**case, "trace": segment_log_ratio(case["log_ratio"], case["mask"])})
+        given = {"gamma": 0.95, "lam": 0.8, "c_bar": 1.2, "trace_log_ratio": case["trace"]}
+        arguments = (case["rewards"], case["values"], case["log_ratio"], case["mask"])
+        if estimator == "vtrace":
+            got = vtrace(*arguments, rho_bar=1.5, pg_rho_bar=0.9, **given)
+        else:
+            got = retrace(*arguments, **given)
+        for mine, expected in zip(got, definition_with_its_own_trace(case, estimator), strict=True):
+            np.testing.assert_allclose(mine.numpy(), expected, atol=1e-12)
+
+
 @pytest.mark.parametrize("scale", [1e6, -1e6])
 def test_extreme_ratios_stay_finite_and_garbage_outside_the_mask_is_not_read(scale: float) -> None:
     case = poison(tokens(6))
-    log_ratio = segment_log_ratio(case["log_ratio"].abs() * scale, case["mask"])
-    for part in retrace(case["rewards"], case["values"], log_ratio, case["mask"], c_bar=5.0):
+    log_ratio = case["log_ratio"].abs() * scale
+    turns = segment_log_ratio(log_ratio, case["mask"])
+    for part in retrace(case["rewards"], case["values"], log_ratio, case["mask"], c_bar=5.0, trace_log_ratio=turns):
         assert part.isfinite().all()
         assert not part[~case["mask"]].any()

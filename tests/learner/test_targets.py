@@ -22,7 +22,8 @@ KL_COEF = 0.1
 SETTINGS = {
     "grpo": AdvantageConfig(std="group"),
     "opo": AdvantageConfig(baseline="opo"),
-    "remax": AdvantageConfig(baseline="greedy", kl_coef=KL_COEF),
+    "remax": AdvantageConfig(baseline="greedy"),
+    "remax_priced": AdvantageConfig(baseline="greedy", kl_coef=KL_COEF),
     "gdpo": AdvantageConfig(estimator="gdpo", std="group", components={"short": 0.5, GREEDY_REWARD: -2.0}),
     "group_priced": AdvantageConfig(kl_coef=KL_COEF),
     "reinforce_pp": AdvantageConfig(estimator="reinforce_pp", baseline="none", std="batch", gamma=0.9, kl_coef=KL_COEF),
@@ -105,12 +106,18 @@ def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict
         others = np.mean(list(paid.values())) if paid else 0.0
         scores = np.array([header.reward + paid.get(t, others) for t, header in enumerate(group.trajectories)])
         lengths = np.array([header.loss_tokens for header in group.trajectories])
-        if config.baseline == "greedy":
-            found |= {(g, t): scores[t] - header.rewards[GREEDY_REWARD] for t, header in enumerate(group.trajectories)}
-            continue
         baseline = (scores * lengths).sum() / lengths.sum() if config.baseline == "opo" else scores.mean()
         scale = scores.std(ddof=1) + 1e-6 if config.std == "group" else 1.0
         found |= {(g, t): (score - baseline) / scale for t, score in enumerate(scores)}
+    return found
+
+
+def against_greedy(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict[Member, np.ndarray]:
+    """A_t = sum of the rewards from t on - the greedy reward, each token paying for its own KL and that to go."""
+    found = {}
+    for (g, t), rewards in rewards_of(lease, config, tokens).items():
+        greedy = lease.plan.groups[g].trajectories[t].rewards[GREEDY_REWARD]
+        found[g, t] = np.array([rewards[u:].sum() - greedy for u in range(len(rewards))])
     return found
 
 
@@ -127,51 +134,43 @@ def by_components(lease: Lease, config: AdvantageConfig) -> dict[Member, float]:
     return {member: (value - everyone.mean()) / (everyone.std(ddof=1) + 1e-6) for member, value in found.items()}
 
 
-def ratios_of(config: AdvantageConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
+def ratios_of(config: AdvantageConfig, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """learner/behavior of each token, and that which cuts the trace there: the token's, or the mean one of its turn."""
     if not config.uses_ratio:
-        return np.ones(len(arrays["values"]))
+        return np.ones(len(arrays["values"])), np.ones(len(arrays["values"]))
     logs = arrays["current_logprobs"].astype(np.float64) - arrays["behavior_logprobs"]
-    if config.by_turn:
-        turn = np.cumsum(np.diff(arrays["position_ids"], prepend=-1) != 1)
-        logs = np.array([logs[turn == here].mean() for here in turn])
-    return np.exp(logs)
+    if not config.by_turn:
+        return np.exp(logs), np.exp(logs)
+    turn = np.cumsum(np.diff(arrays["position_ids"], prepend=-1) != 1)
+    return np.exp(logs), np.exp([logs[turn == here].mean() for here in turn])
 
 
-def traced_back(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
-    """GAE and Retrace: A_t = d_t + gamma lam c_{t+1} A_{t+1}, and targets V_t + c_t A_t with the critic's own lam."""
-    rewards, advantages, targets = rewards_of(lease, config, tokens), {}, {}
-    for member, arrays in tokens.items():
-        r, values, n = rewards[member], arrays["values"].astype(np.float64), len(rewards[member])
-        capped = np.minimum(config.c_bar, ratios_of(config, arrays))
-        adaptive = max(0.0, 1 - 1 / (config.lam_alpha * n)) if config.lam_alpha else config.lam
-        for lam, keep in ((config.lam, targets), (adaptive, advantages)):
-            a, ahead = np.zeros(n + 1), np.append(values, 0.0)
-            for t in reversed(range(n)):
-                carried = config.gamma * lam * capped[t + 1] * a[t + 1] if t + 1 < n else 0.0
-                a[t] = r[t] + config.gamma * ahead[t + 1] - values[t] + carried
-            keep[member] = a[:n] if keep is advantages else values + capped * a[:n]
-    return advantages, targets
+def carried(trace: np.ndarray, deltas: np.ndarray, gamma: float) -> np.ndarray:
+    """sum over k >= t of gamma^(k - t) (trace_t ... trace_(k-1)) delta_k, for every t."""
+    steps = range(len(deltas))
+    return np.array([sum(gamma ** (k - t) * np.prod(trace[t:k]) * deltas[k] for k in steps[t:]) for t in steps])
 
 
-def backwards(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
-    """Advantages and targets by a scan over each trajectory's own tokens."""
+def traced(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> tuple[dict, dict]:
+    """Advantages and value targets of V-trace, Retrace and GAE as the sums of the papers."""
     rewards, advantages, targets = rewards_of(lease, config, tokens), {}, {}
     for member, arrays in tokens.items():
         r, values = rewards[member], arrays["values"].astype(np.float64)
-        if config.estimator == "reinforce_pp":
-            values = np.zeros_like(r)
-        ratio = ratios_of(config, arrays)
-        lam = 1.0 if config.estimator == "reinforce_pp" else config.lam
-        error = next_value = next_target = 0.0
-        a, v = np.zeros_like(r), np.zeros_like(r)
-        for t in reversed(range(len(r))):
-            capped = min(1.0, ratio[t])
-            error = capped * (r[t] + config.gamma * next_value - values[t]) + config.gamma * lam * capped * error
-            v[t] = values[t] + error
-            bootstrap = lam * next_target + (1 - lam) * next_value
-            a[t] = capped * (r[t] + config.gamma * bootstrap - values[t])
-            next_value, next_target = values[t], v[t]
-        advantages[member], targets[member] = a, v
+        ahead = np.append(values[1:], 0.0)
+        deltas = r + config.gamma * ahead - values
+        ratio, cut = ratios_of(config, arrays)
+        c = np.minimum(config.c_bar, cut)
+        if config.estimator.startswith("vtrace"):
+            rho = np.minimum(1.0, ratio)
+            targets[member] = values + carried(config.lam * c, rho * deltas, config.gamma)
+            bootstrap = config.lam * np.append(targets[member][1:], 0.0) + (1 - config.lam) * ahead
+            advantages[member] = rho * (r + config.gamma * bootstrap - values)
+            continue
+        lam = max(0.0, 1 - 1 / (config.lam_alpha * len(r))) if config.lam_alpha else config.lam
+        behind = np.append(c[1:], 0.0)  # the token's own ratio is not in its advantage
+        advantages[member] = carried(lam * behind, deltas, config.gamma)
+        rho = np.minimum(config.c_bar, ratio)
+        targets[member] = values + rho * carried(config.lam * behind, deltas, config.gamma)
     return advantages, targets
 
 
@@ -185,15 +184,19 @@ def whitened(advantages: dict[Member, np.ndarray]) -> dict[Member, np.ndarray]:
 def test_advantages_and_targets_are_those_of_the_formula(name: str, seed: int):
     lease, tokens = targets_of(name, seed)
     config, targets = SETTINGS[name], None
-    if config.estimator == "group" or name == "reinforce_pp_baseline":
+    if config.baseline == "greedy":
+        expected = against_greedy(lease, config, tokens)
+    elif config.estimator == "group" or name == "reinforce_pp_baseline":
         scores = against_group(lease, config, tokens)
         expected = {member: np.full(len(arrays["advantages"]), scores[member]) for member, arrays in tokens.items()}
     elif config.estimator == "gdpo":
         scores = by_components(lease, config)
         expected = {member: np.full(len(arrays["advantages"]), scores[member]) for member, arrays in tokens.items()}
+    elif config.estimator == "reinforce_pp":
+        rewards = rewards_of(lease, config, tokens)
+        expected = {member: carried(np.ones(len(r)), r, config.gamma) for member, r in rewards.items()}
     else:
-        traced = name.startswith("retrace") or config.lam_alpha > 0
-        expected, targets = (traced_back if traced else backwards)(lease, config, tokens)
+        expected, targets = traced(lease, config, tokens)
     if config.estimator != "group" and config.std == "batch":
         expected = whitened(expected)
     for member, arrays in tokens.items():
@@ -226,7 +229,7 @@ def test_observation_tokens_are_jumped_over():
     batches, _ = with_targets(plan, scored(lease, 1000), config, 0.0, CPU)
     tokens = unpacked(batches)
     assert len(tokens[0, 0]["advantages"]) == header.loss_tokens - 1
-    expected, _ = backwards(lease, config, tokens)
+    expected, _ = traced(lease, config, tokens)
     np.testing.assert_allclose(tokens[0, 0]["advantages"], expected[0, 0], atol=1e-5)
     assert all((batch.advantages[~batch.loss_mask] == 0).all() for batch in batches if batch.advantages is not None)
 
