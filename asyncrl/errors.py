@@ -77,5 +77,9 @@ class CheckpointError(AsyncRLError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit the model."""
 
 
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint of another model, or of other roles, than these settings have. A restart cannot help."""
+
+
 class NonFiniteError(AsyncRLError, ArithmeticError):
     """Loss or gradient stayed non-finite for more steps than `learner.max_nonfinite_steps`."""

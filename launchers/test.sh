@@ -24,7 +24,7 @@ echo "== pytest"
 if [ $# -gt 0 ]; then
     "$PYTHON" -m pytest "$@"
 else
-    "$PYTHON" -m pytest -m "not slow and not gpu" --cov=asyncrl --cov-report=
-    "$PYTHON" -m pytest -m "slow and not gpu" --cov=asyncrl --cov-append --cov-report=
+    "$PYTHON" -m pytest -m "not slow and not gpu" --cov=asyncrl.losses --cov=asyncrl.replay --cov-report=
+    "$PYTHON" -m pytest -m "slow and not gpu"
     "$PYTHON" -m coverage report --include="$core" --omit="$sockets" --fail-under=90
 fi

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import JOURNAL_DIR, config_to_dict, load_config, run_digest
-from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError, RunFolderError
+from asyncrl.errors import (
+    AsyncRLError,
+    CheckpointMismatchError,
+    ConfigError,
+    DataError,
+    RewardError,
+    RunFolderError,
+)
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.launcher import Launcher
 from asyncrl.learner.ranks import barrier, choice_of_rank_zero
 from asyncrl.learner.resume import Start, begin
 from asyncrl.learner.roles import build_roles
@@ -74,12 +82,32 @@ class Place:
         )
 
 
-def main(overrides: Sequence[str]) -> int:
+def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
     """Run one rank to the end of training.
+
+    Args:
+        failed: called with the error that ended training, before anything is closed.
 
     Raises:
         AsyncRLError: a refused setting, or what ended training.
     """
+    try:
+        with ExitStack() as opened:
+            try:
+                work(overrides, opened)
+            except AsyncRLError as error:
+                if failed is not None:
+                    failed(error)
+                raise
+        barrier()  # rank 0 hosts the store of the others: it must not leave first
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def work(overrides: Sequence[str], opened: ExitStack) -> None:
+    """Join the other ranks and train; what has to be closed goes into `opened`."""
     config = load_config(overrides)
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
@@ -91,14 +119,7 @@ def main(overrides: Sequence[str]) -> int:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(place.device)
-    mesh = join_ranks(config, place)
-    try:
-        run(config, place, mesh)
-        barrier()  # rank 0 hosts the store of the others: it must not leave first
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    run(config, place, join_ranks(config, place), opened)
 
 
 def join_ranks(config: Config, place: Place) -> DeviceMesh:
@@ -116,57 +137,39 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
 
 
-def run(config: Config, place: Place, mesh: DeviceMesh) -> None:
+def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack) -> None:
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
-    try:
-        run_dir = Path(config.run.dir).resolve()
-        if place.rank == 0:
-            run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR,))
-        checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
-        found = checkpoints.choose(config.resume, place.restarted) if place.rank == 0 else None
-        resume_from = choice_of_rank_zero(found, place.device)
-        roles = build_roles(config, place.device, mesh)
-        start = begin(replay, checkpoints, roles, resume_from, rank=place.rank, device=place.device)
-        log.info("%d ranks on %s, from step %d (%s)", place.world, place.device, start.step, resume_from or "new")
-        sender = make_publisher(config, replay, run_dir, place.rank, place.device)
-        publisher = ProvingPublisher(sender, config, roles.policy, place.device)
-        rows = open_log(config, run_dir, start) if place.rank == 0 else NoLog()
-        try:
-            train(
-                config,
-                Training(
-                    replay=replay,
-                    publisher=publisher,
-                    roles=roles,
-                    checkpoints=checkpoints,
-                    start=start,
-                    log=rows,
-                    run_dir=run_dir,
-                    rank=place.rank,
-                    world=place.world,
-                    device=place.device,
-                ),
-            )
-        finally:
-            rows.close()
-            publisher.close()
-    finally:
-        replay.close()
-
-
-HOPELESS = (ConfigError, DataError, RewardError, RunFolderError)
-"""What would end the ranks in the same way after every restart."""
-
-
-def spare_restarts(error: AsyncRLError, environment: Mapping[str, str]) -> None:
-    """Tell torchrun to stop after an error that no restart can help. It knows no exit code that says so.
-
-    One rank of a machine tells: a second signal while torchrun stops would leave ranks behind.
-    """
-    under_torchrun = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_RANK") == "0"
-    if isinstance(error, HOPELESS) and under_torchrun:
-        os.kill(os.getppid(), signal.SIGTERM)
+    opened.callback(replay.close)
+    run_dir = Path(config.run.dir).resolve()
+    if place.rank == 0:
+        run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR,))
+    checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
+    found = checkpoints.choose(config.resume, place.restarted) if place.rank == 0 else None
+    resume_from = choice_of_rank_zero(found, place.device)
+    roles = build_roles(config, place.device, mesh)
+    start = begin(replay, checkpoints, roles, resume_from, rank=place.rank, device=place.device)
+    log.info("%d ranks on %s, from step %d (%s)", place.world, place.device, start.step, resume_from or "new")
+    sender = make_publisher(config, replay, run_dir, place.rank, place.device)
+    publisher = ProvingPublisher(sender, config, roles.policy, place.device)
+    opened.callback(publisher.close)
+    rows = open_log(config, run_dir, start) if place.rank == 0 else NoLog()
+    opened.callback(rows.close)
+    train(
+        config,
+        Training(
+            replay=replay,
+            publisher=publisher,
+            roles=roles,
+            checkpoints=checkpoints,
+            start=start,
+            log=rows,
+            run_dir=run_dir,
+            rank=place.rank,
+            world=place.world,
+            device=place.device,
+        ),
+    )
 
 
 class NoLog:
@@ -202,10 +205,24 @@ def open_log(config: Config, run_dir: Path, start: Start) -> PrintingLog:
     )
 
 
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except AsyncRLError as error:
+HOPELESS = (CheckpointMismatchError, ConfigError, DataError, RewardError, RunFolderError)
+"""What would end the ranks in the same way after every restart."""
+
+
+def rank_main(overrides: Sequence[str]) -> int:
+    """`main` as a process of its own: an error is said, and exit code 1."""
+    launcher = Launcher.of(os.environ)
+
+    def failed(error: AsyncRLError) -> None:
         print(f"asyncrl.learner: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        spare_restarts(error, os.environ)
-        sys.exit(1)
+        if isinstance(error, HOPELESS):  # told later, another rank could end of it first, and all be started again
+            launcher.stop()
+
+    try:
+        return main(overrides, failed)
+    except AsyncRLError:
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(sys.argv[1:]))

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, CheckpointMismatchError
 from asyncrl.learner import durable
 from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier
@@ -135,7 +135,8 @@ class Checkpoints:
             The learner's state and the replay's snapshot.
 
         Raises:
-            CheckpointError: a file is damaged or missing, or the checkpoint is of another model.
+            CheckpointError: a file is damaged or missing.
+            CheckpointMismatchError: the checkpoint is of another model.
         """
         durable.verify(path)
         check_base(path, roles.policy.adapters)
@@ -143,11 +144,16 @@ class Checkpoints:
         loaded = _tensors(roles)
         try:
             state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
-        except (CheckpointException, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(
+        except (CheckpointException, ValueError, KeyError) as error:
+            failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+            if any(isinstance(failure, OSError) for failure, _ in failures):
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise CheckpointMismatchError(
                 f"{path} does not fit the model: {error}. Resume with the model.path (and critic.path) "
                 "it was trained with"
             ) from error
+        except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone
+            raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
         _fill(roles, loaded)
         state = LearnerState(**json.loads((path / STATE_FILE).read_text()))
         if roles.kl_control is not None:
@@ -179,11 +185,19 @@ def _check_roles(path: Path, roles: Roles) -> None:
     )
     for what, there, wanted, key in rows:
         if there != wanted:
-            raise CheckpointError(
+            exported = _exported(path, critic="critic" in saved and roles.critic is not None)
+            raise CheckpointMismatchError(
                 f"{path} was saved {'with' if there else 'without'} {what}, and these settings have "
-                f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with, or start a new run with "
-                "model.path=RUN/hf critic.path=RUN/critic"
+                f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with"
+                + (f", or start a new run with {exported}" if exported else "")
             )
+
+
+def _exported(path: Path, *, critic: bool) -> str:
+    """Settings that begin with the weights of the run of checkpoint `path`; nothing before its last step wrote them."""
+    run_dir = path.parent.parent
+    folders = {"model.path": run_dir / "hf"} | ({"critic.path": run_dir / "critic"} if critic else {})
+    return " ".join(f"{key}={folder}" for key, folder in folders.items() if folder.is_dir())
 
 
 def _tensors(roles: Roles) -> dict[str, Any]:

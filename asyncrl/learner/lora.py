@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointMismatchError
 from asyncrl.schema import ModelConfig
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
@@ -183,23 +183,25 @@ def check_base(folder: Path, adapters: Adapters | None) -> None:
     """Before a checkpoint is loaded.
 
     Raises:
-        CheckpointError: it holds adapters of another base, rank, alpha or choice of layers, or no adapters at all.
+        CheckpointMismatchError: it holds adapters of another base, rank, alpha or choice of layers, or none at all.
     """
     file = folder / BASE_FILE
     if adapters is None or not file.is_file():
         if adapters is not None or file.is_file():
             has, want = ("adapters", "0") if file.is_file() else ("a full model", str(adapters and adapters.rank))
-            raise CheckpointError(f"{folder} holds {has} and model.lora_rank={want}. Resume with the settings it had")
+            raise CheckpointMismatchError(
+                f"{folder} holds {has} and model.lora_rank={want}. Resume with the settings it had"
+            )
         return
     saved, ours = json.loads(file.read_text()), adapters.identity()
     if saved["fingerprint"] != ours["fingerprint"]:
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"{folder} holds adapters for the base {saved['path']} (fingerprint {saved['fingerprint'][:12]}); "
             f"model.path={ours['path']} has other weights ({ours['fingerprint'][:12]}). Resume with that model.path"
         )
     for key in ("rank", "alpha", "layers"):
         if saved[key] != ours[key]:
             setting = "model.lora_targets" if key == "layers" else f"model.lora_{key}"
-            raise CheckpointError(
+            raise CheckpointMismatchError(
                 f"{folder} was trained with another {setting} ({saved[key]}; now {ours[key]}). Resume with that one"
             )

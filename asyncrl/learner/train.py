@@ -55,8 +55,9 @@ def train(config: Config, parts: Training) -> int:
 
     Consumes: step batches, leased from the replay one step ahead of training.
     Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
-        the next; the copy of the published weights, before the optimizer's step; the other ranks, in every backward; at
-        the end, open evaluations. Each wait has a deadline.
+        the next; the copy of the published weights, before the optimizer's step, and before the next version is
+        announced if the policy made no step; the other ranks, in every backward; at the end, open evaluations. Each
+        wait has a deadline.
     Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up).
 
     Every rank runs this; rank 0 alone talks to the replay about anything but leases. Steps count from 0 on the wire,
@@ -97,6 +98,7 @@ def train(config: Config, parts: Training) -> int:
         control_kl(roles, measured, lease.plan)
         clock.lap("train")
 
+        publisher.wait_copied()  # over since the optimizer's step, unless there was none: warm-up, or a skipped step
         version += 1
         # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
         # be sent, lost with this learner and given to other weights by the next one.
@@ -172,7 +174,7 @@ def evaluate(config: Config, replay: LearnerReplay, *, trained: int, version: in
 def evaluation_metrics(summaries: Iterable[EvalSummary]) -> dict[str, float]:
     """`eval/<name>/*`; `step` is the trained steps at which the evaluation was asked for."""
     row: dict[str, float] = {}
-    for summary in summaries:
+    for summary in sorted(summaries, key=lambda summary: summary.step):  # of two of one set the newer stays
         name = f"eval/{summary.eval_set}"
         if summary.count:  # with every row failed nothing is known of the policy: that is no accuracy of 0
             row[f"{name}/accuracy"] = summary.accuracy

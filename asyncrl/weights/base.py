@@ -51,7 +51,8 @@ class PublishStats:
     """Of one `publish`."""
 
     wait_previous_s: float
-    """Seconds until a snapshot was free: two versions were on their way."""
+    """Seconds that the call waited: for the copy of the version before, if nobody had waited for that, and until a
+    snapshot was free, when two versions were on their way."""
     nbytes: int
 
 
@@ -62,14 +63,18 @@ class Publisher(Protocol):
         """Snapshot `(name, shard or tensor)` pairs under this version and send them in the background.
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
-        (bounded) for the previous send to finish first. `canary` goes with the version, to be proven by the engines.
-        They may still be read after it returns: see `wait_copied`.
-        Raises WeightsError if nobody could be served in time.
+        (bounded) for the copy before, and for a snapshot that is not on its way. `canary` goes with the version, to be
+        proven by the engines. The tensors may still be read after it returns: see `wait_copied`.
+
+        Raises:
+            WeightsError: a version before could not be copied or sent; no snapshot became free in time; the names are
+                not those of the first call.
         """
         ...
 
     def wait_copied(self) -> float:
-        """Until nothing reads the tensors of the last `publish` any more (bounded): before anyone writes to them.
+        """Until nothing reads the tensors of the last `publish` any more (bounded): before anyone writes to them, and
+        before a further version is announced.
 
         Returns the seconds that took. Raises WeightsError if the copy failed: that version is not sent.
         """

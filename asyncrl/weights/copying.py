@@ -29,6 +29,8 @@ class BackgroundCopy:
         self._thread: threading.Thread | None = None
         self._version = 0
         self._failure: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
 
     def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
         """Run `work` on a thread; the copy before has been waited for.
@@ -78,17 +80,18 @@ class BackgroundCopy:
             if device is None or ready is None:
                 work()
                 return
-            with _own_stream(device, ready):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)
+            with _on(self._stream, device, ready):
                 work()
         except Exception as error:  # thread boundary: the learner gets it from `wait`
             self._failure = error
 
 
 @contextmanager
-def _own_stream(device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
-    """A stream of this thread, which starts when `ready` is reached and has ended on return."""
+def _on(stream: torch.cuda.Stream, device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
+    """`stream` for this thread; it goes on when `ready` is reached, and what is enqueued here is done on return."""
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             yield

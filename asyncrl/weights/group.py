@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -48,8 +48,8 @@ ones also pass through the sockets more slowly."""
 class WeightGroup:
     """One epoch of the group: rank 0 is the publisher, ranks 1.. its subscribers.
 
-    Joining, every broadcast and leaving are bounded by `timeout_s`; any of them raises RuntimeError when a member
-    dies or stays silent, and the group is useless from then on.
+    Joining, every buffer (all of its pieces together) and leaving are bounded by `timeout_s`; any of them raises
+    RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then on.
     """
 
     def __init__(
@@ -66,12 +66,14 @@ class WeightGroup:
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
         self._backend, self._timeout_s = backend, timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
+        self._deadline = 0.0
+        """By `time.monotonic()`, of the buffer that is on its way."""
+        timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore(f"group/{epoch}", store)
-        prefixed.set_timeout(self._timeout)
+        prefixed.set_timeout(timeout)
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-            options._timeout = self._timeout  # pyright: ignore[reportAttributeAccessIssue]
+            options._timeout = timeout  # pyright: ignore[reportAttributeAccessIssue]
             gloo = dist.ProcessGroupGloo
             loopback = host in ("127.0.0.1", "localhost")
             interface = gloo.create_device(hostname=host) if loopback else gloo.create_default_device()
@@ -79,36 +81,55 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
         else:
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = self._timeout
+            nccl._timeout = timeout
             nccl.is_high_priority_stream = True
             self._group = dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
             self._group.eager_connect_single_device(device)
 
-    def pieces(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets it whole."""
-        if not len(buffer):
-            return ()
-        return buffer.split(_PIECE) if self._backend == "gloo" else (buffer,)
+    def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets it whole.
+
+        To be taken one by one, each after the one before has been waited for: the first starts the buffer's deadline.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        if len(buffer):
+            yield from buffer.split(_PIECE) if self._backend == "gloo" else (buffer,)
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Send (rank 0) or receive into `buffer`; `.wait()` raises RuntimeError if a member is gone or silent."""
+        """Send (rank 0) or receive into `buffer`, a piece; `.wait()` raises RuntimeError if a member is gone or silent.
+
+        Raises:
+            RuntimeError: nothing is left of the time for the pieces of one buffer.
+        """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=self._left_s())
         return self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def wait(self, work: dist.Work) -> None:
-        """Until `work` is done. Raises RuntimeError when a member is gone, or silent for `timeout_s`."""
+        """Until `work` is done. Raises RuntimeError when a member is gone, or the buffer's deadline has passed."""
         if self._backend == "gloo":
             work.wait()
             return
         # nccl only enqueues: this waits for the peers' GPUs, with a deadline of our own instead of its watchdog's.
-        deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if time.monotonic() >= self._deadline:
                 self.abort()
-                raise RuntimeError(f"epoch {self.epoch}: a broadcast was not finished after {self._timeout_s} s")
+            self._left_s()
             time.sleep(0.0005)
         work.wait()
+
+    def _left_s(self) -> float:
+        """Seconds for what is missing of the buffer, at least the millisecond that torch counts in."""
+        left = self._deadline - time.monotonic()
+        if left <= 0.0:
+            whom = (
+                f"one of its {self.world - 1} subscribers" if self.rank == 0 else "the publisher or another subscriber"
+            )
+            raise RuntimeError(
+                f"epoch {self.epoch}: a bucket was not through after {self._timeout_s} s, {whom} is silent or too slow"
+            )
+        return max(left, 0.001)
 
     def abort(self) -> None:
         """Leave at once; whoever still waits in this group gets an error now instead of a timeout."""

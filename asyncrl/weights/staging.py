@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import StagedTensors
@@ -130,20 +131,27 @@ class Staging:
                 ours.copy_(engines)
 
     def _receive_full(self, group: WeightGroup) -> list[str]:
-        flow = [(index, piece) for index, buffer in enumerate(self._buffers) for piece in group.pieces(buffer)]
+        # One by one: a bucket's deadline starts with its first piece.
+        flow = ((index, piece) for index, buffer in enumerate(self._buffers) for piece in group.pieces(buffer))
         prints = [Fingerprint() for _ in self._buffers]
-        landing = self._landing(flow[0][1])
-        work = group.broadcast(landing)
-        for position, (index, piece) in enumerate(flow):
+        coming = self._ask(group, flow)
+        while coming is not None:
+            index, piece, landed, work = coming
             group.wait(work)
-            landed = landing
-            if position + 1 < len(flow):
-                landing = self._landing(flow[position + 1][1])
-                work = group.broadcast(landing)  # arrives while this one is hashed
+            coming = self._ask(group, flow)  # arrives while this one is hashed
             if landed is not piece:
                 piece.copy_(landed)
             prints[index].update(piece)
         return [fingerprint.hex() for fingerprint in prints]
+
+    def _ask(
+        self, group: WeightGroup, flow: Iterator[tuple[int, torch.Tensor]]
+    ) -> tuple[int, torch.Tensor, torch.Tensor, dist.Work] | None:
+        """The next piece of `flow`: its bucket, itself, where it lands and what tells that it has; None at the end."""
+        for index, piece in flow:
+            landing = self._landing(piece)
+            return index, piece, landing, group.broadcast(landing)
+        return None
 
     def _landing(self, piece: torch.Tensor) -> torch.Tensor:
         """What the group receives into for `piece`: itself, or room for it on the device."""

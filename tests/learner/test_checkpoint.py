@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, CheckpointMismatchError
+from asyncrl.learner import checkpoint
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
@@ -109,8 +112,26 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
     path = checkpoints.save(state(0), roles, {})
-    with pytest.raises(CheckpointError, match="does not fit the model"):
-        checkpoints.load(path, learner(0, hidden_size=64))
+    for change in ({"hidden_size": 64}, {"num_hidden_layers": 5}):
+        with pytest.raises(CheckpointMismatchError, match="does not fit the model"):
+            checkpoints.load(path, learner(0, **change))
+
+
+def test_a_file_that_cannot_be_read_or_a_rank_that_is_gone_is_no_mismatch(tmp_path: Path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    path = checkpoints.save(state(0), learner(0, updates=1), {})
+    for error in (
+        CheckpointException("load", {1: (OSError("stale handle"), StackSummary())}),
+        RuntimeError("Connection closed by peer"),
+    ):
+
+        def load(*_: object, error: BaseException = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(checkpoint.state_dict_loader, "load", load)
+        with pytest.raises(CheckpointError, match=r"stale handle|Connection closed") as caught:
+            checkpoints.load(path, learner(0))
+        assert not isinstance(caught.value, CheckpointMismatchError)
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoint(tmp_path: Path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointMismatchError, ConfigError
 from asyncrl.learner.batch import pack
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_hf
@@ -180,7 +180,7 @@ def test_a_checkpoint_refuses_another_base(tmp_path: Path, change: dict[str, obj
     config = config_for(tmp_path / "model")
     for key, value in change.items():
         setattr(config.model, key, value)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointMismatchError, match=message):
         checkpoints.load(path, build_roles(config, CPU, None))
 
 
@@ -209,7 +209,7 @@ def test_a_full_checkpoint_is_refused_for_adapters(tmp_path: Path):
     roles.optimizer.step()
     checkpoints = Checkpoints(tmp_path / "ckpt", rank=0, keep=1)
     path = checkpoints.save(STATE, roles, {})
-    with pytest.raises(CheckpointError, match=r"holds a full model and model\.lora_rank=4"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds a full model and model\.lora_rank=4"):
         checkpoints.load(path, build_roles(lora, CPU, None))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
+from asyncrl.errors import CheckpointMismatchError, NonFiniteError, NoProgress
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles, build_roles
@@ -196,8 +196,26 @@ def test_a_resumed_run_ends_with_all_the_weights_of_an_undisturbed_one(tmp_path:
 )
 def test_a_checkpoint_resumes_only_a_run_with_the_same_models(tmp_path: Path, saved: Any, resumed: Any, says: str):
     run(saved(tmp_path, steps=2))
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointMismatchError, match=says):
         run(resumed(tmp_path), resume=True)
+
+
+def test_a_refused_checkpoint_names_the_exported_models_that_exist_and_that_the_settings_use(tmp_path: Path):
+    run(ppo_gae(tmp_path, steps=2))
+    run_dir = Path(ppo_gae(tmp_path).run.dir)
+    averaging = ppo_gae(tmp_path)
+    averaging.learner.proximal_ema = averaged(tmp_path).learner.proximal_ema
+
+    def refused(config: Config) -> str:
+        with pytest.raises(CheckpointMismatchError) as caught:
+            run(config, resume=True)
+        return str(caught.value)
+
+    assert f"start a new run with model.path={run_dir}/hf critic.path={run_dir}/critic" in refused(averaging)
+    assert refused(make_config(tmp_path)).endswith(f"start a new run with model.path={run_dir}/hf"), "without a critic"
+    for name in ("hf", "critic"):
+        (run_dir / name).rename(run_dir / f"no_{name}")
+    assert refused(averaging).endswith("Resume with the learner.proximal_ema it was trained with"), "no last step yet"
 
 
 def test_the_critic_is_exported_whole_and_another_run_starts_from_it(tmp_path: Path):

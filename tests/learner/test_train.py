@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress
+from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress, WeightsError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
@@ -233,6 +233,25 @@ def test_weights_that_are_copied_beside_the_next_step_are_those_of_their_version
     for version in range(7):
         assert largest_difference(kept[False][version], kept[True][version]) == 0.0, version
         assert version == 0 or largest_difference(kept[True][version - 1], kept[True][version]) > 0.0, version
+
+
+class FailingCopy(KeptWeights):
+    """Whose copy of one version fails."""
+
+    def wait_copied(self) -> float:
+        if self.versions[-1] == 1:
+            raise WeightsError("version 1 could not be copied")
+        return 0.0
+
+
+def test_a_copy_that_fails_beside_a_skipped_step_ends_the_run_before_a_further_version_is_announced(tmp_path: Path):
+    replay = FedReplay()
+    replay.poisoned = {1}
+    publisher = FailingCopy()
+    with pytest.raises(WeightsError, match="version 1 could not be copied"):
+        run(make_config(tmp_path), replay, publisher=publisher)
+    assert replay.named("trained") == [(0, 1)]
+    assert publisher.versions == [0, 1]
 
 
 def test_an_evaluation_of_which_every_row_failed_has_no_accuracy():

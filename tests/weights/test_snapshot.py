@@ -145,6 +145,7 @@ def test_training_goes_on_beside_the_copy_and_only_a_write_to_the_weights_waits_
     publisher.publish(1, [("w", weight)])
     assert publisher.stats()["weights/copy_wait_s"] > 0.0, "what the step waited for the copy before"
     publisher.wait_copied()
+    sender.go.release()
     publisher.close()
 
 

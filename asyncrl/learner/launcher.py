@@ -1,0 +1,53 @@
+"""What a rank knows of the torchrun that started it, and the one thing it can tell it: to stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The process that started this rank. Made when the rank starts: later its parent may be another."""
+
+    pid: int
+    start: str
+    """Names this start of the ranks, equal on all of one machine. Empty: torchrun did not start them."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Launcher:
+        """From what torchrun sets."""
+        pid, run = os.getppid(), environment.get("TORCHELASTIC_RUN_ID", "")
+        restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(pid=pid, start=f"{pid}-{restarts}-{run}"[:80] if run else "")
+
+    def stop(self) -> bool:
+        """Make torchrun end the ranks and not start them again; it knows no exit code that says so.
+
+        Any rank may tell, the first of a machine does. Two signals would do no harm, but each further one interrupts
+        torchrun while it ends the ranks, and may leave some behind.
+
+        Returns:
+            Whether this rank has told. It then outlives SIGTERM, to close what it opened: torchrun waits 30 s for it.
+        """
+        if not self.start or self.pid == 1 or os.getppid() != self.pid:  # torchrun is gone: the parent is another
+            return False
+        first = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            first.bind(f"\0asyncrl-learner-stop-{self.start}")
+        except OSError as error:  # elsewhere than on Linux there are no such names: then every rank tells
+            if error.errno == errno.EADDRINUSE:
+                first.close()
+                return False
+        first.detach()  # the name lasts as long as this process
+        previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            os.kill(self.pid, signal.SIGTERM)
+        except OSError:
+            signal.signal(signal.SIGTERM, previous)
+            return False
+        return True

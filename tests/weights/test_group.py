@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights import group
+from asyncrl.weights.group import WeightGroup
+
+
+class Clock:
+    """In place of the `time` of the group: moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class SlowNetwork:
+    """In place of torch's group: every broadcast takes as long."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+        self.timeouts: list[timedelta] = []
+
+    def broadcast(self, buffers: list[torch.Tensor], options: dist.BroadcastOptions) -> SlowNetwork:
+        self.timeouts.append(options.timeout)
+        return self
+
+    def wait(self) -> None:
+        self._clock.now += self._seconds
+
+
+def make(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> tuple[WeightGroup, SlowNetwork]:
+    clock = Clock()
+    monkeypatch.setattr(group, "time", clock)
+    monkeypatch.setattr(group, "_PIECE", 10)
+    store = dist.HashStore()
+    made = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=3, rank=0, world=1, timeout_s=10.0)
+    made.rank, made.world = rank, 3
+    made._group = network = SlowNetwork(clock, seconds)
+    return made, network
+
+
+def send(weights: WeightGroup, nbytes: int) -> int:
+    done = 0
+    for piece in weights.pieces(torch.zeros(nbytes, dtype=torch.uint8)):
+        weights.wait(weights.broadcast(piece))
+        done += 1
+    return done
+
+
+def test_the_pieces_of_a_bucket_share_one_deadline_and_every_bucket_has_its_own(monkeypatch: pytest.MonkeyPatch):
+    weights, network = make(monkeypatch, 3.0)
+    assert [send(weights, 30), send(weights, 0), send(weights, 15)] == [3, 0, 2]
+    assert [timeout.total_seconds() for timeout in network.timeouts] == [10.0, 7.0, 4.0, 10.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "whom"), [(0, "one of its 2 subscribers"), (1, "the publisher or another subscriber")]
+)
+def test_a_bucket_that_drips_through_ends_at_its_deadline_with_whom_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch, rank: int, whom: str
+):
+    weights, network = make(monkeypatch, 6.0, rank)
+    with pytest.raises(RuntimeError, match=rf"epoch 3: a bucket was not through after 10\.0 s, {whom} is silent"):
+        send(weights, 100)
+    assert len(network.timeouts) == 2
