@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,14 +23,6 @@ from .helpers import free_address, group
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LEFT = Assignment(group_id=4, prompt_index=4, attempt=0, seed=0, policy_version=0)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    made.start()
-    with contextlib.closing(made):
-        yield made
 
 
 def test_a_shard_started_again_with_overwrite_keeps_what_its_run_has_acknowledged(cluster: Cluster) -> None:

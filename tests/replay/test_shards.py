@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +27,6 @@ from .memory_disk import MemoryDisk
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 SHARD_0 = {"run_id": "run", "shard": 0}
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    made.start()
-    with contextlib.closing(made):
-        yield made
 
 
 def test_each_rank_gets_its_part_from_the_shards_and_the_planner_has_no_payload(cluster: Cluster) -> None:
