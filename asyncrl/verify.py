@@ -20,12 +20,12 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config import load_config, read_config
 from asyncrl.engines.factory import make_engine
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.learner.canary import probe_logprobs, probes_of
+from asyncrl.learner.canary import is_routed, probe_logprobs, probes_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
-from asyncrl.weights.canary import Canary, Difference, compare, tolerance
+from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, tolerance
 from asyncrl.weights.gather import unique_tensors
 
 CPU = torch.device("cpu")
@@ -40,23 +40,32 @@ HEADER = f"{'engine':<14}{'dtype':<10}{'max |dlogp|':>12}{'mean':>10}{'allowed m
 class Row:
     engine: str
     dtype: str
+    allowed: Tolerance
     found: Difference | None
     """None: it could not be asked."""
     why: str = ""
 
     @property
     def passed(self) -> bool:
-        allowed = tolerance("float32", self.dtype, self.dtype)
-        return self.found is not None and self.found.max <= allowed.max and self.found.mean <= allowed.mean
+        return self.found is not None and self.allowed.admits(self.found)
 
     def __str__(self) -> str:
         name = f"{self.engine:<14}{self.dtype:<10}"
         if self.found is None:
             return f"{name}{'':>43}  failed: {self.why}"
-        allowed = tolerance("float32", self.dtype, self.dtype)
+        allowed = self.allowed
         result = "ok" if self.passed else f"DIFFERS at probe {self.found.probe}, token {self.found.token}"
         numbers = f"{self.found.max:>12.2e}{self.found.mean:>10.1e}{allowed.max:>13g}{allowed.mean:>8g}"
-        return f"{name}{numbers}  {result}"
+        return f"{name}{numbers}  {result}{self._share(self.found)}"
+
+    def _share(self, found: Difference) -> str:
+        """Said of experts in half precision even where all is well: their verdict is a milder one."""
+        if self.allowed.share == 1.0:
+            return ""
+        return (
+            f" ({found.within:.1%} of the tokens within {self.allowed.max:g}, {self.allowed.share:.0%} must be: "
+            "rounding sends a token to other experts where a router is nearly undecided)"
+        )
 
 
 def main(path: str, overrides: Sequence[str]) -> int:
@@ -123,17 +132,18 @@ def verify_engine(
     if engine != "vllm":
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
     canary = Canary(sequences=tuple(probes), logprobs=tuple(expected), learner_dtype="float32", wire_dtype=dtype)
+    allowed = tolerance("float32", dtype, dtype, routed=is_routed(policy))
     wire = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in unique_tensors(policy.named_hf_parameters())}
     try:
         served = make_engine(settings)
         try:
             served.load_weights(VERSION, wire)
-            found = compare(canary, served.score(canary.sequences), tolerance("float32", dtype, dtype).max)
+            found = compare(canary, served.score(canary.sequences), allowed.max)
         finally:
             asyncio.run(served.close())
     except AsyncRLError as error:
-        return Row(engine=engine, dtype=dtype, found=None, why=str(error))
-    return Row(engine=engine, dtype=dtype, found=found)
+        return Row(engine=engine, dtype=dtype, allowed=allowed, found=None, why=str(error))
+    return Row(engine=engine, dtype=dtype, allowed=allowed, found=found)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

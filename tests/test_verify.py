@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from asyncrl import cli, verify
 from asyncrl.config import config_to_dict, load_config, to_yaml
 from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import CheckpointError, ConfigError
-from tests.engines.models import CONFIGS
+from tests.engines.models import CONFIGS, SHAPE
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,37 @@ def test_an_engine_that_keeps_one_old_tensor_is_found_and_named(tmp_path, capsys
     monkeypatch.setattr(TransformersEngine, "load_weights", forget_one)
     assert verify.main(save_model(tmp_path / "model"), []) == 1
     assert "float32" in capsys.readouterr().out.split("DIFFERS at probe")[0]
+
+
+def save_mixture(folder) -> str:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SHAPE | {"vocab_size": 320, "hidden_size": 64}, head_dim=32, tie_word_embeddings=False, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_experts_that_rounding_chooses_are_no_difference_and_the_row_says_so(tmp_path, capsys):
+    assert verify.main(save_mixture(tmp_path / "model"), []) == 0
+    full, half = (line for line in capsys.readouterr().out.splitlines() if line.startswith("transformers"))
+    assert full.endswith("ok") and float(full.split()[2]) < 1e-4
+    assert "within 0.75, 95% must be" in half
+    assert float(half.split()[2]) > 0.2  # else no router was near a tie, and this shows nothing
+
+
+def test_two_experts_that_changed_places_are_found_in_both_dtypes(tmp_path, capsys, monkeypatch):
+    load = TransformersEngine.load_weights
+
+    def exchange_two(self, version, tensors):
+        others = [1, 0, *range(2, 8)]
+        load(self, version, {k: t[others] if "layers.0.mlp.experts" in k else t for k, t in tensors.items()})
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", exchange_two)
+    assert verify.main(save_mixture(tmp_path / "model"), []) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("transformers")]
+    assert len(rows) == 2 and all("DIFFERS at probe" in row for row in rows)
 
 
 def test_an_engine_that_refuses_the_weights_fails_the_check_with_its_reason(tmp_path, capsys, monkeypatch):

@@ -28,6 +28,7 @@ class ProvingPublisher:
         self._model = model
         self._device = device
         self._dtypes = (config.model.dtype, config.weights.wire_dtype)
+        self._routed = is_routed(model)
         self._probes = probes_of(model, config.seed)
         self._stats: dict[str, float] = {}
 
@@ -42,6 +43,7 @@ class ProvingPublisher:
                 logprobs=tuple(probe_logprobs(self._model, self._probes, self._device)),
                 learner_dtype=learner_dtype,
                 wire_dtype=wire_dtype,
+                routed=self._routed,
             )
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
@@ -58,6 +60,17 @@ class ProvingPublisher:
 
     def close(self) -> None:
         self._publisher.close()
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What transformers' configs call the number of experts."""
+
+
+def is_routed(model: PolicyModel) -> bool:
+    """Whether tokens of this model are routed to experts; one that calls their number otherwise is judged as dense,
+    which is stricter."""
+    settings = model.hf.config.get_text_config(decoder=True).to_dict()
+    return any((settings.get(name) or 0) > 1 for name in EXPERT_COUNTS)
 
 
 def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:

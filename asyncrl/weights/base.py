@@ -81,7 +81,10 @@ class Publisher(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """`weights/*` metrics of the last finished send: wire seconds, engines served, re-sends, epoch."""
+        """`weights/*` metrics: wire seconds, engines served, re-sends, epoch.
+
+        Those of one send appear together when everyone has answered, with `weights/sent_version`, its version.
+        """
         ...
 
     def close(self) -> None: ...

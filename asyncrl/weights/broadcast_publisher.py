@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.delta import DeltaChoice, Encoded, encode
 from asyncrl.weights.group import WeightGroup, host_store
@@ -75,7 +76,7 @@ class BroadcastSender:
         """First rank of each member; an engine with several processes occupies as many ranks."""
         self._hellos_seen = 0
         self._next_look = 0.0
-        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
     @property
@@ -227,7 +228,8 @@ class BroadcastSender:
         """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
         started = time.perf_counter()
         deltas = self._encode(snapshot, previous)
-        self._transmit(snapshot, deltas)
+        delta_s = time.perf_counter() - started
+        found = self._transmit(snapshot, deltas, delta_s)
         answers = [self._answer(peer) for peer in self._members]
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
@@ -244,25 +246,27 @@ class BroadcastSender:
         reports = [detail for verdict, detail in answers if verdict == "ok"]
         for name in REPORTED:
             values = [float(report[name]) for report in reports if name in report]
-            self._stats |= {name: max(values)} if values else {}
-        self._stats |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
-        self._stats["update_s"] = time.perf_counter() - started
+            found |= {name: max(values)} if values else {}
+        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": delta_s}
+        found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
+        self._stats = self._stats | found  # another one, at once: the learner may be reading the old one
         complete = served == len(answers)
         self._base = snapshot.policy_version if complete else None
         return complete
 
     def _encode(self, snapshot: Snapshot, previous: Snapshot | None) -> list[Encoded]:
         """What changed since the version that all members have; none when this one has to go, or does better, whole."""
-        started = time.perf_counter()
         deltas: list[Encoded] = []
         if previous is not None and previous.policy_version == self._base and self._delta.wanted():
             buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
             deltas = [encode(new, old, bucket.element_bytes) for new, old, bucket in buckets]
-        self._stats["delta_s"] = time.perf_counter() - started
         return deltas
 
-    def _transmit(self, snapshot: Snapshot, deltas: Sequence[Encoded]) -> None:
-        """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way."""
+    def _transmit(self, snapshot: Snapshot, deltas: Sequence[Encoded], delta_s: float) -> dict[str, float]:
+        """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way.
+
+        Returns `wire_s` and `wire_bytes`.
+        """
         group = self._group
         assert group is not None
         canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
@@ -282,11 +286,11 @@ class BroadcastSender:
         prints = [snapshot.fingerprint(index) for index in range(len(payloads))]
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
-        self._stats |= {"wire_s": seconds, "wire_bytes": float(sum(map(len, payloads)))}
         if deltas:
-            self._delta.sent_delta(self._stats["delta_s"], seconds)
+            self._delta.sent_delta(delta_s, seconds)
         else:
             self._delta.sent_full(seconds)
+        return {"wire_s": seconds, "wire_bytes": float(sum(map(len, payloads)))}
 
     def _answer(self, peer: Peer) -> tuple[str, Any]:
         """What `peer` says about the last event."""

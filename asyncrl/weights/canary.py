@@ -29,10 +29,17 @@ class Tolerance:
 
     max: float
     mean: float
+    share: float = 1.0
+    """Of the probe tokens, how many must be within `max`."""
+
+    def admits(self, found: Difference) -> bool:
+        """Whether `found`, by `compare` with `max` as its bound, is rounding."""
+        return found.within >= self.share and found.mean <= self.mean
 
 
 FULL = Tolerance(max=2e-3, mean=2e-4)
 HALF = Tolerance(max=0.75, mean=0.1)
+ROUTED = Tolerance(max=0.75, mean=0.15, share=0.95)
 """Measured against a float32 learner on tiny Qwen2, Qwen3 and Llama models, random and trained, 4 probes of 24 tokens:
 
     wire       engine     max              mean               with one tensor wrong (rows shuffled, a vector halved)
@@ -41,12 +48,20 @@ HALF = Tolerance(max=0.75, mean=0.1)
     bfloat16   bfloat16   0.029 to 0.15    6e-3 to 2e-2       the same
 
 With room for deeper models. In float32 a tensor that is one small step old is found; in bfloat16 a wrong matrix or norm
-is, and a slightly old one is not: where that matters, verify in float32."""
+is, and a slightly old one is not: where that matters, verify in float32.
+
+ROUTED is HALF for a mixture of experts: where a router is nearly undecided, rounding chooses another expert, and that
+token's log-prob is another one though no weight is wrong. 58 random Qwen3-MoE, 2 to 8 layers, 4 to 64 experts, bfloat16
+against float32: one to four of the tokens in a hundred took other experts; max 1.44, mean 0.098, at least 97.8 % of the
+tokens within 0.75. Two experts of one layer exchanged: mean 0.2 to 1 where there are 4 or 8 of them; of 64 that is not
+found, and in float32 it always is (max above 0.1)."""
 
 
-def tolerance(*dtypes: str) -> Tolerance:
-    """By the dtypes of learner, wire and engine."""
-    return FULL if set(dtypes) == {"float32"} else HALF
+def tolerance(*dtypes: str, routed: bool = False) -> Tolerance:
+    """By the dtypes of learner, wire and engine, and whether tokens are routed to experts."""
+    if set(dtypes) == {"float32"}:
+        return FULL
+    return ROUTED if routed else HALF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +74,8 @@ class Canary:
     """[T - 1] each: of tokens 1.., at temperature 1."""
     learner_dtype: str
     wire_dtype: str
+    routed: bool = False
+    """A mixture of experts, see `ROUTED`."""
 
     def to_wire(self) -> dict[str, Any]:
         """msgpack-able; read back by `from_wire`."""
@@ -66,6 +83,7 @@ class Canary:
             "sequences": [ids.astype("<i4").tobytes() for ids in self.sequences],
             "logprobs": [values.astype("<f4").tobytes() for values in self.logprobs],
             "dtypes": [self.learner_dtype, self.wire_dtype],
+            "routed": self.routed,
         }
 
     @classmethod
@@ -75,6 +93,7 @@ class Canary:
             sequences = tuple(np.frombuffer(data, "<i4").astype(np.int32) for data in wire["sequences"])
             logprobs = tuple(np.frombuffer(data, "<f4").astype(np.float32) for data in wire["logprobs"])
             learner_dtype, wire_dtype = map(str, wire["dtypes"])
+            routed = bool(wire["routed"])
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"a canary came damaged: {error!r}") from error
         fits = [len(ids) == len(values) + 1 for ids, values in zip(sequences, logprobs, strict=False)]
@@ -82,7 +101,13 @@ class Canary:
             raise WeightsError(f"a canary has {len(sequences)} probes and {len(logprobs)} results that do not fit them")
         if max(map(len, sequences)) > MAX_TOKENS:
             raise WeightsError(f"a canary's probe has more than {MAX_TOKENS} tokens")
-        return cls(sequences=sequences, logprobs=logprobs, learner_dtype=learner_dtype, wire_dtype=wire_dtype)
+        return cls(
+            sequences=sequences,
+            logprobs=logprobs,
+            learner_dtype=learner_dtype,
+            wire_dtype=wire_dtype,
+            routed=routed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +116,8 @@ class Difference:
 
     max: float
     mean: float
+    within: float
+    """Share of the tokens whose difference is at most the bound asked for."""
     probe: int
     """The first probe with a difference of its own above the bound asked for; else the one with the largest."""
     token: int
@@ -107,9 +134,11 @@ def compare(canary: Canary, scored: Sequence[NDArray[np.float32]], bound: float 
     largest = [float(part.max()) for part in parts]
     probe = next((i for i, value in enumerate(largest) if value > bound), int(np.argmax(largest)))
     token = int(np.argmax(parts[probe]))
+    everything = np.concatenate(parts)
     return Difference(
         max=max(largest),
-        mean=float(np.concatenate(parts).mean()),
+        mean=float(everything.mean()),
+        within=float((everything <= bound).mean()),
         probe=probe,
         token=token + 1,
         learner=float(canary.logprobs[probe][token]),
@@ -138,13 +167,14 @@ class Proof:
 
     def prove(self, policy_version: int, canary: Canary) -> Difference:
         """Raises WeightsError, with the first probe that is off, when the engine disagrees with the learner."""
-        allowed = tolerance(canary.learner_dtype, canary.wire_dtype, self.engine_dtype)
+        allowed = tolerance(canary.learner_dtype, canary.wire_dtype, self.engine_dtype, routed=canary.routed)
         found = compare(canary, self.score(canary.sequences), allowed.max)
-        if found.max > allowed.max or found.mean > allowed.mean:
+        if not allowed.admits(found):
             raise WeightsError(
                 f"the engine does not serve version {policy_version} as the learner has it: log-probs of the canary "
-                f"differ by up to {found.max:.3g} (mean {found.mean:.3g}), allowed are {allowed.max:g} (mean "
-                f"{allowed.mean:g}) for {canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
+                f"differ by up to {found.max:.3g} (mean {found.mean:.3g}), allowed are {allowed.max:g} for "
+                f"{allowed.share:.0%} of the tokens, which {found.within:.1%} keep (mean {allowed.mean:g}); "
+                f"{canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
                 f"Probe {found.probe}, token {found.token}: learner {found.learner:.4f}, engine {found.engine:.4f}. "
                 "`asyncrl verify` shows which engine loads this model right"
             )

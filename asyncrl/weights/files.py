@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from asyncrl.errors import WeightsError
+from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import LoadWeights, PublisherRendezvous, SubscriberRendezvous
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
@@ -40,7 +41,8 @@ class FilesSender:
         self._rendezvous = rendezvous
         self._directory = directory
         self._keep = keep
-        self._stats = dict.fromkeys(("wire_s", "bytes", "engines", "resends", "epoch"), 0.0)
+        self._stats: dict[str, float] = dict.fromkeys(("wire_s", "bytes", "engines", "resends", "epoch"), 0.0)
+        self._stats["sent_version"] = float(NO_VERSION)
         self._board: dict[str, Any] = {"transport": "files", "directory": str(directory.resolve())}
         directory.mkdir(parents=True, exist_ok=True)
         rendezvous.announce({"weights": self._board})
@@ -67,14 +69,17 @@ class FilesSender:
         self._rendezvous.announce({"weights": self._board | announced})
         for old in sorted(self._directory.glob("v*.safetensors"))[: -self._keep]:
             old.unlink(missing_ok=True)
-        self._stats |= {"wire_s": time.perf_counter() - started, "bytes": float(snapshot.manifest.nbytes)}
+        served = sum(member.policy_version != NO_VERSION for member in self._rendezvous.members())
+        found = {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
+        found |= {"wire_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
+        self._stats |= found
 
     def idle(self, newest: Snapshot | None) -> None:
         """Nothing to do: a newcomer reads the newest file by itself."""
 
     def stats(self) -> dict[str, float]:
-        served = sum(member.policy_version >= 0 for member in self._rendezvous.members())
-        return {f"weights/{key}": value for key, value in (self._stats | {"engines": float(served)}).items()}
+        """`engines`: those that served some version when the last one was announced."""
+        return {f"weights/{key}": value for key, value in self._stats.items()}
 
     def close(self) -> None:
         """The files stay: they are how a late worker catches up."""

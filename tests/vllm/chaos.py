@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -24,9 +23,11 @@ from typing import Any
 
 import psutil
 
-from tests.vllm.chaos_processes import Injection, engine_process, learner_process
+from tests.forked import forked_from
+from tests.vllm.chaos_processes import engine_process, learner_process
 from tests.vllm.models import engine_config
 from tests.weights.board import BoardManager
+from tests.weights.trap import Injection
 
 START_S = 240.0
 MAX_VICTIMS = 3
@@ -59,9 +60,7 @@ class Cluster:
         self.steady = tuple(steady)
         self._config = engine_config(folder / "model", "qwen3")
         self._config.weights.timeout_s = timeout_s
-        # One process imports torch and vLLM, and all others are forked from it.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.vllm.chaos_processes"])
+        self._context = forked_from("tests.vllm.chaos_processes")
         self._started: list[Any] = []
         self._incarnation, self._fired = 0, 0
         self._seen: dict[int, psutil.Process] = {}

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from asyncrl.weights import broadcast_publisher, broadcast_subscriber
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
-from asyncrl.weights.group import WeightGroup
 from asyncrl.weights.snapshot import BackgroundPublisher
 from asyncrl.weights.staging import Staging
 from tests.vllm.models import VOCABULARY, logprobs_of, make_model, prompt, request
-from tests.vllm.trapped_calls import SIGNALS, TrappedCalls
+from tests.vllm.trapped_calls import TrappedCalls
 from tests.weights.board import WorkerRendezvous
+from tests.weights.trap import Injection, Trap
 
 PAUSE_S = 0.3
 BUCKET = 1 << 16
@@ -36,19 +35,6 @@ PROBES = random_probes(VOCABULARY, seed=0)
 TOLERANCE = 1e-3
 DIFFERENT = 4
 """Models that the versions take turns in."""
-
-
-@dataclass(frozen=True)
-class Injection:
-    action: str
-    """`kill` or `stop` (SIGSTOP)."""
-    who: str
-    """`worker` (the process that owns the engine), `core` (vLLM's own process) or `learner`."""
-    phase: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.action}@{self.who}: {self.phase}"
 
 
 @cache
@@ -62,45 +48,10 @@ def expected(version: int) -> tuple[np.ndarray, ...]:
     return tuple(logprobs_of(model_of(version), ids) for ids in PROBES)
 
 
-class Trap:
-    """Fires once in this process, in the phase it was armed for; a file tells that it did."""
-
-    def __init__(self) -> None:
-        self._injection: Injection | None = None
-        self._fired = Path()
-        self._bucket = 0
-
-    def arm(self, injection: Injection, fired: str) -> None:
-        self._fired, self._injection = Path(fired), injection
-
-    def at(self, phase: str) -> None:
-        injection = self._injection
-        if injection is not None and phase == injection.phase:
-            self._injection = None
-            self._fired.touch()
-            os.kill(os.getpid(), SIGNALS[injection.action])
-
-    def post(self, store: Any, key: str, message: Any) -> None:
-        kind = next((part for part in key.split("/") if part.isalpha() and len(part) > 1), key)
-        self.at(f"before {kind}")
-        if kind == "event":
-            self._bucket = 0
-        _post(store, key, message)
-        self.at(f"after {kind}")
-
-    def group(self) -> type[WeightGroup]:
-        trap = self
-
-        class TrappedGroup(WeightGroup):
-            def broadcast(self, buffer: torch.Tensor) -> Any:
-                trap.at(f"bucket {trap._bucket}")
-                trap._bucket += 1
-                return super().broadcast(buffer)
-
-        return TrappedGroup
+class LoadTrap(Trap):
+    """Also lies within vLLM's own steps of a load, where the engine has them."""
 
     def around_load(self, engine: Any) -> None:
-        """vLLM's own steps of a load, where the engine has them."""
         load = engine._load_staged
 
         async def trapped(version: int) -> None:
@@ -109,9 +60,6 @@ class Trap:
             self.at("loaded")
 
         engine._load_staged = trapped
-
-
-_post = broadcast_subscriber.post
 
 
 class TrappedReceiver:
@@ -186,7 +134,7 @@ class Witness:
 def engine_process(board: Any, worker: str, incarnation: str, config: Config) -> None:
     """One worker, until it is told to stop; ends with the first error of its subscriber or its engine."""
     torch.set_num_threads(1)
-    trap = Trap()
+    trap = LoadTrap()
     broadcast_subscriber.post = trap.post
     vllm_settings.StagingCalls = TrappedCalls
     engine: Any = make_engine(config)
@@ -222,7 +170,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
                 if injection.who == "core":
                     engine.call_workers("asyncrl_arm", injection.action, injection.phase, fired)
                 else:
-                    trap.arm(injection, fired)
+                    trap.arm(injection.action, injection.phase, Path(fired).touch)
                 board.note("armed", injection.name)
             time.sleep(0.05)
     except Exception as error:  # end of the process: what it died of is part of the report
@@ -239,7 +187,7 @@ def learner_process(board: Any, first: int, timeout_s: float, injection: Injecti
     broadcast_publisher.post = trap.post
     broadcast_publisher.WeightGroup = trap.group()
     if injection is not None and injection.phase.split()[-1] in ("invite", "go"):
-        trap.arm(injection, fired)
+        trap.arm(injection.action, injection.phase, Path(fired).touch)
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
     publisher = BackgroundPublisher(
         sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=12 * timeout_s, idle_s=0.005
@@ -250,6 +198,6 @@ def learner_process(board: Any, first: int, timeout_s: float, injection: Injecti
         publisher.publish(version, model_of(version).named_parameters(), canary)
         board.note("published", version)
         if injection is not None and version == first + 2:
-            trap.arm(injection, fired)
+            trap.arm(injection.action, injection.phase, Path(fired).touch)
         version += 1
         time.sleep(PAUSE_S)

@@ -3,8 +3,6 @@ kills or stops that process in a phase of its own."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,10 @@ from asyncrl.engines.vllm_worker import StagingCalls
 from asyncrl.weights import staging
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.group import WeightGroup
+from tests.weights.trap import Trap
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-
-class CoreTrap:
-    def __init__(self, action: str, phase: str, fired: str) -> None:
-        self._signal, self._phase, self._fired = SIGNALS[action], phase, Path(fired)
-        self._bucket = 0
-
-    def at(self, phase: str) -> None:
-        if phase == self._phase and not self._fired.exists():
-            self._fired.touch()
-            os.kill(os.getpid(), self._signal)
-
+class CoreTrap(Trap):
     def set(self) -> None:
         """In the places where the phases begin; may be called once in a process."""
         broadcast, receive = WeightGroup.broadcast, staging.Staging.receive
@@ -36,12 +24,12 @@ class CoreTrap:
         whole = vllm_transfer.check_all_loaded
 
         def trapped_broadcast(group: WeightGroup, buffer: torch.Tensor) -> Any:
-            self.at(f"bucket {self._bucket}")
-            self._bucket += 1
+            self.at(f"bucket {self.bucket}")
+            self.bucket += 1
             return broadcast(group, buffer)
 
         def trapped_receive(receiver: staging.Staging, event: Any) -> list[str]:
-            self._bucket = 0
+            self.bucket = 0
             return receive(receiver, event)
 
         def trapped_join(engine: Any, seat: Any) -> list[str]:
@@ -65,7 +53,8 @@ class TrappedCalls(StagingCalls):
     asyncrl_trap: CoreTrap | None = None
 
     def asyncrl_arm(self, action: str, phase: str, fired: str) -> None:
-        self.asyncrl_trap = CoreTrap(action, phase, fired)
+        self.asyncrl_trap = CoreTrap()
+        self.asyncrl_trap.arm(action, phase, Path(fired).touch)
         self.asyncrl_trap.set()
 
     def asyncrl_load(self) -> str:

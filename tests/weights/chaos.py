@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -19,8 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.forked import forked_from
 from tests.weights.board import BoardManager
-from tests.weights.chaos_processes import TIMEOUT_S, Injection, learner_process, worker_process
+from tests.weights.chaos_processes import TIMEOUT_S, learner_process, worker_process
+from tests.weights.trap import Injection
 
 LIMIT_S = 3 * TIMEOUT_S + 2 * 2.0
 """A broadcast with the silent one, its acknowledgement, a group formed without it; and twice the publisher's grace."""
@@ -45,11 +46,9 @@ SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_
 
 
 class Cluster:
-    def __init__(self, board: Any, delta: str) -> None:
-        self.board, self._delta = board, delta
-        # One process imports torch, and all others are forked from it.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.weights.chaos_processes"])
+    def __init__(self, board: Any, delta: str, limit_s: float) -> None:
+        self.board, self._delta, self._limit_s = board, delta, limit_s
+        self._context = forked_from("tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
         for name in STEADY:
@@ -100,8 +99,8 @@ class Cluster:
         if victim is None:
             self.learner.join(10)
             self.start_learner(None)
-            return self.wait_newer(STEADY, fired, LIMIT_S)
-        took = self.wait_newer(STEADY, fired, LIMIT_S)
+            return self.wait_newer(STEADY, fired, self._limit_s)
+        took = self.wait_newer(STEADY, fired, self._limit_s)
         if injection.action == "kill":
             victim.join(10)
             self.board.leave(name, "1")
@@ -109,7 +108,7 @@ class Cluster:
         else:
             os.kill(victim.pid, signal.SIGCONT)
             incarnation = "1"
-        self.wait_newer((name, *STEADY), time.time(), 4 * LIMIT_S)
+        self.wait_newer((name, *STEADY), time.time(), 4 * self._limit_s)
         self.board.note(f"stop/{name}", True)
         victim.join(15)
         self.board.leave(name, incarnation)
@@ -136,9 +135,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(delta: str = "never") -> Iterator[Cluster]:
+def cluster(delta: str, limit_s: float) -> Iterator[Cluster]:
     with BoardManager() as manager:
-        running = Cluster(manager.Board(), delta)  # pyright: ignore[reportAttributeAccessIssue]
+        running = Cluster(manager.Board(), delta, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             running.wait_newer(STEADY, time.time(), 60.0)
             yield running
@@ -146,15 +145,16 @@ def cluster(delta: str = "never") -> Iterator[Cluster]:
             running.close()
 
 
-def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None]) -> None:
+def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None], limit_s: float = LIMIT_S) -> None:
+    """Raises AssertionError for the first that does not recover within `limit_s`."""
     for delta in (False, True):
         chosen = [injection for injection in injections if injection.delta == delta]
         if not chosen:
             continue
-        with cluster("always" if delta else "never") as running:
+        with cluster("always" if delta else "never", limit_s) as running:
             for number, injection in enumerate(chosen):
                 took = running.inject(injection, number)
-                report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": LIMIT_S})
+                report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": limit_s})
             report({"transfers": "delta" if delta else "full", **running.check()})
 
 

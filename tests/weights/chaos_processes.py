@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,29 +14,15 @@ from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.group import WeightGroup
 from asyncrl.weights.snapshot import BackgroundPublisher
 from tests.weights.board import WorkerRendezvous
+from tests.weights.trap import Injection, Trap
 
 TIMEOUT_S = 3.0
 PAUSE_S = 0.05
 LAYERS = 6
 PROBES = random_probes(1000, seed=0)
-
-
-@dataclass(frozen=True)
-class Injection:
-    action: str
-    """`kill` or `stop` (SIGSTOP)."""
-    who: str
-    """`worker` or `learner`."""
-    phase: str
-    """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`..."""
-    delta: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.action}@{self.who}: {self.phase}{' (delta)' if self.delta else ''}"
+_OF_A_JOIN = ("hello", "accept", "invite", "go")
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -62,48 +45,6 @@ def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
     ]
 
 
-class Trap:
-    """Fires once, in this process, when its phase comes after `armed` is set."""
-
-    def __init__(self, board: Any, injection: Injection | None) -> None:
-        self._board, self._injection = board, injection
-        self.armed = injection is not None and injection.phase.split()[-1] in ("hello", "accept", "invite", "go")
-        self._bucket = 0
-
-    def at(self, phase: str) -> None:
-        if self._injection is None or not self.armed or phase != self._injection.phase:
-            return
-        number = signal.SIGKILL if self._injection.action == "kill" else signal.SIGSTOP
-        self._injection = None
-        self._board.note("fired", time.time())
-        os.kill(os.getpid(), number)
-
-    def post(self, store: Any, key: str, message: Any) -> None:
-        kind = next((part for part in key.split("/") if part.isalpha() and len(part) > 1), key)
-        self.at(f"before {kind}")
-        if kind == "event":
-            self._bucket = 0
-        _post(store, key, message)
-        self.at(f"after {kind}")
-
-    def group(self) -> type[WeightGroup]:
-        trap = self
-
-        class TrappedGroup(WeightGroup):
-            def broadcast(self, buffer: torch.Tensor) -> Any:
-                trap.at(f"bucket {trap._bucket}")
-                trap._bucket += 1
-                return super().broadcast(buffer)
-
-        return TrappedGroup
-
-    def received(self) -> None:
-        self._bucket = 0
-
-
-_post = broadcast_subscriber.post
-
-
 class Engine:
     """A table of tensors, swapped under a lock, and a thread that looks at it all the time as a decode step would."""
 
@@ -114,7 +55,7 @@ class Engine:
         threading.Thread(target=self._look, daemon=True).start()
 
     def load(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        self._trap.received()
+        self._trap.bucket = 0
         self._trap.at("before load")
         with self._lock:
             for i, (name, tensor) in enumerate(tensors.items()):
@@ -136,9 +77,24 @@ class Engine:
             time.sleep(0.01)
 
 
+class ArmedWhen:
+    """Arms a trap once: at once for a phase of joining, later when it is told that updates are going through."""
+
+    def __init__(self, board: Any, trap: Trap, injection: Injection | None) -> None:
+        self._board, self._trap, self._injection = board, trap, injection
+        self.update(injection is not None and injection.phase.split()[-1] in _OF_A_JOIN)
+
+    def update(self, due: bool) -> None:
+        injection = self._injection
+        if due and injection is not None:
+            self._injection = None
+            self._trap.arm(injection.action, injection.phase, lambda: self._board.note("fired", time.time()))
+
+
 def worker_process(board: Any, worker: str, incarnation: str, injection: Injection | None) -> None:
     torch.set_num_threads(1)
-    trap = Trap(board, injection)
+    trap = Trap()
+    armed = ArmedWhen(board, trap, injection)
     broadcast_subscriber.post = trap.post
     staging.WeightGroup = trap.group()
     hashed = Fingerprint.update
@@ -164,14 +120,15 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
         except Exception as error:
             board.note("failed", f"{worker}: {error}")
             raise
-        trap.armed = trap.armed or (injection is not None and subscriber.stats()["weights/loads"] >= 2)
+        armed.update(subscriber.stats()["weights/loads"] >= 2)
         time.sleep(0.02)
     subscriber.close()
 
 
 def learner_process(board: Any, first: int, injection: Injection | None, delta: str) -> None:
     torch.set_num_threads(1)
-    trap = Trap(board, injection)
+    trap = Trap()
+    armed = ArmedWhen(board, trap, injection)
     broadcast_publisher.post = trap.post
     broadcast_publisher.WeightGroup = trap.group()
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta)
@@ -184,7 +141,7 @@ def learner_process(board: Any, first: int, injection: Injection | None, delta: 
         canary = Canary(sequences=PROBES, logprobs=tuple(score(tensors)), learner_dtype="float32", wire_dtype="float32")
         publisher.publish(version, tensors.items(), canary)
         board.note("published", version)
-        trap.armed = trap.armed or (injection is not None and version >= first + 3)
+        armed.update(version >= first + 3)
         version += 1
         time.sleep(PAUSE_S)
     publisher.close()

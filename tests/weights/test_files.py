@@ -21,7 +21,7 @@ class Cluster:
         self.board = Board()
         self.loaded: list[tuple[int, dict[str, torch.Tensor]]] = []
         sender = FilesSender(self.board, folder)
-        self.publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=10)
+        self.publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=30)
         self.subscriber = None
 
     def subscribe(self):
@@ -35,7 +35,7 @@ class Cluster:
         self.publisher.publish(version, weights(version).items())
 
     def wait(self, condition) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -58,7 +58,8 @@ def test_a_version_makes_the_round_trip_in_the_wire_dtype(cluster):
     for version, tensors in cluster.loaded:
         for name, tensor in weights(version).items():
             assert torch.equal(tensors[name], tensor.to(torch.bfloat16))
-    assert [version for _, version, _, _ in cluster.board.served()] == [0, 1, 2]
+    cluster.wait(lambda: [version for _, version, _, _ in cluster.board.served()] == [0, 1, 2])
+    cluster.wait(lambda: cluster.publisher.stats()["weights/sent_version"] == 2)
 
 
 def test_only_the_newest_files_stay_and_a_late_joiner_finds_the_newest(cluster):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from asyncrl.errors import WeightsError
 from asyncrl.weights.gather import clean_name, gather_into, plan, unique_tensors
 from asyncrl.weights.snapshot import BackgroundPublisher, Snapshot
+from tests.forked import forked_from
 
 
 class Net(nn.Module):
@@ -130,15 +130,16 @@ def _rank(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.unhurried
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [2, 3])
 def test_fsdp_shards_gather_to_exactly_the_cast_full_tensors(tmp_path, world):
-    context = multiprocessing.get_context("spawn")
+    context = forked_from("tests.weights.chaos_processes")
     ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
         process.kill()
     assert (tmp_path / "ok").exists()
     assert [process.exitcode for process in ranks] == [0] * world

@@ -23,9 +23,9 @@ class HeldSender:
         self.go = threading.Semaphore(0)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        self.started.append(snapshot.policy_version)
         self.snapshots.append(snapshot)
-        assert self.go.acquire(timeout=20)
+        self.started.append(snapshot.policy_version)
+        assert self.go.acquire(timeout=60)
         self.seen.append((value_of(snapshot), value_of(previous)))
 
     def idle(self, newest: Snapshot | None) -> None: ...
@@ -44,7 +44,7 @@ def value_of(snapshot: Snapshot | None) -> float | None:
     return value
 
 
-def make(sender: HeldSender, wait_s: float = 20.0) -> BackgroundPublisher:
+def make(sender: HeldSender, wait_s: float = 60.0) -> BackgroundPublisher:
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=wait_s)
 
 
@@ -53,7 +53,7 @@ def publish(publisher: BackgroundPublisher, version: int) -> float:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -72,7 +72,7 @@ def test_the_next_version_is_taken_while_one_is_sent_and_only_the_one_after_wait
     assert third.is_alive(), "two versions are on their way already"
     for _ in range(3):
         sender.go.release()
-    third.join(10)
+    third.join(30)
     assert not third.is_alive()
     until(lambda: len(sender.seen) == 3)
     assert sender.seen == [(0.0, None), (1.0, None), (2.0, None)], "what is sent is never written to"
@@ -118,7 +118,7 @@ class HeldCopy:
         monkeypatch.setattr(snapshot, "gather_into", self)
 
     def __call__(self, *args):
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         if self.failure:
             raise RuntimeError(self.failure)
         return self.real(*args)
@@ -138,7 +138,7 @@ def test_training_goes_on_beside_the_copy_and_only_a_write_to_the_weights_waits_
     writer.join(0.2)
     assert writer.is_alive() and float(weight.max()) == 0.0 and sender.started == []
     copy.go.set()
-    writer.join(20)
+    writer.join(30)
     assert not writer.is_alive()
     sender.go.release()
     until(lambda: sender.seen == [(0.0, None)])
@@ -162,19 +162,20 @@ def test_a_copy_that_fails_is_an_error_before_the_weights_change_and_nothing_is_
 
 
 def test_a_copy_that_never_ends_is_an_error_that_names_the_version_and_no_hang(monkeypatch):
-    copy = HeldCopy(monkeypatch)
+    copy, sender = HeldCopy(monkeypatch), HeldSender()
     monkeypatch.setattr(snapshot, "_GATHER_S", 0.1)
-    publisher = make(HeldSender(), wait_s=0.1)
+    publisher = make(sender, wait_s=0.1)
     publish(publisher, 5)
     with pytest.raises(WeightsError, match="version 5 is still being copied out of the learner after"):
         publisher.wait_copied()
     copy.go.set()
+    sender.go.release()
     publisher.close()
 
 
 def test_fingerprints_taken_while_copying_are_those_of_the_whole_buckets():
     sender = HeldSender()
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=4 << 20, wait_s=20.0)
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=4 << 20, wait_s=60.0)
     torch.manual_seed(0)
     tensors = {"layers.0.w": torch.randn(1_500_003), "layers.0.b": torch.randn(7), "layers.1.w": torch.randn(900, 1001)}
     tensors |= {"layers.1.s": torch.tensor(3.0), "steps": torch.tensor([3, 2**40]), "none": torch.zeros(0)}
