@@ -12,26 +12,22 @@ import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.utils import logging as transformers_logging
 
 from asyncrl.commands import quoted
 from asyncrl.config import JOURNAL_DIR, config_groups, config_to_dict, load_config, read_config
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.learner.__main__ import NoLog, Place, join_ranks
-from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.counterfactual import Probe
+from asyncrl.learner.place import Place, assemble, join_ranks, prepare_process
 from asyncrl.learner.ranks import barrier
-from asyncrl.learner.resume import begin
-from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import Training, train
+from asyncrl.learner.roles import Roles
+from asyncrl.learner.train import train
 from asyncrl.replay.retained import RetainedReplay, read_surviving
 from asyncrl.schema import Config
 from asyncrl.telemetry.metrics import MetricsLog
@@ -54,14 +50,11 @@ def main(run: Path, overrides: Sequence[str]) -> int:
     """
     config = rerun_config(run, overrides)
     place = Place.of(os.environ, config.learner.device)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    if place.device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    prepare_process(place, logging.WARNING)
     mesh = join_ranks(config, place)
     try:
-        train_again(config, run / JOURNAL_DIR, place, mesh)
+        with ExitStack() as opened:
+            train_again(config, run / JOURNAL_DIR, place, mesh, opened)
         barrier()
     finally:
         if dist.is_initialized():
@@ -121,7 +114,7 @@ def name_of(overrides: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9.=]+", "-", "-".join(different)).replace("=", "-")[:80] or "same"
 
 
-def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh) -> None:
+def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, opened: ExitStack) -> None:
     history = read_surviving(journal)
     if len(history.steps) < config.learner.steps:
         raise ConfigError(
@@ -129,33 +122,27 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh) -
             "schedule that ends at learner.steps then ends earlier than in the run)"
         )
     replay = RetainedReplay(journal, history, max_staleness=config.replay.max_staleness)
+    opened.callback(replay.close)
     run_dir = Path(config.run.dir)
     if place.rank == 0:
         prepare_run_folder(config, place.run_id)
     barrier()
-    checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=1)
-    roles = build_roles(config, place.device, mesh)
-    start = begin(replay, checkpoints, roles, None, rank=place.rank, device=place.device)
-    rows = MetricsLog(run_dir, config.run.name, {}, False, False, None) if place.rank == 0 else NoLog()
-    try:
-        train(
-            config,
-            Training(
-                replay=replay,
-                publisher=Probe(config, roles.policy, replay, rank=place.rank, world=place.world, device=place.device),
-                roles=roles,
-                checkpoints=checkpoints,
-                start=start,
-                log=rows,
-                run_dir=run_dir,
-                rank=place.rank,
-                world=place.world,
-                device=place.device,
-            ),
-        )
-    finally:
-        rows.close()
-        replay.close()
+
+    def probe(roles: Roles) -> Probe:
+        return Probe(config, roles.policy, replay, rank=place.rank, world=place.world, device=place.device)
+
+    parts = assemble(
+        config,
+        place,
+        opened,
+        mesh=mesh,
+        replay=replay,
+        run_dir=run_dir,
+        resume="never",
+        publisher=probe,
+        log=lambda _: MetricsLog(run_dir, config.run.name, {}, False, False, None),
+    )
+    train(config, parts)
 
 
 def report(run: Path, folder: Path) -> None:

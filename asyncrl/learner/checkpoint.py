@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,7 +44,7 @@ LATEST = "latest"
 KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
 """Names of the weights and moments of each trained role."""
 PARTS = StateDictOptions(strict=False)
-"""The frozen base of adapters is not saved, hence missing at a load; what is trained is compared by DCP itself."""
+"""The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `_check_fits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +139,14 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a file is damaged or missing.
-            CheckpointMismatchError: the checkpoint is of another model.
+            CheckpointMismatchError: the checkpoint is of another model. Nothing was filled.
         """
         durable.verify(path)
         check_base(path, roles.policy.adapters)
-        _check_roles(path, roles)
+        saved = _shapes_in(path)
+        _check_roles(path, saved, roles)
         loaded = _tensors(roles)
+        _check_fits(path, saved, loaded)
         try:
             state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
         except (CheckpointException, ValueError, KeyError) as error:
@@ -176,16 +181,59 @@ class Checkpoints:
         return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def _check_roles(path: Path, roles: Roles) -> None:
-    """DCP loads what is asked for and leaves the rest: a critic would be forgotten without a word."""
-    saved = {name.partition(".")[0] for name in FileSystemReader(path).read_metadata().state_dict_metadata}
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by their names in a checkpoint: `model.hf.lm_head.weight`, `optimizer.state.hf.lm_head.weight.step`."""
+
+
+def _shapes_in(path: Path) -> Shapes:
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _shapes_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Of what is to be filled, under the names that DCP gives it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            shapes[f"{prefix}{name}"] = tuple(value.shape)
+        elif isinstance(value, Mapping):
+            shapes |= _shapes_of(value, f"{prefix}{name}.")
+    return shapes
+
+
+def _check_fits(path: Path, saved: Shapes, loaded: Mapping[str, Any]) -> None:
+    """DCP loads what is asked for and leaves the rest: a model of fewer layers would go on with a part of another."""
+    wanted = _shapes_of(loaded)
+    problems = [f"{_plain(name)} is in the checkpoint only" for name in saved if name not in wanted]
+    problems += [f"{_plain(name)} is in the model only" for name in wanted if name not in saved]
+    problems += [
+        f"{_plain(name)} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
+        for name, shape in wanted.items()
+        if saved.get(name, shape) != shape
+    ]
+    if problems:
+        raise CheckpointMismatchError(
+            f"{path} does not fit the model, {len(problems)} tensors differ: {'; '.join(problems[:3])}"
+            f"{'; ...' if len(problems) > 3 else ''}. Resume with the model.path (and critic.path) it was trained with"
+        )
+
+
+def _plain(name: str) -> str:
+    """`model.norm.weight (model)`, `model.norm.weight.exp_avg (optimizer)`."""
+    part, _, rest = name.partition(".")
+    return f"{rest.removeprefix('state.').removeprefix('hf.')} ({part})"
+
+
+def _check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
+    """Before the tensors, so that the setting at fault is named."""
+    parts = {name.partition(".")[0] for name in saved}
     rows = (
-        ("a critic", "critic" in saved, roles.critic is not None, "advantage.estimator"),
-        ("an averaged policy", "average" in saved, roles.average is not None, "learner.proximal_ema"),
+        ("a critic", "critic" in parts, roles.critic is not None, "advantage.estimator"),
+        ("an averaged policy", "average" in parts, roles.average is not None, "learner.proximal_ema"),
     )
     for what, there, wanted, key in rows:
         if there != wanted:
-            exported = _exported(path, critic="critic" in saved and roles.critic is not None)
+            exported = _exported(path, critic="critic" in parts and roles.critic is not None)
             raise CheckpointMismatchError(
                 f"{path} was saved {'with' if there else 'without'} {what}, and these settings have "
                 f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.loading import REFUSALS, load_on_rank_zero
 from asyncrl.learner.model import PackedModel, place, prepare
 from asyncrl.schema import Config
 
@@ -56,24 +59,36 @@ def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) 
     """
     path = config.critic.path or config.model.path
     try:
-        hf, loaded = AutoModelForTokenClassification.from_pretrained(
-            path,
-            num_labels=1,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        hf = load_on_rank_zero(lambda: load_classifier(path), lambda: blank_classifier(path), mesh)
+    except REFUSALS as error:
         raise ConfigError(
             f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
             "a token classifier with num_labels=1"
         ) from error
-    head = value_head(hf)
-    if any(key.split(".")[-2] in HEADS for key in loaded["missing_keys"]):
-        for parameter in head.parameters():
-            nn.init.zeros_(parameter)  # random values would send the first advantages astray
+    value_head(hf)
     return place(CriticModel(prepare(hf, config.model)), config.model, device, mesh)
+
+
+OPTIONS: dict[str, Any] = {
+    "dtype": torch.float32,
+    "attn_implementation": PACKED_ATTENTION,
+    "trust_remote_code": False,
+}
+
+
+def load_classifier(path: str) -> PreTrainedModel:
+    hf, loaded = AutoModelForTokenClassification.from_pretrained(
+        path, num_labels=1, output_loading_info=True, **OPTIONS
+    )
+    if any(key.split(".")[-2] in HEADS for key in loaded["missing_keys"]):
+        for parameter in value_head(hf).parameters():
+            nn.init.zeros_(parameter)  # random values would send the first advantages astray
+    return hf
+
+
+def blank_classifier(path: str) -> PreTrainedModel:
+    settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
+    return AutoModelForTokenClassification.from_config(settings, **OPTIONS)
 
 
 def value_loss(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.errors import CheckpointMismatchError
+from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.schema import ModelConfig
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
@@ -79,18 +80,21 @@ class Adapters:
                 layer._disable_adapters = False
 
 
-def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int) -> Adapters:
-    """Freeze `hf` and give its target layers adapters in fp32 that change nothing yet (B = 0).
+def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int, device: torch.device) -> Adapters:
+    """Freeze `hf` and give its target layers adapters in fp32 that change nothing yet (B = 0). Collective.
 
     Args:
-        seed: of A, drawn alike on every rank: each keeps its own shard of what it drew.
+        hf: on ranks other than 0 it may be without memory, and gets all values of rank 0's later.
+        seed: of A.
+        device: on which the ranks meet.
 
     Raises:
         ConfigError: a target matches no layer; the message names the nearest.
     """
     peft = importlib.import_module("peft")  # an optional package
     names = target_layers(hf, config.lora_targets)
-    fingerprint = base_fingerprint(hf)
+    blank = any(parameter.is_meta for parameter in hf.parameters())
+    fingerprint = text_of_rank_zero("" if blank else base_fingerprint(hf), device)
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -108,8 +112,9 @@ def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int) -> Adapter
     for layer in layers.values():
         for side in (layer.lora_A[NAME], layer.lora_B[NAME]):
             side.float()  # peft gives them the dtype of the base
-        nn.init.kaiming_uniform_(layer.lora_A[NAME].weight, a=math.sqrt(5), generator=generator)
-        nn.init.zeros_(layer.lora_B[NAME].weight)
+        if not blank:
+            nn.init.kaiming_uniform_(layer.lora_A[NAME].weight, a=math.sqrt(5), generator=generator)
+            nn.init.zeros_(layer.lora_B[NAME].weight)
     return Adapters(
         layers=layers,
         settings=settings,

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters
 from asyncrl.schema import Config, ModelConfig
@@ -106,12 +107,12 @@ def build_model(
     """
     settings = replace(config.model, path=path or config.model.path)
     adapted = settings.lora_rank > 0 and not frozen
-    hf = prepare(load_hf(settings, DTYPES[settings.dtype] if adapted else torch.float32), settings)
+    hf = prepare(load_hf(settings, DTYPES[settings.dtype] if adapted else torch.float32, mesh), settings)
     model = PolicyModel(hf)
     if frozen:
         model.requires_grad_(False)
     if adapted:
-        model.adapters = add_adapters(hf, settings, config.seed)
+        model.adapters = add_adapters(hf, settings, config.seed, device)
     return place(model, settings, device, mesh)
 
 
@@ -136,8 +137,8 @@ def place(model: Packed, config: ModelConfig, device: torch.device, mesh: Device
     return model
 
 
-def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The Hugging Face model with our attention, on the CPU.
+def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None) -> PreTrainedModel:
+    """The Hugging Face model with our attention, on the CPU; see `load_on_rank_zero` for the ranks of `mesh`.
 
     Raises:
         ConfigError: see `build_model`.
@@ -150,12 +151,15 @@ def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrain
                 f"model.path={config.path}: {hf_config.model_type} applies {', '.join(transforms)} to its logits, "
                 "which the learner does not; use a model whose logits are lm_head(hidden)"
             )
-        return AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED_ATTENTION, "trust_remote_code": False}
+        return load_on_rank_zero(
+            lambda: AutoModelForCausalLM.from_pretrained(config.path, **options),
+            lambda: AutoModelForCausalLM.from_config(hf_config, **options),
+            mesh,
         )
     except ConfigError:
         raise  # a ValueError too, and complete as it is
-    except (OSError, KeyError, ValueError) as error:
+    except REFUSALS as error:
         raise ConfigError(
             f"model.path={config.path} cannot be loaded as a causal LM: {error}. "
             "Give a directory with config.json and *.safetensors, or a hub name"
@@ -172,7 +176,9 @@ def shard(model: PackedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
     layer_classes = set(model.hf._no_split_modules or ())
     for module in list(model.hf.modules()):
         if type(module).__name__ in layer_classes:
+            fill_from_rank_zero(module, mesh)
             fully_shard(module, mesh=mesh, mp_policy=policy)
+    fill_from_rank_zero(model, mesh)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

@@ -14,20 +14,25 @@ def barrier() -> None:
         dist.barrier()
 
 
+def text_of_rank_zero(text: str, device: torch.device) -> str:
+    """What rank 0 was called with, on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    said = text.encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(said)], device=device)
+    dist.broadcast(size, src=0)
+    letters = torch.frombuffer(bytearray(said[: int(size)].ljust(int(size) + 1)), dtype=torch.uint8).to(device)
+    dist.broadcast(letters, src=0)
+    return letters.cpu().numpy().tobytes()[: int(size)].decode()
+
+
 def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
     """What rank 0 was called with, on every rank. Collective.
 
     Ranks that each look for the newest checkpoint may find different ones (a shared disk that lags, a node that
     torchrun does not count as restarted) and would load shards of different steps.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return path
-    text = str(path or "").encode() if dist.get_rank() == 0 else b""
-    size = torch.tensor([len(text)], device=device)
-    dist.broadcast(size, src=0)
-    letters = torch.frombuffer(bytearray(text.ljust(int(size) + 1)), dtype=torch.uint8).to(device)
-    dist.broadcast(letters, src=0)
-    chosen = letters.cpu().numpy().tobytes()[: int(size)].decode()
+    chosen = text_of_rank_zero(str(path or ""), device)
     return Path(chosen) if chosen else None
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.ranks import choice_of_rank_zero
@@ -18,6 +18,7 @@ from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.train import Training, train
 from asyncrl.schema import Config
+from tests.forked import forked_from
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 
 
@@ -28,7 +29,8 @@ def train_on_ranks(
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    spawn(_rank, args=(world, config, groups, size, resume), nprocs=world)
+    forked_from(__name__)
+    start_processes(_rank, args=(world, config, groups, size, resume), nprocs=world, start_method="forkserver")
     return load_file(folder / "published.safetensors")
 
 

@@ -108,13 +108,34 @@ def test_a_damaged_checkpoint_is_refused_by_file_name(tmp_path: Path):
         checkpoints.choose("auto", restarted=False)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
-    roles = learner(0, updates=1)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.self_attn\.q_proj\.weight \(model\) is in the checkpoint only"),
+        ({"num_hidden_layers": 5}, r"model\.layers\.2\.self_attn\.q_proj\.weight \(model\) is in the model only"),
+        ({"intermediate_size": 32}, r"gate_proj\.weight \(model\) is \[64, 32\] in the checkpoint and \[32, 32\]"),
+        ({"tie_word_embeddings": False}, r"lm_head\.weight\.step \(optimizer\) is in the model only"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_fills_nothing(tmp_path: Path, change: dict, named: str):
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
-    path = checkpoints.save(state(0), roles, {})
-    for change in ({"hidden_size": 64}, {"num_hidden_layers": 5}):
-        with pytest.raises(CheckpointMismatchError, match="does not fit the model"):
-            checkpoints.load(path, learner(0, **change))
+    path = checkpoints.save(state(0), learner(0, updates=1), {})
+    other = learner(1, **change)
+    before = [parameter.detach().clone() for parameter in other.policy.parameters()]
+    with pytest.raises(CheckpointMismatchError, match=named) as caught:
+        checkpoints.load(path, other)
+    assert "does not fit the model" in str(caught.value) and "Resume with the model.path" in str(caught.value)
+    assert all(map(torch.equal, before, other.policy.parameters()))
+
+
+def test_a_checkpoint_whose_optimizer_knows_more_or_less_than_this_one_is_refused(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    whole, part = learner(0, updates=1), learner(0)
+    part.optimizer = make_optimizer(part.policy.hf.model.layers.parameters(), LearnerConfig())
+    for saved, other in ((whole, part), (part, whole)):
+        path = checkpoints.save(state(0), saved, {})
+        with pytest.raises(CheckpointMismatchError, match=r"embed_tokens\.weight\.\w+ \(optimizer\) is in the"):
+            checkpoints.load(path, other)
 
 
 def test_a_file_that_cannot_be_read_or_a_rank_that_is_gone_is_no_mismatch(tmp_path: Path, monkeypatch):
