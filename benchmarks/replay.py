@@ -17,7 +17,8 @@ encodes or pickles each group anew. Except with Ray it has many under way, and m
 `cpu_us_per_group` is what all processes together spent, which says more than the rates where others use the machine.
     shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
 
-Second form: that many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory.
+Second form: that many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory
+after the first batch and after each quarter.
 """
 
 from __future__ import annotations
@@ -373,7 +374,7 @@ class Crowd:
             self._send(peer, "acquire", [4, 5.0])
 
 
-def measure_crowd(workers: int, groups: int) -> Row:
+def measure_crowd(workers: int, groups: int) -> dict[str, float | list[float]]:
     config = ReplayConfig(address=free_address(), max_staleness=1 << 20, heartbeat_timeout_s=120.0)
     groups_per_step = 1024
     server = spawn.Process(target=serve, args=(config, admission(groups_per_step, 8192), None), daemon=True)
@@ -401,10 +402,9 @@ def measure_crowd(workers: int, groups: int) -> Row:
     return {
         "workers": workers,
         "groups": steps * groups_per_step,
-        "groups_per_s": counted / elapsed,
-        "server_cpu_us_per_group": used / counted * 1e6,
-        "rss_mb_at_a_tenth": memory[len(memory) // 10],
-        "rss_mb_at_the_end": memory[-1],
+        "groups_per_s": round(counted / elapsed, 1),
+        "server_cpu_us_per_group": round(used / counted * 1e6, 1),
+        "rss_mb_of_quarters": [round(memory[part * (steps - 1) // 4], 1) for part in range(5)],
     }
 
 
@@ -486,7 +486,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.workers:
         row = measure_crowd(options.workers, options.groups)
-        print(json.dumps({"benchmark": "replay_crowd", **{key: round(value, 2) for key, value in row.items()}}))
+        print(json.dumps({"benchmark": "replay_crowd", **row}))
         return
     if "ray" in options.only:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)

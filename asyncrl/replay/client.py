@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, NoProgress, WireError
@@ -140,6 +141,9 @@ class LearnerClient:
     def __init__(self, address: str, *, rank: int, run_digest: str, config: ReplayConfig) -> None:
         self.address = address
         self._samples = SAMPLE_GROUPS if rank == 0 else 0
+        self._told: set[int] = set()
+        """Evaluation jobs whose results were returned. A server that is restarted before it knows that they arrived has
+        them made again."""
         self._connection = Connection(
             address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
         )
@@ -159,7 +163,8 @@ class LearnerClient:
         return decode_lease(request.result(), rank, self._shards)
 
     def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
-        return messages.decode_trained(self._ask("trained", [step, policy_version]))
+        reply = messages.decode_trained(self._ask("trained", [step, policy_version]))
+        return replace(reply, evaluations=self._untold(reply.evaluations))
 
     def commit(self, *, step: int) -> None:
         self._ask("commit", step)
@@ -171,7 +176,12 @@ class LearnerClient:
         return wire.integer(self._ask("evaluate", [step, policy_version, eval_set, rows, chunk]), "job", 0, wire.MAX_ID)
 
     def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
-        return messages.decode_records(EvalSummary, self._ask("wait_evaluations", float(wait_s)))
+        return self._untold(messages.decode_records(EvalSummary, self._ask("wait_evaluations", float(wait_s))))
+
+    def _untold(self, summaries: Sequence[EvalSummary]) -> tuple[EvalSummary, ...]:
+        fresh = tuple(summary for summary in summaries if summary.job_id not in self._told)
+        self._told.update(summary.job_id for summary in fresh)
+        return fresh
 
     def announce(self, values: dict[str, Any]) -> None:
         self._ask("announce", values)

@@ -170,13 +170,13 @@ class Connection:
         next_beat = 0.0
         while not self._closing.is_set():
             now = self._clock()
-            if now >= next_beat:
+            if now >= min(next_beat, self._deaf_at()):
                 next_beat = now + self._config.heartbeat_s
                 self._beat(now)
             poller = zmq.Poller()
             poller.register(self._wake_in, zmq.POLLIN)
             poller.register(self._socket, zmq.POLLIN)
-            ready = dict(poller.poll(int(max(0.0, next_beat - now) * 1000) + 1))
+            ready = dict(poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
             if self._wake_in in ready:
                 self._take_inbox()
             if self._socket in ready:
@@ -192,9 +192,8 @@ class Connection:
 
     def _beat(self, now: float) -> None:
         """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
-        # The next beat would come after the deadline.
-        limit = self._config.heartbeat_timeout_s - self._config.heartbeat_s
-        if now - self._contact > limit < now - self._attempt:
+        # One that was slow itself may have words of the server that it has not read yet.
+        if now >= self._deaf_at() and not self._socket.poll(0):
             log.warning("no word from the %s for %.1f s: connecting anew", self._server, now - self._contact)
             self._attempt = now
             self._socket.close(0)
@@ -206,6 +205,10 @@ class Connection:
         elif self._fatal is None:
             self._hello()
         self._give_up(now)
+
+    def _deaf_at(self) -> float:
+        """When the server is taken for silent: at the next beat it could be too late."""
+        return max(self._contact, self._attempt) + self._config.heartbeat_timeout_s - self._config.heartbeat_s
 
     def _hello(self) -> None:
         self._say("hello", [self.role, self.name, self._digest, self.served, self._boot])

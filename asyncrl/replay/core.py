@@ -5,21 +5,18 @@
     host:     expire (now and then)
 
 No call waits. What cannot be answered yet returns None or an empty reply, and the host (`server.py`, `inprocess.py`)
-asks again after the next event. All durable changes go through `_record`,
-which is where a journal listens.
+asks again after the next event. All durable changes go through `_record`, which is where a journal listens.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.base import Board, Restored, TrainedReply
 from asyncrl.replay.issue import why_no_batch
 from asyncrl.replay.ledger import Entry, GroupState
@@ -33,31 +30,11 @@ class ReplayCore(RolloutSide):
     """`journal` is called with every event before it is applied. `clock` counts seconds from anywhere. `state` is what
     a journal remembers; without one the core begins empty."""
 
-    def __init__(
-        self,
-        settings: AdmissionSettings,
-        clock: Callable[[], float],
-        *,
-        seed: int = 0,
-        max_bytes: int = 1 << 30,
-        heartbeat_timeout_s: float = 10.0,
-        journal: Callable[[ev.Event], None] | None = None,
-        state: ReplayState | None = None,
-    ) -> None:
-        super().__init__(
-            settings,
-            clock,
-            seed=seed,
-            max_bytes=max_bytes,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            journal=journal,
-            state=state,
-        )
-        self._last_trained: tuple[int, int, TrainedReply] | None = None
-        self._handed_out: tuple[EvalSummary, ...] = ()
-        """Evaluation results that were given to the learner last."""
-        self._handed_to = ("", -1)
-        """Incarnation and number of the request they answered."""
+    _last_trained: tuple[int, int, TrainedReply] | None = None
+    _handed_out: tuple[EvalSummary, ...] = ()
+    """Evaluation results that were given to the learner last."""
+    _handed_to = ("", -1)
+    """Incarnation and number of the request they answered."""
 
     @property
     def board(self) -> Board:

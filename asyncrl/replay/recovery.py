@@ -79,6 +79,16 @@ def segment_chain(disk: Disk) -> list[Begun]:
     return chain
 
 
+def run_of(disk: Disk) -> str | None:
+    """Id of the run whose journal is on `disk`; empty for one of another version, which no run that goes on can have,
+    and None where there is none or it cannot be read."""
+    try:
+        begun = begun_segments(disk)
+    except JournalError:
+        return ""
+    return begun[-1].snapshot.run.get("run_id", "") if begun else None
+
+
 def begun_segments(disk: Disk) -> list[Begun]:
     """Segments with a whole first record, by number."""
     begun = []

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings, may_admit
+from asyncrl.replay.admission import may_admit
+from asyncrl.replay.attempts import Attempts
 from asyncrl.replay.base import Acquired, InsertReply, Member
-from asyncrl.replay.evaluations import Evaluations
 from asyncrl.replay.issue import assignment_seed, fair_share, window_of
 from asyncrl.replay.ledger import Entry, GroupState
-from asyncrl.replay.meter import Meter
-from asyncrl.replay.state import ReplayState
-from asyncrl.replay.workers import Worker, Workers
+from asyncrl.replay.workers import Worker
 from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, EvalResult, GroupHeader
-
-RETRIED = frozenset(
-    {
-        DropReason.FAILED_GENERATION,
-        DropReason.FAILED_REWARD,
-        DropReason.FAILED_FILTER,
-        DropReason.WORKER_LOST,
-        DropReason.INCOMPLETE,
-    }
-)
-"""Failures that another attempt may cure; the other reasons drop the group at once."""
-
 
 MAX_DETAIL = 200
 """Characters of a worker's own words that the journal keeps."""
@@ -39,50 +24,15 @@ class UnknownPeer(ReplayError):
     """The server does not know this incarnation (any more): it has to say hello and ask again."""
 
 
-class RolloutSide:
-    """State, and every request of a rollout worker. `ReplayCore` adds the learner's."""
+class RolloutSide(Attempts):
+    """Every request of a rollout worker. `ReplayCore` adds the learner's."""
 
-    def __init__(
-        self,
-        settings: AdmissionSettings,
-        clock: Callable[[], float],
-        *,
-        seed: int = 0,
-        max_bytes: int = 1 << 30,
-        heartbeat_timeout_s: float = 10.0,
-        journal: Callable[[ev.Event], None] | None = None,
-        state: ReplayState | None = None,
-    ) -> None:
-        self.settings, self.seed, self.max_bytes = settings, seed, max_bytes
-        self.clock = clock
-        self.state = state or ReplayState(settings.max_staleness)
-        self.workers = Workers(heartbeat_timeout_s)
-        self.evaluations = Evaluations(settings.max_attempts)
-        self.meter = Meter(clock())
-        self.paused = ""
-        self.shards_paused = ""
-        """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
-        self.shards_paused = ""
-        """Likewise, of the shards."""
-        self._journal = journal
-        self._ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
-        """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand
-        workers, adding it up anew for each of their requests is most of what the server would do."""
-        self._held_since: dict[tuple[int, int], float] = {}
-        """(group id, attempt) -> clock when this order was first seen to be out."""
-        self._settled_at = self._resumed_by = -math.inf
-        self._known_before: frozenset[str] = frozenset()
-        """Incarnations that an earlier life of this server knew."""
-
-    @property
-    def why_paused(self) -> str:
-        return "; ".join(why for why in (self.paused, self.shards_paused) if why)
-
-    def _record(self, event: ev.Event) -> None:
-        """Every durable change passes here, before it is carried out."""
-        if self._journal is not None:
-            self._journal(event)
-        self.state.apply(event)
+    _ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
+    """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand workers,
+    adding it up anew for each of their requests is most of what the server would do."""
+    _settled_at = _resumed_by = -math.inf
+    _known_before: frozenset[str] = frozenset()
+    """Incarnations that an earlier life of this server knew."""
 
     def hello(self, worker: str, incarnation: str, served: int = NO_VERSION) -> None:
         """Raises FencedError when a newer incarnation of this worker has taken over."""
@@ -122,21 +72,11 @@ class RolloutSide:
             self._release(member)
         return [member.name for member in gone]
 
-    def _reissue_overdue(self) -> None:
-        held, now, timeout = self.state.held, self.clock(), self.settings.group_timeout_s
-        if timeout == 0:
-            return
-        # Counted from when it was first seen here, which is a tick after it was given out or the server restarted.
-        orders = [(group_id, entry.attempt) for group_id, entry in held.items()]
-        self._held_since = {order: self._held_since.get(order, now) for order in orders}
-        for (group_id, _), since in self._held_since.items():
-            if now - since > timeout:
-                self._end_attempt(held[group_id], DropReason.INCOMPLETE)
-
     def acquire(self, worker: str, incarnation: str, slots: int, request: int = -1) -> Acquired:
         """Up to `slots` orders for this worker, evaluation first; none: `waiting_for` says why. A `request` that was
         answered before a restart of the server, and is asked again, gets the same orders."""
-        member = self._worker(worker, incarnation)
+        # No sign of life: the server asks again by itself as long as the request waits, for a stopped worker too.
+        member = self._member(worker, incarnation)
         answered = self._answered(member, request)
         if answered:
             return Acquired(assignments=answered)
@@ -195,7 +135,7 @@ class RolloutSide:
         """An attempt failed. Late or repeated reports change nothing.
 
         Args:
-            detail: for `filtered`, the filter's name and, after a colon, what it said.
+            detail: why; for `filtered`, the filter's name and, after a colon, what it said. Of the last try it is kept.
         """
         self._worker(worker, incarnation)
         entry = self.state.held.get(group_id)
@@ -207,7 +147,7 @@ class RolloutSide:
         if reason in (DropReason.FILTERED, DropReason.INCOMPLETE):
             self._drop(entry, reason, detail=detail[:MAX_DETAIL])
         else:
-            self._end_attempt(entry, reason)
+            self._end_attempt(entry, reason, detail[:MAX_DETAIL])
 
     def served(self, worker: str, incarnation: str, policy_version: int, fingerprint: str) -> None:
         """Raises ReplayError when that version was never published."""
@@ -265,11 +205,17 @@ class RolloutSide:
         if self.state.peers.replaced(worker, incarnation):
             raise FencedError(f"{worker!r} was replaced by a newer incarnation; this one has to stop")
 
-    def _worker(self, worker: str, incarnation: str) -> Worker:
+    def _member(self, worker: str, incarnation: str) -> Worker:
         self._refuse_replaced(worker, incarnation)
-        member = self.workers.get(worker, incarnation, self.clock())
+        member = self.workers.get(worker, incarnation)
         if member is None:
             raise UnknownPeer(f"worker {worker!r} is not known here; it has to say hello first")
+        return member
+
+    def _worker(self, worker: str, incarnation: str) -> Worker:
+        """The live worker, its life renewed."""
+        member = self._member(worker, incarnation)
+        member.seen = self.clock()
         return member
 
     def _lag(self, version: int) -> int:
@@ -348,38 +294,3 @@ class RolloutSide:
                 if version not in self.state.tree:
                     return f"a token has policy_version {version}, which was never published"
         return ""
-
-    def _end_attempt(self, entry: Entry, reason: DropReason) -> None:
-        self._let_go(entry)
-        if reason is DropReason.SHUTDOWN:
-            self._record(ev.Returned(entry.group_id, counted=False))
-        elif reason in RETRIED and entry.failures + 1 < self.settings.max_attempts:
-            self._record(ev.Returned(entry.group_id, counted=True))
-        else:
-            self._drop(entry, reason)
-
-    def _release(self, member: Worker, *, counted: bool = True) -> None:
-        reason = DropReason.WORKER_LOST if counted else DropReason.SHUTDOWN
-        for group_id in sorted(member.held):
-            entry = self.state.held.get(group_id)
-            if entry is not None and entry.incarnation == member.incarnation:
-                self._end_attempt(entry, reason)
-        member.held.clear()
-        self.evaluations.release(member.name)
-
-    def _let_go(self, entry: Entry) -> None:
-        member = self.workers.live.get(entry.worker)
-        if member is not None:
-            member.held.discard(entry.group_id)
-
-    def _drop(self, entry: Entry, reason: DropReason, *, readmit: bool = False, detail: str = "") -> None:
-        self._let_go(entry)
-        self._record(ev.Dropped(entry.group_id, reason, readmit, detail))
-
-    def _make_room(self) -> None:
-        trained = self.state.buffer.trained
-        while self.state.buffer.nbytes > self.max_bytes:
-            oldest = next((step for step in sorted(trained) if not trained[step].evicted), None)
-            if oldest is None:
-                return
-            self._record(ev.Evicted(oldest))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import zmq
+
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.core import ReplayCore
@@ -22,8 +24,10 @@ from asyncrl.replay.history import LedgerFile
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payloads import InShards, refuse_other_store
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.recovery import run_of
 from asyncrl.replay.router import router
 from asyncrl.replay.server import TICK_S, ReplayServer
+from asyncrl.replay.survivors import speaks_of
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.schema import ReplayConfig
 
@@ -60,7 +64,7 @@ def run_server(
         ledger: told every event before it is applied, and what the journal remembers.
         folder: of the journal, when `replay.durability` is `journal`. Without it and `disk` all is kept in memory.
         disk: where the journal is, instead of `folder`.
-        fresh: throw away the journal of an earlier run.
+        fresh: throw away the journal of an earlier run; that of a run whose peers are still there is kept.
 
     Raises:
         ConfigError: see `router`. LedgerError: the conservation law broke. JournalError: the journal is damaged, in use
@@ -76,7 +80,7 @@ def run_server(
         socket = stack.enter_context(router(config))
         if config.durability == "journal" and folder is not None:
             disk = FolderDisk(folder, locked=True)
-        if fresh and disk is not None:
+        if fresh and disk is not None and not goes_on(disk, socket, config, stopped):
             discard(disk)
         memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, ledger, disk))
         kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
@@ -147,8 +151,21 @@ def journal_settings(config: ReplayConfig) -> JournalSettings:
 
 def silence_of(config: ReplayConfig) -> float:
     """A silent peer is named after `heartbeat_timeout_s` at the latest, the server's own turn included."""
-    turn_s = max(TICK_S, config.heartbeat_timeout_s / 20)  # A busy machine's turns take longer.
+    turn_s = max(TICK_S, config.heartbeat_timeout_s / 10)  # A busy machine's turns take longer.
     return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
+
+
+def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threading.Event) -> bool:
+    """Whether the run that the journal on `disk` is of does: then its peers are there, and speak of it. Waits for them
+    where there is such a journal."""
+    run_id, wait_s = run_of(disk), config.heartbeat_timeout_s
+    if not run_id:
+        return False
+    log.info("overwrite=true: the journal of run %s is deleted unless its peers are heard in %.0f s", run_id, wait_s)
+    if not speaks_of(run_id, socket, wait_s, stopped):
+        return False
+    log.warning("run %s goes on: its journal is kept, overwrite=true or not", run_id)
+    return True
 
 
 def discard(disk: Disk) -> None:

@@ -22,11 +22,12 @@ from asyncrl.machine import check_machine
 from asyncrl.replay.disk import Disk, FolderDisk
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.recovery import run_of
 from asyncrl.replay.router import router
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.serving import discard, journal_settings, silence_of
 from asyncrl.replay.shard_host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
-from asyncrl.replay.shard_store import is_of_another_run, open_store, shard_folder
+from asyncrl.replay.shard_store import open_store, shard_folder
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.schema import Config, ReplayConfig
 
@@ -76,7 +77,7 @@ def run_shard(
             return
         disk = disk or FolderDisk(folder or Path(), locked=True)
         # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
-        if fresh and is_of_another_run(disk, first.run_id):
+        if fresh and run_of(disk) not in (None, first.run_id):
             discard(disk)
         store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
         sync = SyncThread(store, config.journal.fsync_ms / 1000)

@@ -26,7 +26,7 @@ from asyncrl.replay.disk import Disk
 from asyncrl.replay.journal import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.payload import StoredGroup
 from asyncrl.replay.records import decode_event, encode_event
-from asyncrl.replay.recovery import Begun, begun_segments, segment_chain
+from asyncrl.replay.recovery import Begun, segment_chain
 from asyncrl.replay.segments import REPAIR, Record, offset_of, read_at, scan, segment_name, segment_of
 from asyncrl.types import GroupHeader
 
@@ -192,15 +192,6 @@ class ShardStore(SegmentLog):
         places = tuple(held.position for held in self.held.values())
         keys = [[*key, held.nbytes] for key, held in self.held.items()]
         return Opening(encode_event(ev.Snapshotted(self.run, end, {"keys": keys}, places)), places)
-
-
-def is_of_another_run(disk: Disk, run_id: str) -> bool:
-    """Whether a journal on `disk` says so: one of another version too, which no run that goes on can have."""
-    try:
-        begun = begun_segments(disk)
-    except JournalError:
-        return True
-    return bool(begun) and begun[-1].snapshot.run.get("run_id") != run_id
 
 
 def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> ShardStore:

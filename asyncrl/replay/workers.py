@@ -45,13 +45,10 @@ class Workers:
         self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now)
         return known
 
-    def get(self, name: str, incarnation: str, now: float) -> Worker | None:
-        """The live worker, its life renewed; None when it has to say hello (again)."""
+    def get(self, name: str, incarnation: str) -> Worker | None:
+        """The live worker; None when it has to say hello (again)."""
         worker = self.live.get(name)
-        if worker is not None and worker.incarnation == incarnation:
-            worker.seen = now
-            return worker
-        return None
+        return worker if worker is not None and worker.incarnation == incarnation else None
 
     def remove(self, name: str) -> Worker:
         worker = self.live.pop(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,21 +24,6 @@ from .power import lose_power
 from .settings import ChaosSettings
 
 DRAIN_S = 60.0
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def free_addresses(count: int) -> list[str]:
-    """All different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [f"tcp://127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
 
 
 class Harness:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from tests.addresses import free_address
+
 from .check import Verdict
-from .harness import DRAIN_S, Harness, free_address, free_addresses, running
+from .harness import DRAIN_S, Harness, running
 from .power import POINTS, lose_power
 from .settings import ChaosSettings
 
@@ -114,7 +116,7 @@ def main() -> int:
             folder=given.folder or str(Path(scratch) / "run"),
             address=free_address(),
             listen=free_address(),
-            shards=free_addresses(given.shards),
+            shards=[free_address() for _ in range(given.shards)],
             sync_delay_s=0.01,
             mutant=given.mutant,
         )

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.schema import ReplayConfig
+from tests.addresses import free_address
 
 from .check import Verdict
-from .harness import Harness, free_address, running
+from .harness import Harness, running
 from .settings import ChaosSettings
 
 ROLES = ("w0", "server", "learner")

@@ -11,8 +11,10 @@ from random import Random
 
 import pytest
 
+from tests.addresses import free_address
+
 from .check import Verdict
-from .harness import DRAIN_S, Harness, free_address, running
+from .harness import DRAIN_S, Harness, running
 from .learner import train
 from .run import chaos, failpoints
 from .settings import SILENCE_S, ChaosSettings

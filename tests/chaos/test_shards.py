@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .harness import free_address, free_addresses, running
+from tests.addresses import free_address
+
+from .harness import running
 from .power import unsynced
 from .run import chaos
 from .settings import ChaosSettings
@@ -20,7 +22,7 @@ def settings_in(folder: Path, **changes) -> ChaosSettings:
     values = {
         "folder": str(folder / "run"),
         "address": free_address(),
-        "shards": free_addresses(2),
+        "shards": [free_address() for _ in range(2)],
         "sync_delay_s": 0.01,
     }
     return ChaosSettings(**(values | changes))

@@ -26,6 +26,7 @@ def test_four_hundred_faulty_runs_lose_nothing_and_train_nothing_twice() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.unhurried
 @pytest.mark.timeout(600)
 def test_ten_thousand_faulty_runs_lose_nothing_and_train_nothing_twice() -> None:
     run_seeds("tests.chaos.simulate:run_seed", range(FAST, FAST + SLOW))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.journal import JournalSettings
@@ -15,8 +16,9 @@ from asyncrl.replay.shard import run_shard
 from asyncrl.replay.shard_store import open_store
 from asyncrl.schema import JournalConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
+from tests.addresses import free_address
 
-from .helpers import free_address, group, replay_config, settings
+from .helpers import group, replay_config, settings
 from .memory_disk import MemoryDisk
 
 ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
@@ -51,6 +53,14 @@ class Life:
         self.stop.set()
         self.thread.join(30)
         assert not self.thread.is_alive()
+
+
+class Peers(Protocol):
+    """Whoever makes clients of its server and closes them."""
+
+    def learner(self, rank: int = 0) -> LearnerClient: ...
+
+    def worker(self, name: str = "w") -> RolloutClient: ...
 
 
 class Cluster:
@@ -103,17 +113,18 @@ class Cluster:
             life.end()
 
 
-def begin(cluster: Cluster) -> tuple[LearnerClient, RolloutClient]:
-    learner, worker = cluster.learner(), cluster.worker()
+def begin(peers: Peers) -> tuple[LearnerClient, RolloutClient]:
+    learner, worker = peers.learner(), peers.worker()
     version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     learner.publish(policy_version=version, parent=NO_VERSION)
     asyncio.run(worker.served(version, "f"))
     return learner, worker
 
 
-async def fill(worker: RolloutClient, slots: int, tokens: int = 3) -> dict[int, TrajectoryGroup]:
+async def fill(worker: RolloutClient, slots: int, tokens: int = 3, version: int = 0) -> dict[int, TrajectoryGroup]:
     made = {}
     for order in (await worker.acquire(slots=slots, wait_s=20)).assignments:
-        made[order.group_id] = group(order, [0] * tokens)
-        assert (await worker.insert(made[order.group_id])).status == "accepted"
+        made[order.group_id] = group(order, [version] * tokens)
+        # A duplicate where the acknowledgement was lost or late, and the worker has asked again.
+        assert (await worker.insert(made[order.group_id])).status in ("accepted", "duplicate")
     return made

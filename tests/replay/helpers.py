@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +20,7 @@ from asyncrl.types import (
     TrajectoryGroup,
     TrajectoryHeader,
 )
+from tests.addresses import free_address
 
 
 class Clock:
@@ -97,18 +97,17 @@ def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
     return equal and (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+SOON_SILENT_S = 1.5
+"""`heartbeat_timeout_s` where somebody falls silent; elsewhere so long that nobody is taken for silent whom a busy
+machine held up."""
 
 
 def replay_config(**changes) -> ReplayConfig:
     values = {
         "address": free_address(),
         "heartbeat_s": 0.1,
-        "heartbeat_timeout_s": 1.5,
-        "wait_timeout_s": 6.0,
+        "heartbeat_timeout_s": 20.0,
+        "wait_timeout_s": 40.0,
     }
     return ReplayConfig(**(values | changes))
 

@@ -35,8 +35,9 @@ from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.wire import Envelope
 from asyncrl.types import NO_VERSION
+from tests.addresses import free_address
 
-from .helpers import free_address, group, replay_config, settings
+from .helpers import group, replay_config, settings
 
 RUN, DIGEST = "run", "d"
 GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -292,6 +293,7 @@ class Camp:
         self._learner = LearnerClient(self.config.address, rank=0, run_digest=DIGEST, config=self.config)
         self._learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         self._learner.publish(policy_version=0, parent=NO_VERSION)
+        self._worker = RolloutClient(self.config.address, worker="honest", run_digest=DIGEST, config=self.config)
         self._threads = [
             threading.Thread(target=lambda: asyncio.run(self._work()), daemon=True),
             threading.Thread(target=self._train, daemon=True),
@@ -306,7 +308,11 @@ class Camp:
         if self.server.poll() is None:
             for thread in self._threads:
                 thread.join(60)
-            self._learner.close()
+        # Open, they would look for the server for ever; and whoever of them still waits for it fails now.
+        asyncio.run(self._worker.close())
+        self._learner.close()
+        for thread in self._threads:
+            thread.join(60)
         self.server.kill()
         self.server.wait()
 
@@ -349,7 +355,7 @@ class Camp:
         assert set(lost) <= set(trained), f"acknowledged and never trained: {sorted(set(lost) - set(trained))}"
 
     async def _work(self) -> None:
-        client = RolloutClient(self.config.address, worker="honest", run_digest=DIGEST, config=self.config)
+        client = self._worker
         await client.served(0, "f")
         with contextlib.suppress(ReplayError, NoProgress):  # the server is gone at the end
             while not self._stop.is_set():

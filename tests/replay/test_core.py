@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import FencedError, LedgerError, ReplayError
+from asyncrl.replay import events as ev
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.rollout_side import UnknownPeer
@@ -15,7 +16,7 @@ class Play:
     """A core with one worker `w` (incarnation `a`) and a learner, played by hand."""
 
     def __init__(self, **changes) -> None:
-        core_options = {name: changes.pop(name) for name in ("max_bytes", "seed") if name in changes}
+        core_options = {name: changes.pop(name) for name in ("max_bytes", "seed", "journal") if name in changes}
         self.clock = Clock()
         self.core = ReplayCore(settings(**changes), self.clock, **core_options)
         self.core.hello("w", "a")
@@ -117,13 +118,18 @@ def test_a_silent_worker_loses_its_groups_and_may_come_back() -> None:
     assert play.acquire(1)[0].attempt == 1
 
 
-def test_a_group_is_dropped_with_its_reason_after_the_last_attempt() -> None:
-    play = Play(max_attempts=2)
+@pytest.mark.parametrize("reason", [DropReason.FAILED_GENERATION, DropReason.FAILED_REWARD, DropReason.FAILED_FILTER])
+def test_a_group_is_dropped_after_the_last_attempt_with_what_was_said_of_it(reason: DropReason) -> None:
+    events: list[ev.Event] = []
+    play = Play(max_attempts=2, journal=events.append)
     for _ in range(2):
         order = play.acquire(1)[0]
-        for _ in range(2):  # The second report is late and changes nothing.
-            play.core.fail("w", "a", order.group_id, order.attempt, DropReason.FAILED_REWARD)
-    assert play.core.state.ledger.dropped[DropReason.FAILED_REWARD] == 1
+        for late in (False, True):  # The second report is late and changes nothing.
+            text = "late" if late else f"attempt {order.attempt}: " + 400 * "x"
+            play.core.fail("w", "a", order.group_id, order.attempt, reason, text)
+    assert play.core.state.ledger.dropped[reason] == 1
+    (dropped,) = [event for event in events if isinstance(event, ev.Dropped)]
+    assert dropped.reason is reason and dropped.detail.startswith("attempt 1: xx") and len(dropped.detail) == 200
     assert play.acquire(1)[0].group_id == 1
 
 

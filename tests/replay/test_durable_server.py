@@ -17,9 +17,10 @@ from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.durable import recover
 from asyncrl.replay.serving import run_server
 from asyncrl.schema import JournalConfig, ReplayConfig
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
 
-from .helpers import group, replay_config, same_trajectory, settings
+from .cluster import begin, fill
+from .helpers import SOON_SILENT_S, group, replay_config, same_trajectory, settings
 from .memory_disk import MemoryDisk
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
@@ -40,7 +41,7 @@ class SlowDisk(MemoryDisk):
     def sync(self, name: str) -> None:
         if not self.open.is_set():
             self.waiting.set()
-        self.open.wait(20)
+        self.open.wait(60)
         super().sync(name)
 
     def copy(self) -> SlowDisk:
@@ -57,12 +58,12 @@ class Server:
         self.disk = disk or SlowDisk()
         self._clients: list = []
 
-    def start(self) -> None:
+    def start(self, *, run_id: str = "run", fresh: bool = False) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=run_server,
-            args=(self.config, ADMISSION, "run", "d", 7, self._stop),
-            kwargs={"disk": self.disk},
+            args=(self.config, ADMISSION, run_id, "d", 7, self._stop),
+            kwargs={"disk": self.disk, "fresh": fresh},
             daemon=True,
         )
         self._thread.start()
@@ -72,7 +73,7 @@ class Server:
         left = self.disk.copy()
         self._stop.set()
         self.disk.open.set()
-        self._thread.join(10)
+        self._thread.join(40)
         self.disk = left
 
     def restart(self) -> None:
@@ -98,8 +99,8 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(**getattr(request, "param", {}))
     made.start()
     try:
         yield made
@@ -107,25 +108,10 @@ def server() -> Iterator[Server]:
         made.close()
 
 
-def begin(server: Server) -> tuple[LearnerClient, RolloutClient]:
-    learner, worker = server.learner(), server.worker()
-    version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
-    learner.publish(policy_version=version, parent=NO_VERSION)
-    asyncio.run(worker.served(version, "f"))
-    return learner, worker
-
-
-async def fill(worker: RolloutClient, slots: int, version: int = 0) -> dict[int, object]:
-    made = {}
-    for order in (await worker.acquire(slots=slots, wait_s=5)).assignments:
-        made[order.group_id] = group(order, [version] * 3)
-        assert (await worker.insert(made[order.group_id])).status in ("accepted", "duplicate")
-    return made
-
-
+@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
 def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(server: Server) -> None:
     learner, worker = begin(server)
-    orders = asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments
+    orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
     server.disk.open.clear()
     body = asyncio.run_coroutine_threadsafe
     loop = asyncio.new_event_loop()
@@ -136,7 +122,7 @@ def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(
     before = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
     assert before is not None and not before.state.buffer.waiting
     server.disk.open.set()
-    assert pending.result(10).status == "accepted"
+    assert pending.result(40).status == "accepted"
     after = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
     assert after is not None and list(after.state.buffer.waiting) == [orders[0].group_id]
     loop.call_soon_threadsafe(loop.stop)
@@ -146,10 +132,10 @@ def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(
 def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(server: Server) -> None:
     learner, worker = begin(server)
     made = asyncio.run(fill(worker, 3))
-    lease = learner.lease(step=0, rank=0, world=1, wait_s=5)
+    lease = learner.lease(step=0, rank=0, world=1, wait_s=30)
     learner.announce({"epoch": 3})
     server.restart()
-    again = learner.lease(step=0, rank=0, world=1, wait_s=5)
+    again = learner.lease(step=0, rank=0, world=1, wait_s=30)
     assert again.plan == lease.plan
     for place, trajectory in lease.trajectories.items():
         assert same_trajectory(trajectory, again.trajectories[place])
@@ -158,7 +144,7 @@ def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(ser
     assert learner.watch(revision=0, wait_s=1).values == {"epoch": 3}
     asyncio.run(worker.served(1, "f"))
     made |= asyncio.run(fill(worker, 4, version=1))
-    plan = learner.lease(step=1, rank=0, world=1, wait_s=5).plan
+    plan = learner.lease(step=1, rank=0, world=1, wait_s=30).plan
     assert {header.group_id for header in plan.groups} <= made.keys()
     assert [member.worker for member in learner.members()] == ["w"]
 
@@ -170,7 +156,7 @@ def blocked(call, server: Server) -> threading.Thread:
     server.disk.waiting.clear()
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    assert server.disk.waiting.wait(15)
+    assert server.disk.waiting.wait(40)
     time.sleep(0.1)
     assert thread.is_alive(), "the reply left before the sync"
     server.restart()
@@ -180,8 +166,8 @@ def blocked(call, server: Server) -> threading.Thread:
 def test_an_acquire_whose_reply_was_lost_brings_the_same_orders_again(server: Server) -> None:
     _, worker = begin(server)
     taken: list = []
-    thread = blocked(lambda: taken.extend(asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments), server)
-    thread.join(15)
+    thread = blocked(lambda: taken.extend(asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments), server)
+    thread.join(40)
     found = recover(server.disk.copy(), ADMISSION.max_staleness)
     assert found is not None
     assert sorted(order.group_id for order in taken) == sorted(found.state.held) == [0, 1]
@@ -191,10 +177,10 @@ def test_an_acquire_whose_reply_was_lost_brings_the_same_orders_again(server: Se
 def test_a_step_whose_count_was_acknowledged_by_nobody_is_counted_once(server: Server) -> None:
     learner, worker = begin(server)
     asyncio.run(fill(worker, 2))
-    learner.lease(step=0, rank=0, world=1, wait_s=5)
+    learner.lease(step=0, rank=0, world=1, wait_s=30)
     replies: list = []
     thread = blocked(lambda: replies.append(learner.trained(step=0, policy_version=1)), server)
-    thread.join(15)
+    thread.join(40)
     assert replies[0].metrics["replay/trained"] == 2
     learner.commit(step=0)
     assert learner.snapshot()["step"] == 0
@@ -207,43 +193,44 @@ def test_a_restore_whose_reply_was_lost_gives_the_same_numbers(server: Server) -
     thread = blocked(
         lambda: restored.append(learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)), server
     )
-    thread.join(15)
+    thread.join(40)
     assert (restored[0].next_step, restored[0].next_version) == (0, 0)
 
 
 def test_a_group_whose_acknowledgement_was_lost_is_stored_once(server: Server) -> None:
     learner, worker = begin(server)
-    orders = asyncio.run(worker.acquire(slots=2, wait_s=5)).assignments
+    orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
     statuses: list[str] = []
     thread = blocked(lambda: statuses.append(asyncio.run(worker.insert(group(orders[0], [0] * 3))).status), server)
-    thread.join(15)
+    thread.join(40)
     # "accepted" when the dying server's sync, which its death sets free, was done before its socket was closed.
     assert statuses in (["duplicate"], ["accepted"])
     asyncio.run(worker.insert(group(orders[1], [0] * 3)))
-    groups = learner.lease(step=0, rank=0, world=1, wait_s=5).plan.groups
+    groups = learner.lease(step=0, rank=0, world=1, wait_s=30).plan.groups
     assert sorted(header.group_id for header in groups) == [0, 1]
 
 
 def test_a_worker_replaced_before_the_restart_stays_fenced_after_it(server: Server) -> None:
     _, zombie = begin(server)
-    asyncio.run(zombie.acquire(slots=1, wait_s=5))
+    asyncio.run(zombie.acquire(slots=1, wait_s=30))
     successor = server.worker("w")
     asyncio.run(successor.served(0, "f"))
     server.restart()
-    (order, *_) = asyncio.run(successor.acquire(slots=2, wait_s=5)).assignments
+    (order, *_) = asyncio.run(successor.acquire(slots=2, wait_s=30)).assignments
     with pytest.raises(FencedError):
         asyncio.run(zombie.insert(group(order, [0] * 3)))
     assert asyncio.run(successor.insert(group(order, [0] * 3))).status == "accepted"
 
 
+@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
 def test_groups_of_a_worker_that_does_not_come_back_go_to_others(server: Server) -> None:
     _, lost = begin(server)
-    (order,) = asyncio.run(lost.acquire(slots=1, wait_s=5)).assignments
+    (order,) = asyncio.run(lost.acquire(slots=1, wait_s=30)).assignments
     lost._connection._closing.set()  # It dies with the server.
     server.restart()
     other = server.worker("other")
     asyncio.run(other.served(0, "f"))
-    deadline, taken = time.monotonic() + 15, []
+    deadline, taken = time.monotonic() + 40, []
     while order.group_id not in taken and time.monotonic() < deadline:
         taken += [o.group_id for o in asyncio.run(other.acquire(slots=4, wait_s=0.5)).assignments]
     assert order.group_id in taken
@@ -254,7 +241,7 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
     first = []
     for step in range(3):
         asyncio.run(fill(worker, 4, version=step))
-        first.append(learner.lease(step=step, rank=0, world=1, wait_s=5))
+        first.append(learner.lease(step=step, rank=0, world=1, wait_s=30))
         learner.trained(step=step, policy_version=step + 1)
         asyncio.run(worker.served(step + 1, "f"))
         if step == 0:
@@ -268,8 +255,8 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
     other_rank = server.learner(1)
     for step in (1, 2):
         halves = [
-            resumed.lease(step=step, rank=0, world=2, wait_s=5),
-            other_rank.lease(step=step, rank=1, world=2, wait_s=5),
+            resumed.lease(step=step, rank=0, world=2, wait_s=30),
+            other_rank.lease(step=step, rank=1, world=2, wait_s=30),
         ]
         assert halves[0].plan.groups == first[step].plan.groups
         both = {**halves[0].trajectories, **halves[1].trajectories}
@@ -279,24 +266,71 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
         resumed.trained(step=step, policy_version=4 + step)
 
 
+def test_a_server_that_is_started_again_with_overwrite_keeps_the_journal_of_the_run_that_goes_on(
+    server: Server,
+) -> None:
+    learner, worker = begin(server)
+    made = asyncio.run(fill(worker, 2))
+    server.kill()
+    server.start(run_id="other", fresh=True)
+    lease = learner.lease(step=0, rank=0, world=1, wait_s=30)
+    assert {header.group_id for header in lease.plan.groups} == set(made)
+
+
+@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
+def test_a_server_that_is_started_with_overwrite_deletes_the_journal_of_a_run_that_is_over(server: Server) -> None:
+    learner, worker = begin(server)
+    asyncio.run(fill(worker, 2))
+    learner.close()
+    asyncio.run(worker.close())
+    server.kill()
+    server.start(run_id="other", fresh=True)
+    begin(server)
+    found = recover(server.disk.copy(), ADMISSION.max_staleness)
+    assert found is not None and found.run["run_id"] == "other" and found.state.next_group_id == 0
+
+
+def test_an_evaluation_that_a_restarted_server_has_made_again_is_returned_once(server: Server) -> None:
+    learner, worker = begin(server)
+    scored: list[EvalSummary] = []
+    for again in range(2):
+        if again == 0:
+            job = learner.evaluate(step=0, policy_version=0, eval_set="heldout", rows=2, chunk=2)
+        order = asyncio.run(evaluation_order(worker))
+        result = EvalResult(job_id=job, chunk=0, attempt=order.attempt, policy_version=0, scores=(1.0, 0.0))
+        asyncio.run(worker.report_evaluation(result))
+        scored += learner.wait_evaluations(wait_s=30)
+        server.restart()
+    assert [summary.job_id for summary in scored] == [job]
+
+
+async def evaluation_order(worker: RolloutClient) -> EvalAssignment:
+    """Where the server is just being restarted, others may come first: groups are of no matter here."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        for order in (await worker.acquire(slots=1, wait_s=1)).evaluations:
+            return order
+    raise AssertionError("no evaluation was given out")
+
+
 def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_stop(server: Server) -> None:
     learner, old = begin(server)
     learner.finish()
     server.restart()
     new = server.worker("new")
-    assert asyncio.run(old.acquire(slots=1, wait_s=5)).stop
+    assert asyncio.run(old.acquire(slots=1, wait_s=30)).stop
     waiting = asyncio.run(new.acquire(slots=1, wait_s=0.3))
     assert not waiting.stop and not waiting.assignments and "learner" in waiting.waiting_for
     resumed = server.learner(5)
     version = resumed.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     resumed.publish(policy_version=version, parent=NO_VERSION)
     asyncio.run(new.served(version, "f"))
-    assert asyncio.run(new.acquire(slots=1, wait_s=5)).assignments
+    assert asyncio.run(new.acquire(slots=1, wait_s=30)).assignments
 
 
 def test_a_full_disk_pauses_admission_with_the_reason_and_the_run_goes_on_when_there_is_space(server: Server) -> None:
     learner, worker = begin(server)
-    orders = asyncio.run(worker.acquire(slots=1, wait_s=5)).assignments
+    orders = asyncio.run(worker.acquire(slots=1, wait_s=30)).assignments
     server.disk.fail_with = errno.ENOSPC
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -305,10 +339,10 @@ def test_a_full_disk_pauses_admission_with_the_reason_and_the_run_goes_on_when_t
         learner.lease(step=0, rank=0, world=1, wait_s=1.5)
     assert not pending.done()
     server.disk.fail_with = 0
-    assert pending.result(10).status == "accepted"
+    assert pending.result(40).status == "accepted"
     with contextlib.suppress(NoProgress):
         asyncio.run(fill(worker, 3))
-    assert learner.lease(step=0, rank=0, world=1, wait_s=5).plan.step == 0
+    assert learner.lease(step=0, rank=0, world=1, wait_s=30).plan.step == 0
     loop.call_soon_threadsafe(loop.stop)
 
 

@@ -28,7 +28,7 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
         await worker.served(0, "f")
         made = 0
         while True:
-            acquired = await worker.acquire(slots=2, wait_s=5)
+            acquired = await worker.acquire(slots=2, wait_s=30)
             if acquired.stop:
                 await worker.close()
                 return made
@@ -42,7 +42,7 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
     thread = threading.Thread(target=lambda: made.append(asyncio.run(work())))
     thread.start()
     for step in range(3):
-        lease = learner.lease(step=step, rank=0, world=1, wait_s=5)
+        lease = learner.lease(step=step, rank=0, world=1, wait_s=30)
         assert len(lease.trajectories) == 4
         assert lease.samples[0].prompt_text == "what?"
         reply = learner.trained(step=step, policy_version=step + 1)
@@ -76,13 +76,13 @@ def test_a_lease_ahead_waits_for_the_learner_without_giving_up() -> None:
 
     async def make() -> None:
         await worker.served(0, "f")
-        for order in (await worker.acquire(slots=4, wait_s=5)).assignments:
+        for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
             await worker.insert(group(order, [0] * 3))
 
     asyncio.run(make())
-    learner.lease(step=0, rank=0, world=1, wait_s=5)
+    learner.lease(step=0, rank=0, world=1, wait_s=30)
     learner.trained(step=0, policy_version=1)
-    learner.lease(step=1, rank=0, world=1, wait_s=5)
+    learner.lease(step=1, rank=0, world=1, wait_s=30)
     failed: list[BaseException] = []
 
     def ask() -> None:

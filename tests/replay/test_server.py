@@ -25,8 +25,10 @@ from asyncrl.replay.meter import RolloutRates
 from asyncrl.replay.router import router
 from asyncrl.replay.wire import Envelope
 from asyncrl.types import NO_VERSION, DropReason, EvalResult
+from tests.addresses import free_address
 
-from .helpers import free_address, group, replay_config, running_server, same_trajectory, settings
+from .cluster import wait_until
+from .helpers import SOON_SILENT_S, group, replay_config, running_server, same_trajectory, settings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,7 +76,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # The server does not listen yet; who asks will come again.
+                    near.close()
+                    continue
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
@@ -88,15 +94,20 @@ class Proxy:
 
     def keep_dropping(self) -> None:
         while not self._closed.wait(0.25):
-            cut, self._sockets = self._sockets, []
-            for end in cut:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-            self.dropped += bool(cut)
+            self.dropped += self._cut()
+
+    def _cut(self) -> bool:
+        cut, self._sockets = self._sockets, []
+        for end in cut:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        return bool(cut)
 
     def close(self) -> None:
         self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # Closed alone, a thread that waits for a peer would wait on.
         self._listener.close()
+        self._cut()
 
 
 @pytest.fixture
@@ -112,7 +123,7 @@ def run():
 
 async def ready(client: RolloutClient, slots: int = 4):
     await client.served(0, "f")
-    return (await client.acquire(slots=slots, wait_s=5)).assignments
+    return (await client.acquire(slots=slots, wait_s=30)).assignments
 
 
 def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) -> None:
@@ -126,7 +137,7 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
             assert (await client.insert(sent[order.group_id])).status == "accepted"
 
     asyncio.run(work())
-    lease = run.learner.lease(step=0, rank=0, world=1, wait_s=5)
+    lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
     for (position, t), arrived in lease.trajectories.items():
         assert same_trajectory(sent[lease.plan.groups[position].group_id].trajectories[t], arrived)
     assert lease.samples[0].completion_texts == ("answer 0 ü", "answer 1 ü")
@@ -141,7 +152,7 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
 @pytest.mark.slow
 def test_silent_peers_are_named_by_the_others(caplog) -> None:
     """As a stopped process is: its thread neither speaks nor says goodbye."""
-    config = replay_config()
+    config = replay_config(heartbeat_timeout_s=SOON_SILENT_S)
     with running_server(config, settings()):
         run = Run(config)
         run.start()
@@ -151,15 +162,9 @@ def test_silent_peers_are_named_by_the_others(caplog) -> None:
         for client in (worker, run.learner):
             client._connection._closing.set()
         wanted = ("worker mute was silent for", "learner rank 0 was silent for")
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and not all(text in caplog.text for text in wanted):
-            time.sleep(0.05)
-        assert all(text in caplog.text for text in wanted), caplog.text
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and "no word from the replay server" not in caplog.text:
-        time.sleep(0.05)
-    assert "no word from the replay server" in caplog.text
-    watcher._connection._closing.set()
+        wait_until(lambda: all(text in caplog.text for text in wanted))
+    wait_until(lambda: "no word from the replay server" in caplog.text)
+    asyncio.run(watcher.close())
 
 
 def test_an_insert_sent_twice_is_stored_once(run) -> None:
@@ -191,7 +196,13 @@ def test_a_zombie_is_fenced_and_its_group_goes_to_the_successor(run) -> None:
     asyncio.run(work())
 
 
-def test_a_dead_worker_s_assignments_go_to_another(run) -> None:
+def test_a_dead_worker_s_assignments_go_to_another() -> None:
+    config = replay_config(heartbeat_timeout_s=SOON_SILENT_S)
+    with running_server(config, settings()), contextlib.closing(Run(config)) as run:
+        dies(run)
+
+
+def dies(run: Run) -> None:
     run.start()
     dying, other = run.worker("dying"), run.worker("other")
 
@@ -200,7 +211,7 @@ def test_a_dead_worker_s_assignments_go_to_another(run) -> None:
         dying._connection._closing.set()  # Stops its thread without a goodbye, as a kill would.
         await other.served(0, "f")
         taken = []
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 40
         while order.group_id not in taken and time.monotonic() < deadline:
             taken += [o.group_id for o in (await other.acquire(slots=8, wait_s=0.5)).assignments]
         assert order.group_id in taken
@@ -240,10 +251,10 @@ def test_requests_outlive_connections_that_drop() -> None:
             run.learner.commit(step=step)
             step += 1
         run.learner.finish()
-        thread.join(20)
+        thread.join(40)
         run.close()
         proxy.close()
-        dropper.join(5)
+        dropper.join(20)
         assert not thread.is_alive()
         assert len(seen) == len(set(seen)) == 8 * step
         assert metrics["replay/trained"] == 8 * step
@@ -256,7 +267,7 @@ def test_a_server_that_comes_late_is_waited_for() -> None:
     time.sleep(0.3)
     with running_server(config, settings()):
         assert learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_step == 0
-        wait_for_server(config.address, config=config, run_digest="d", wait_s=5)
+        wait_for_server(config.address, config=config, run_digest="d", wait_s=30)
         learner.close()
 
 
@@ -277,7 +288,7 @@ def test_a_worker_of_a_restarted_server_is_told_to_start_anew() -> None:
         asyncio.run(client.watch(revision=-1, wait_s=0))
     with running_server(config, settings()):
         with pytest.raises(FencedError, match="restarted"):
-            asyncio.run(client.acquire(slots=1, wait_s=5))
+            asyncio.run(client.acquire(slots=1, wait_s=30))
         asyncio.run(client.close())
 
 
@@ -296,19 +307,19 @@ def test_long_polls_answer_at_once_when_there_is_something_and_at_their_deadline
     async def work() -> None:
         start = time.monotonic()
         nothing = await client.acquire(slots=1, wait_s=0.3)
-        assert 0.25 < time.monotonic() - start < 2
+        assert 0.25 < time.monotonic() - start < 30
         assert "not published" in nothing.waiting_for
         board = await client.watch(revision=0, wait_s=0.2)
         assert board.revision == 0
-        pending = asyncio.create_task(client.acquire(slots=1, wait_s=20))
-        watching = asyncio.create_task(client.watch(revision=0, wait_s=20))
+        start = time.monotonic()
+        pending = asyncio.create_task(client.acquire(slots=1, wait_s=55))
+        watching = asyncio.create_task(client.watch(revision=0, wait_s=55))
         await asyncio.to_thread(run.start)
         await client.served(0, "f")
-        start = time.monotonic()
         assert len((await pending).assignments) == 1
         await asyncio.to_thread(run.learner.announce, {"a": [1, "b"]})
         assert (await watching).values == {"a": [1, "b"]}
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 50, "both would have waited for an answer until their deadline"
 
     asyncio.run(work())
 
@@ -330,13 +341,13 @@ def test_a_step_leased_ahead_is_waited_for_as_long_as_the_learner_trains_the_ste
             await worker.served(version, "f")
             made, deadline = 0, time.monotonic() + 30
             while made < settings().groups_per_step and time.monotonic() < deadline:
-                for order in (await worker.acquire(slots=4, wait_s=5)).assignments:
+                for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
                     made += (await worker.insert(group(order, [version] * 3))).status == "accepted"
 
         try:
             run.worker()
             asyncio.run(make(0))
-            run.learner.lease(step=0, rank=0, world=1, wait_s=5)
+            run.learner.lease(step=0, rank=0, world=1, wait_s=30)
             with ThreadPoolExecutor(1) as pool:
                 ahead = pool.submit(run.learner.lease, step=1, rank=0, world=1, wait_s=3.0)
                 time.sleep(3.5)  # A train step longer than the patience; no group can arrive in it.
@@ -386,7 +397,7 @@ def test_evaluation_runs_through_the_same_workers(run) -> None:
         await client.served(0, "f")
         done = 0
         while done < 3:
-            for order in (await client.acquire(slots=1, wait_s=5)).evaluations:
+            for order in (await client.acquire(slots=1, wait_s=30)).evaluations:
                 rows = order.stop - order.start
                 done += rows
                 await client.report_evaluation(
@@ -400,7 +411,7 @@ def test_evaluation_runs_through_the_same_workers(run) -> None:
                 )
 
     asyncio.run(work())
-    (summary,) = run.learner.wait_evaluations(wait_s=5)
+    (summary,) = run.learner.wait_evaluations(wait_s=30)
     assert (summary.job_id, summary.count, summary.accuracy) == (job, 3, 1.0)
 
 
@@ -413,14 +424,14 @@ def test_failures_statistics_and_the_blocking_rendezvous_reach_the_server(run, m
     assert rendezvous.watch(-1, 0.0).revision == 0
 
     async def work() -> None:
-        order = (await client.acquire(slots=1, wait_s=5)).assignments[0]
+        order = (await client.acquire(slots=1, wait_s=30)).assignments[0]
         await client.fail(order, DropReason.OVER_LENGTH, "too long")
         await asyncio.sleep(0.3)
-        for order in (await client.acquire(slots=2, wait_s=5)).assignments:
+        for order in (await client.acquire(slots=2, wait_s=30)).assignments:
             await client.insert(group(order, [0]))
 
     asyncio.run(work())
-    run.learner.lease(step=0, rank=0, world=1, wait_s=5)
+    run.learner.lease(step=0, rank=0, world=1, wait_s=30)
     metrics = run.learner.trained(step=0, policy_version=1).metrics
     assert metrics["replay/dropped_over_length"] == 1
     assert metrics["perf/generated_tokens_per_s"] > 0
@@ -450,14 +461,14 @@ def test_byte_credits_hold_a_producer_back_until_there_is_room() -> None:
             assert len(orders) == 3
             big = [group(order, [0] * 300, size=1) for order in orders]  # 2.8 KB each
             await client.insert(big[0])
-            await asyncio.to_thread(run.learner.lease, step=0, rank=0, world=1, wait_s=5)
+            await asyncio.to_thread(run.learner.lease, step=0, rank=0, world=1, wait_s=30)
             await client.insert(big[1])
             held = asyncio.create_task(client.insert(big[2]))
             await asyncio.sleep(0.5)
             assert not held.done()
             await asyncio.to_thread(run.learner.trained, step=0, policy_version=1)
             await asyncio.to_thread(run.learner.commit, step=0)
-            assert (await asyncio.wait_for(held, 5)).status == "accepted"
+            assert (await asyncio.wait_for(held, 40)).status == "accepted"
 
         asyncio.run(work())
         run.close()
@@ -516,7 +527,7 @@ def test_hostile_frames_leave_the_server_serving(run, caplog) -> None:
             assert (await client.insert(group(order, [version]))).status == "accepted"
 
     asyncio.run(work())
-    assert len(run.learner.lease(step=0, rank=0, world=1, wait_s=5).plan.groups) == 2
+    assert len(run.learner.lease(step=0, rank=0, world=1, wait_s=30).plan.groups) == 2
     complaints = [record.getMessage() for record in caplog.records if "malformed" in record.getMessage()]
     assert len(complaints) > MAX_MALFORMED  # and no more of one connection than that and the word that it is over
     assert any("'evil'" in complaint for complaint in complaints)
@@ -545,10 +556,10 @@ def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone() -> N
         client = run.worker()
         asyncio.run(client.served(0, "f"))
         run.learner.finish()
-        assert asyncio.run(client.acquire(slots=1, wait_s=5)).stop
+        assert asyncio.run(client.acquire(slots=1, wait_s=30)).stop
         assert thread.is_alive()
         run.close()
-        thread.join(5)
+        thread.join(40)
         assert not thread.is_alive()
 
 
@@ -580,7 +591,7 @@ def test_the_server_process_is_small_and_leaves_in_order_on_sigterm() -> None:
             resident_kb = int(status.read().split("VmRSS:")[1].split()[0])
         assert resident_kb < 100 * 1024
         os.kill(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=40)
         assert process.returncode == 0
         assert "left in order" in output
     finally:

@@ -19,8 +19,9 @@ from asyncrl.replay.shard import meet
 from asyncrl.replay.shard_links import ShardLinks
 from asyncrl.replay.shard_store import Held, Key
 from asyncrl.types import Assignment
+from tests.addresses import free_address
 
-from .helpers import free_address, group, replay_config
+from .helpers import group, replay_config
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,9 +16,10 @@ from asyncrl.replay.receipts import Seals
 from asyncrl.replay.shard_host import Place, PlannerLink
 from asyncrl.replay.shard_store import open_store
 from asyncrl.types import Assignment
+from tests.addresses import free_address
 
 from .cluster import Cluster, Life, begin, fill, wait_until
-from .helpers import free_address, group
+from .helpers import group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payload import StoredGroup, encode_group, split_frames
+from asyncrl.replay.recovery import run_of
 from asyncrl.replay.segments import segment_name, segment_numbers
 from asyncrl.replay.shard_store import (
     Key,
     ShardStore,
-    is_of_another_run,
     open_store,
     read_positions,
     read_stored,
@@ -139,17 +139,16 @@ def test_the_journal_of_another_shard_or_run_is_refused() -> None:
             open_store(disk.copy(), JournalSettings(), other)
 
 
-def test_only_the_journal_of_another_run_is_one_that_may_be_thrown_away() -> None:
+def test_a_journal_says_of_which_run_it_is_unless_it_is_damaged() -> None:
     disk = MemoryDisk()
-    assert not is_of_another_run(disk, "r")  # nothing is there
+    assert run_of(disk) is None
     store = opened(disk)
     store.put(*made(1))
     store.write_batch()
-    assert not is_of_another_run(disk, "r")
-    assert is_of_another_run(disk, "x")
+    assert run_of(disk) == "r"
     newest = segment_name(segment_numbers(disk)[-1])
-    disk.write(newest, 40, [b"damaged"])  # whose it is cannot be read: it is not this program's to decide
-    assert not is_of_another_run(disk, "x")
+    disk.write(newest, 40, [b"damaged"])
+    assert run_of(disk) is None
 
 
 def test_whose_a_payload_is_survives_and_the_last_to_send_it_has_it() -> None:
