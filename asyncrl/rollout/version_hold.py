@@ -51,15 +51,32 @@ class VersionHold:
                 self._loads -= 1
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """No weights are loaded inside. waits for: a load that came first; unblocked by: its end, or the deadline."""
+    async def held(self, what: str) -> AsyncIterator[None]:
+        """No weights are loaded inside. waits for: a load that came first; unblocked by: its end, or the deadline.
+
+        Args:
+            what: is done inside, for the message.
+
+        Raises:
+            NoProgress: the load took longer than `timeout_s`, or what is done inside did, for which loads wait no
+                longer either.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not self._enter():
             if time.monotonic() > deadline:
-                raise NoProgress(f"an evaluation chunk waited {self._timeout_s:g} s for weights being loaded")
+                raise NoProgress(f"{what} waited {self._timeout_s:g} s for weights being loaded")
             await asyncio.sleep(POLL_S)
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise NoProgress(
+                f"{what} was not finished within {self._timeout_s:g} s (replay.wait_timeout_s). Waited for the engine "
+                "and the rewards of this worker. Lower eval.chunk or rollout.max_new_tokens"
+            ) from error
         finally:
             with self._changed:
                 self._chunks -= 1

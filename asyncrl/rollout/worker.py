@@ -169,7 +169,8 @@ class RolloutWorker:
     async def _evaluate(self, assignment: EvalAssignment) -> None:
         if self._evaluation_rows is None:
             raise ConfigError(f"asked to evaluate {assignment.eval_set!r} but eval.path is empty. Set it on all peers")
-        async with self._hold.held():
+        rows = f"rows {assignment.start} to {assignment.stop - 1} of evaluation {assignment.eval_set}"
+        async with self._hold.held(rows):
             result = await self._runner.run_evaluation(assignment, self._evaluation_rows, sampling=self._greedy)
         await self._wait_proven()
         await self._replay.report_evaluation(result)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
         ("reinforce_pp", 1, ("kl/coef", "kl/in_reward", "kl/reference", "advantage/std")),
     ],
 )
-def test_an_experiment_runs_to_its_end_and_resumes(
+def test_an_experiment_runs_to_its_end_with_its_numbers_in_every_row(
     start_local: StartLocal, experiment: str, ranks: int, names: tuple[str, ...]
 ) -> None:
     settings = {
@@ -31,10 +31,10 @@ def test_an_experiment_runs_to_its_end_and_resumes(
         # The random model of this test is never right, and without its price nothing would be learned of 0.
         "reward.function": "asyncrl.rewards.exact_match:exact_match",
     }
-    if experiment == "ppo_gae":
+    if experiment == "ppo_gae":  # It is resumed too: a critic has a state of its own.
         settings["critic.warmup_steps"] = 2
-    first = start_local({**settings, "learner.steps": 3})
-    assert first.finish(140) == 0, first.tail()
+        first = start_local({**settings, "learner.steps": 3})
+        assert first.finish(140) == 0, first.tail()
     again = start_local({**settings, "learner.steps": 6, "resume": "auto"})
     assert again.finish(140) == 0, again.tail()
     rows = again.rows()

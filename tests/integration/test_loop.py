@@ -42,7 +42,7 @@ def assert_trained_once(events: list[dict[str, Any]]) -> None:
     assert len(everything) == len(set(everything)), "a group was trained in two steps"
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("max_staleness", [0, 4])
 def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     start_local: StartLocal, max_staleness: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
 
 
 def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal) -> None:
-    run = start_local({"learner.steps": 40, "rollout.workers": 2, "replay.heartbeat_timeout_s": 4})
+    run = start_local({"learner.steps": 30, "rollout.workers": 2, "replay.heartbeat_timeout_s": 4})
     run.wait_for_step(5, 120)
     started = (run.directory / "logs" / "rollout-0.log").read_text()
     pid = int(re.findall(r"pid (\d+)", started)[-1])
@@ -85,7 +85,7 @@ def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal)
     os.kill(pid, signal.SIGKILL)
     assert run.finish(150) == 0, run.tail()
     rows = run.rows()
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 31))
     assert_conserved(rows[-1])
     assert_trained_once(ledger(run))
 
@@ -114,19 +114,16 @@ def test_a_killed_learner_rank_resumes_from_the_checkpoint(start_local: StartLoc
     assert_trained_once(ledger(run))
 
 
-def test_files_transport_and_plain_processes_run_the_same_loop(start_local: StartLocal) -> None:
-    run = start_local({"learner.steps": 5, "weights.transport": "files", "rollout.host": "process"})
-    assert run.finish(150) == 0, run.tail()
-    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4, 5]
-
-
-def test_a_used_run_folder_is_refused_and_resume_goes_on(start_local: StartLocal) -> None:
-    first = start_local({"learner.steps": 4, "rollout.host": "process", "learner.save_every": 2})
+def test_a_used_run_folder_is_refused_and_resume_goes_on_with_plain_processes_and_the_files_transport(
+    start_local: StartLocal,
+) -> None:
+    settings = {"rollout.host": "process", "weights.transport": "files"}
+    first = start_local({**settings, "learner.steps": 4, "learner.save_every": 2})
     assert first.finish(150) == 0, first.tail()
-    refused = start_local({"learner.steps": 6, "rollout.host": "process"})
-    assert refused.finish(60) != 0
+    refused = start_local({**settings, "learner.steps": 6})
+    assert refused.finish(100) != 0
     assert "resume=auto" in refused.output.read_text()
-    resumed = start_local({"learner.steps": 6, "rollout.host": "process", "resume": "auto"})
+    resumed = start_local({**settings, "learner.steps": 6, "resume": "auto"})
     assert resumed.finish(150) == 0, resumed.tail()
     assert [row["step"] for row in resumed.rows()] == [1, 2, 3, 4, 5, 6]
 

@@ -1,4 +1,4 @@
-"""The whole loop with vLLM, whose engine process is killed in the middle."""
+"""The whole loop with vLLM: its engine process killed in the middle; tensor-parallel inside Ray's placement group."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ def test_a_killed_engine_is_replaced_and_the_run_finishes(start_local: StartLoca
     assert_trained_once(ledger(run))
     log = (run.directory / "logs" / "rollout-0.log").read_text()
     assert "EngineDiedError: vLLM's engine process is gone" in log and " start 1" in log
+
+
+def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner(start_local: StartLocal) -> None:
+    steps = 4
+    run = start_local(
+        {"engine": "vllm", "engine.tensor_parallel": 2, "engine.kv_cache_mb": 32, "engine.dtype": "float32"}
+        | {"rollout.host": "ray", "rollout.workers": 1, "learner.steps": steps, "eval.every": 0}
+        | {"weights.wire_dtype": "float32", "model.dtype": "float32", "weights.verify_every": 1}
+    )
+    run.wait_for_step(2, 240)
+    (actor,) = run.descendants("ray::RolloutWorker")
+    names = [" ".join(child.cmdline()) for child in actor.children(recursive=True)]
+    assert sum("spawn_main" in name for name in names) == 3, "vLLM's engine process and two workers, all the actor's"
+    assert run.finish(120) == 0, run.tail()
+    rows = run.rows()
+    assert [row["policy_version"] for row in rows] == list(range(1, steps + 1))
+    # Every version was proven before it counted: both halves of the model are the learner's.
+    assert rows[-1]["weights/canary_failed"] == 0 and 0 < max(row["weights/canary_max"] for row in rows) < 1e-3
+    for row in rows:
+        assert_conserved(row)

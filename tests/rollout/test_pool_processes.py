@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.serving import run_server
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION
+from tests.addresses import free_address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -42,9 +42,6 @@ class Scene:
     def __init__(self, folder: Path, host: str, **changes: str) -> None:
         save_byte_tokenizer(folder / "model")
         train, heldout = write_modes(folder, seed=0, train_rows=64, eval_rows=8)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         settings = {
             "run.dir": str(folder / "run"),
             "model.path": str(folder / "model"),
@@ -55,7 +52,7 @@ class Scene:
             "rollout.host": host,
             "rollout.workers": "2",
             "rollout.max_new_tokens": "8",
-            "replay.address": f"tcp://127.0.0.1:{port}",
+            "replay.address": free_address(),
             **changes,
         }
         self.folder = folder
@@ -125,7 +122,7 @@ class Scene:
             process.kill()
         self.learner.close()
         self.stop.set()
-        self.server.join(timeout=10)
+        self.server.join(timeout=40)
 
 
 @pytest.fixture
@@ -153,28 +150,28 @@ def test_a_killed_worker_comes_back_as_a_new_incarnation_and_the_pool_ends_with_
     after = run.incarnations()
     assert {k: v for k, v in after.items() if k != name} == {k: v for k, v in before.items() if k != name}
     run.learner.finish()
-    assert run.pool.wait(timeout=30) == 0, run.said()
+    assert run.pool.wait(timeout=60) == 0, run.said()
     assert "worker rollout-0" in run.said() and "Restart 1 of at most" in run.said()
-    wait_until(lambda: not run.survivors(), 15, "nothing is left running")
+    wait_until(lambda: not run.survivors(), 40, "nothing is left running")
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_sigterm_stops_the_workers_and_all_the_pool_started(scene, host):
-    run = scene(host)
-    run.wait_for_workers()
+    run = scene(host, **{"rollout.workers": "1"})
+    run.wait_for_workers(1)
     run.pool.send_signal(signal.SIGTERM)
-    assert run.pool.wait(timeout=30) == 128 + signal.SIGTERM, run.said()
-    wait_until(lambda: not run.survivors(), 15, "nothing is left running")
+    assert run.pool.wait(timeout=60) == 128 + signal.SIGTERM, run.said()
+    wait_until(lambda: not run.survivors(), 40, "nothing is left running")
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_killed_pool_leaves_nothing_running(scene, host):
-    run = scene(host)
-    run.wait_for_workers()
+    run = scene(host, **{"rollout.workers": "1"})
+    run.wait_for_workers(1)
     # Ray's own two agents end by themselves a minute after their raylet was killed; all else goes at once.
     agents = {process.pid for process in run.started.values() if process.name().endswith("Agent")}
     run.pool.kill()
-    wait_until(lambda: {process.pid for process in run.survivors()} <= agents, 30, "nothing is left running")
+    wait_until(lambda: {process.pid for process in run.survivors()} <= agents, 50, "nothing is left running")
 
 
 def test_a_reward_that_cannot_be_loaded_fails_the_run_without_restarts(scene):
