@@ -3,10 +3,11 @@
     python benchmarks/weights.py [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
 
 One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
-the bare broadcast, in pieces as the group sends them; an update beside a learner that is idle; the same without
-fingerprints, on both sides; and one beside a learner that computes forward and backward as the loop does, for at least
-`--compute` times the copy, before its optimizer's step. Ratios are medians over rounds of what was measured in one
-round. Prints one JSON line.
+the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; updates beside a learner that is
+idle, two with fingerprints and two without, on both sides; and one beside a learner that computes forward and backward
+as the loop does, for at least `--compute` times the copy, before its optimizer's step. An update sends what is copied
+already while the rest is being copied; `beyond_gather` is what it takes longer than the copy alone. Ratios are medians
+over rounds of what was measured in one round. Prints one JSON line, with the load of the machine before.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import json
 import multiprocessing
 import os
 import statistics
+import threading
 import time
 from collections.abc import Mapping
+from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
@@ -53,6 +56,7 @@ class View(NamedTuple):
 class Board:
     def __init__(self) -> None:
         self.revision, self.values, self.peers, self.times = 0, {}, [], []
+        self.recorded = threading.Condition()
 
     def announce(self, values: dict[str, Any]) -> None:
         self.revision, self.values = self.revision + 1, self.values | values
@@ -67,14 +71,27 @@ class Board:
         return [Member(worker, "1", -1) for worker in self.peers]
 
     def record(self, version: int, when: float, load_s: float) -> None:
-        self.times.append((version, when, load_s))
+        with self.recorded:
+            self.times.append((version, when, load_s))
+            self.recorded.notify_all()
 
-    def recorded(self) -> list[tuple[int, float, float]]:
-        return self.times
+    def served(self, version: int, receivers: int, wait_s: float) -> list[tuple[float, float]]:
+        """(time, seconds of its load) of each receiver that serves `version`; waits for all of them, bounded."""
+
+        def found() -> list[tuple[float, float]]:
+            return [(when, load_s) for what, when, load_s in self.times if what == version]
+
+        with self.recorded:
+            self.recorded.wait_for(lambda: len(found()) == receivers, wait_s)
+            return found()
 
 
 class BoardManager(BaseManager):
-    pass
+    """In a process that is spawned: a forked one would inherit process groups without their threads, and abort when it
+    collects them."""
+
+    def __init__(self) -> None:
+        super().__init__(ctx=get_context("spawn"))
 
 
 BoardManager.register("Board", Board)
@@ -101,9 +118,9 @@ class Switched(Fingerprint):
 
     on: Any = None
 
-    def update(self, piece: torch.Tensor) -> None:
+    def update_bytes(self, piece: memoryview) -> None:
         if Switched.on.value:
-            super().update(piece)
+            super().update_bytes(piece)
 
 
 def switch_by(on: Any) -> None:
@@ -201,7 +218,15 @@ class Learner:
         sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
         self._publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
         self._version = -1
+        self._manifest = gather.plan(list(self._model.items()), torch.float32, bucket)
+        self._spare = self._manifest.allocate()
         self.nbytes = sum(tensor.nbytes for tensor in self._model.values())
+
+    def copy_alone(self) -> float:
+        """Seconds of what `publish` starts, with nobody to send to."""
+        started = time.perf_counter()
+        gather.gather_into(self._manifest, list(self._model.items()), self._spare)
+        return time.perf_counter() - started
 
     def update(self, compute_s: float) -> dict[str, float]:
         """One update, with a learner that computes for `compute_s` before its optimizer's step."""
@@ -218,6 +243,7 @@ class Learner:
             "learner_stall_s": held,
             "compute_s": computed,
             "gather_s": stats["weights/gather_s"],
+            "wire_s": self._sent()["weights/wire_s"],
             "engine_stall_s": load_s,
             "update_s": served - started,
             "learner_cpu_s": time.process_time() - cpu,
@@ -228,37 +254,46 @@ class Learner:
 
     def _served(self) -> tuple[float, float]:
         """(time the last receiver served it, its load seconds)."""
+        found = self._board.served(self._version, self._receivers, TIMEOUT_S)
+        if len(found) < self._receivers:
+            raise TimeoutError(f"version {self._version} was served by {len(found)} receivers in {TIMEOUT_S} s")
+        return max(found)
+
+    def _sent(self) -> dict[str, float]:
+        """The publisher's figures of this version, which come when everybody's answer is there."""
         deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            found = [(when, load_s) for what, when, load_s in self._board.recorded() if what == self._version]
-            if len(found) == self._receivers:
-                return max(found)
-            time.sleep(0.002)
-        raise TimeoutError(f"version {self._version} was not served by {self._receivers} receivers in {TIMEOUT_S} s")
+        while self._publisher.stats()["weights/sent_version"] != self._version:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"version {self._version} was not acknowledged in {TIMEOUT_S} s")
+            time.sleep(0.001)
+        return self._publisher.stats()
 
 
 def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
-    """Everything once; the bare broadcast before and after."""
+    """Everything once; what is compared is done on both sides of each other."""
     before = bare.seconds()
-    idle = learner.update(0.0)
-    on.value = False
-    plain = learner.update(0.0)
+    alone = learner.copy_alone()
+    updates: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    for hashed in (True, False, False, True):
+        on.value = hashed
+        updates[hashed].append(learner.update(0.0))
+    idle, plain = ({name: statistics.mean(row[name] for row in rows) for name in rows[0]} for rows in updates.values())
     on.value = True
     busy = learner.update(compute * idle["gather_s"])
-    row = {"bare_broadcast_s": (before + bare.seconds()) / 2}
-    row |= {name: idle[name] for name in ("gather_s", "engine_stall_s", "update_s")}
+    alone = (alone + learner.copy_alone()) / 2
+    row = {"bare_broadcast_s": (before + bare.seconds()) / 2, "gather_alone_s": alone}
+    row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s")}
     row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
     row["idle_learner_stall_s"] = idle["learner_stall_s"]
     row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
     row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
-    beyond = idle["update_s"] - idle["gather_s"]
     return row | {
-        "beyond_gather_s": beyond,
-        "beyond_gather_over_bare": beyond / row["bare_broadcast_s"],
+        "update_over_bare": row["update_s"] / row["bare_broadcast_s"],
+        "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
         "learner_stall_over_update_without_compute": idle["learner_stall_s"] / idle["update_s"],
-        "fingerprints_over_transfer": row["fingerprints_s"] / (plain["update_s"] - plain["gather_s"]),
+        "fingerprints_over_transfer": row["fingerprints_s"] / plain["wire_s"],
     }
 
 
@@ -296,11 +331,12 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     results = [
         measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
         for parameters in args.parameters
     ]
-    print(json.dumps({"benchmark": "weights", "receivers": args.receivers, "results": results}))
+    print(json.dumps({"benchmark": "weights", "receivers": args.receivers, "load": load, "results": results}))
 
 
 if __name__ == "__main__":

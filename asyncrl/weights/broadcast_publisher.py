@@ -22,6 +22,7 @@ from asyncrl.weights.delta import DeltaChoice, Encoded, encode
 from asyncrl.weights.group import WeightGroup, host_store
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_answer, wait_key
+from asyncrl.weights.sending import send_deltas, send_whole
 from asyncrl.weights.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -102,9 +103,12 @@ class BroadcastSender:
                 # the other members waiting for their whole timeout.
                 log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
                 self._dissolve()
+            if snapshot.filling.failed:
+                raise WeightsError(f"version {snapshot.policy_version} cannot be sent: {broken}")
             self._stats["resends"] += 1
             log.info("weights: version %d is sent again (attempt %d)", snapshot.policy_version, attempt + 2)
         log.error("weights: version %d was given up after %d attempts", snapshot.policy_version, _MAX_ATTEMPTS)
+        self._stats["engines"] = 0.0
         self._dissolve()
 
     def idle(self, newest: Snapshot | None) -> None:
@@ -114,7 +118,7 @@ class BroadcastSender:
             return
         self._next_look = time.monotonic() + self._poll_members_s
         self._hellos_seen = hellos
-        if self._newcomers():
+        if self._waiting(self._live()):
             self.send(newest)
 
     def stats(self) -> dict[str, float]:
@@ -138,11 +142,8 @@ class BroadcastSender:
     def _live(self) -> list[Peer]:
         return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
 
-    def _newcomers(self) -> list[Peer]:
-        """Live workers that said hello and wait for an invitation."""
-        return self._waiting(self._live())
-
     def _waiting(self, live: list[Peer]) -> list[Peer]:
+        """Those that said hello and wait for an invitation."""
         return [peer for peer in live if self._store.check([hello_key(*peer)])]
 
     def _dissolve(self) -> None:
@@ -162,7 +163,7 @@ class BroadcastSender:
 
     def _form(self, manifest: Manifest) -> bool:
         """Next epoch with everyone who said hello; false when that is nobody."""
-        peers = self._newcomers()
+        peers = self._waiting(self._live())
         while peers:
             self._epoch += 1
             self._event = 0
@@ -227,8 +228,7 @@ class BroadcastSender:
     def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
         """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
         started = time.perf_counter()
-        deltas = self._encode(snapshot, previous)
-        delta_s = time.perf_counter() - started
+        deltas, delta_s = self._encode(snapshot, previous)
         found = self._transmit(snapshot, deltas, delta_s)
         answers = [self._answer(peer) for peer in self._members]
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
@@ -249,18 +249,24 @@ class BroadcastSender:
             found |= {name: max(values)} if values else {}
         found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": delta_s}
         found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
-        self._stats = self._stats | found  # another one, at once: the learner may be reading the old one
         complete = served == len(answers)
+        if complete:
+            self._stats = self._stats | found  # another one, at once: the learner may be reading the old one
         self._base = snapshot.policy_version if complete else None
         return complete
 
-    def _encode(self, snapshot: Snapshot, previous: Snapshot | None) -> list[Encoded]:
-        """What changed since the version that all members have; none when this one has to go, or does better, whole."""
-        deltas: list[Encoded] = []
-        if previous is not None and previous.policy_version == self._base and self._delta.wanted():
-            buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
-            deltas = [encode(new, old, bucket.element_bytes) for new, old, bucket in buckets]
-        return deltas
+    def _encode(self, snapshot: Snapshot, previous: Snapshot | None) -> tuple[list[Encoded], float]:
+        """What changed since the version that all members have, and the seconds this took.
+
+        Nothing when this version has to go, or does better, whole.
+        """
+        if previous is None or previous.policy_version != self._base or not self._delta.wanted():
+            return [], 0.0
+        snapshot.filling.wait()
+        started = time.perf_counter()
+        buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
+        deltas = [encode(new, old, bucket.element_bytes) for new, old, bucket in buckets]
+        return deltas, time.perf_counter() - started
 
     def _transmit(self, snapshot: Snapshot, deltas: Sequence[Encoded], delta_s: float) -> dict[str, float]:
         """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way.
@@ -275,22 +281,18 @@ class BroadcastSender:
             event |= {"base": self._base, "delta": [delta.header() for delta in deltas]}
         # Whoever does not get through this one whole has nothing that a delta could start from.
         self._base = None
+        snapshot.filling.wait(1)  # the deadlines of the members begin with the event
         started = time.perf_counter()
         self._post_event(event)
-        payloads = [delta.payload for delta in deltas] or snapshot.buffers
-        for index, payload in enumerate(payloads):
-            for piece in group.pieces(payload):
-                work = group.broadcast(piece)
-                snapshot.fingerprint(index)  # of a bucket on a device: while it is on the wire
-                group.wait(work)
-        prints = [snapshot.fingerprint(index) for index in range(len(payloads))]
+        nbytes = send_deltas(group, deltas) if deltas else send_whole(group, snapshot)
+        prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
         if deltas:
             self._delta.sent_delta(delta_s, seconds)
         else:
             self._delta.sent_full(seconds)
-        return {"wire_s": seconds, "wire_bytes": float(sum(map(len, payloads)))}
+        return {"wire_s": seconds, "wire_bytes": float(nbytes)}
 
     def _answer(self, peer: Peer) -> tuple[str, Any]:
         """What `peer` says about the last event."""

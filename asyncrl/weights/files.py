@@ -1,11 +1,13 @@
 """Files transport, both ends: safetensors in a directory that learner and workers share.
 
-The learner writes `v<version>.safetensors` under a temporary name and renames it; the board then names the newest.
-A reader takes a file only after its fingerprint, recomputed from the bytes read, is the one on the board.
+The learner writes `v<version>.safetensors` under a temporary name and renames it; the board then names the newest. A
+file says in its header in which buckets its tensors were copied. A reader takes it only after the fingerprints of
+header and buckets, recomputed from what was read, are those on the board.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -21,11 +23,13 @@ from asyncrl.errors import WeightsError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import LoadWeights, PublisherRendezvous, SubscriberRendezvous
 from asyncrl.weights.canary import Proof
-from asyncrl.weights.fingerprint import bucket_fingerprint, chain
+from asyncrl.weights.fingerprint import Fingerprint, chain
+from asyncrl.weights.manifest import Bucket, Manifest
 from asyncrl.weights.snapshot import Snapshot
 from asyncrl.weights.subscriber import SubscriberThread
 
 log = logging.getLogger(__name__)
+_HEADER = "manifest"
 
 
 class FilesSender:
@@ -49,12 +53,14 @@ class FilesSender:
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         started = time.perf_counter()
+        snapshot.filling.wait()
         tensors = snapshot.manifest.views(snapshot.buffers)
-        fingerprint = tensors_fingerprint(tensors)
+        header = json.dumps(snapshot.manifest.to_wire())
+        prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
         path = self._directory / f"v{snapshot.policy_version:08d}.safetensors"
         partial = path.with_suffix(".partial")
         try:
-            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial)
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial, {_HEADER: header})
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -63,7 +69,7 @@ class FilesSender:
                 f"weights could not be written to {path}: {error}. Free space, or fix its rights."
             ) from error
         announced: dict[str, Any] = {"policy_version": snapshot.policy_version, "file": path.name}
-        announced["fingerprint"] = fingerprint
+        announced |= {"layout": chain([header]), "fingerprint": chain(prints)}
         if snapshot.canary is not None:
             announced["canary"] = snapshot.canary.to_wire()
         self._rendezvous.announce({"weights": self._board | announced})
@@ -119,12 +125,13 @@ class FilesSubscriber(SubscriberThread):
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                header = (file.metadata() or {}).get(_HEADER, "")
         except (OSError, SafetensorError) as error:
             self._stats["nacks"] += 1
             log.warning("weights: %s cannot be read (%s); still serving version %d", path, error, self._policy_version)
             return False
         self._stats["receive_s"] += time.perf_counter() - started
-        if tensors_fingerprint(tensors) != announced["fingerprint"]:
+        if chain([header]) != announced["layout"] or file_fingerprint(header, tensors) != announced["fingerprint"]:
             self._stats["nacks"] += 1
             log.warning("weights: %s is damaged; still serving version %d", path, self._policy_version)
             return False
@@ -133,10 +140,21 @@ class FilesSubscriber(SubscriberThread):
         return True
 
 
-def tensors_fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Chained fingerprint of named tensors in the order of their names, whatever order a file keeps them in."""
-    parts = []
-    for name, tensor in sorted(tensors.items()):
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        parts.append(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{bucket_fingerprint(flat)}")
-    return chain(parts)
+def file_fingerprint(header: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Of the tensors of a file, in the buckets that its verified header names; "" when they are others."""
+    manifest = Manifest.from_wire(json.loads(header))
+    described = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.shapes().items()}
+    if described != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
+        return ""
+    return chain(_laid_out(bucket, tensors) for bucket in manifest.buckets)
+
+
+def _laid_out(bucket: Bucket, tensors: dict[str, torch.Tensor]) -> str:
+    """Fingerprint of the bucket that these tensors would fill, without building it."""
+    fingerprint, done = Fingerprint(), 0
+    for entry in bucket.entries:
+        fingerprint.update(torch.zeros(entry.offset - done, dtype=torch.uint8))
+        fingerprint.update(tensors[entry.name].contiguous().view(-1).view(torch.uint8))
+        done = entry.offset + entry.nbytes
+    fingerprint.update(torch.zeros(bucket.nbytes - done, dtype=torch.uint8))
+    return fingerprint.hex()

@@ -20,7 +20,11 @@ class Fingerprint:
 
     def update(self, piece: torch.Tensor) -> None:
         """The next bytes, as a flat uint8 tensor; those on a device are read back first."""
-        self._digest.update(piece.cpu().numpy().data)
+        self.update_bytes(piece.cpu().numpy().data)
+
+    def update_bytes(self, piece: memoryview) -> None:
+        """The next bytes, on the host."""
+        self._digest.update(piece)
 
     def hex(self) -> str:
         return self._digest.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.filling import Filling
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 
-_BLOCK = 1 << 19
+_BLOCK = 1 << 18
 """Bytes copied at a time: what fits the cache of one core, so that the fingerprint finds them there."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -88,6 +89,7 @@ def gather_into(
     tensors: Sequence[tuple[str, torch.Tensor]],
     buffers: Sequence[torch.Tensor] | None,
     group: dist.ProcessGroup | None = None,
+    filling: Filling | None = None,
 ) -> list[str]:
     """Fill `buffers` (rank 0; None on other ranks) with the full tensors in the wire dtype.
 
@@ -95,18 +97,27 @@ def gather_into(
 
     Args:
         group: as from `choose_route`.
+        filling: told how far buffers on the host are.
 
     Returns:
         Fingerprint of every bucket; none on other ranks, and none of buffers on a device.
     """
     by_name = dict(tensors)
     prints = []
+    before = 0
     for index, bucket in enumerate(manifest.buckets):
         buffer = buffers[index] if buffers is not None else None
         whole = _gather_bucket(bucket, by_name, buffer, group)
-        if buffer is not None:
-            found = _fill(bucket, whole, buffer)
-            prints += [found] if found is not None else []
+        if buffer is not None and buffer.device.type == "cpu":
+            fingerprint = Fingerprint()
+            for done, last in _fill(bucket, whole, buffer):
+                fingerprint.update_bytes(last)
+                if filling is not None:
+                    filling.reach(before + done)
+            prints.append(fingerprint.hex())
+        elif buffer is not None:
+            _fill_on_device(bucket, whole, buffer)
+        before += bucket.nbytes
     return prints
 
 
@@ -133,27 +144,29 @@ def _gather_bucket(
     return whole
 
 
-def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> str | None:
-    """Copy the `whole` tensors to their places. Returns the fingerprint of the bucket if it lies on the host."""
-    fingerprint = Fingerprint() if buffer.device.type == "cpu" else None
+def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    """Copy the `whole` tensors to their places in blocks; yields how far `buffer` is final, and its latest bytes."""
+    memory = buffer.numpy().data
     done = 0
     for entry in bucket.entries:
         if entry.name not in whole:
             continue  # in its place already
         source = whole[entry.name].reshape(-1)
         target = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-        on_host = fingerprint is not None and source.device.type == "cpu"
-        block = _BLOCK // target.itemsize if on_host else max(1, target.numel())
-        for start in range(0, target.numel(), block):
-            target[start : start + block].copy_(source[start : start + block])
-            if fingerprint is not None:
-                end = entry.offset + min(start + block, target.numel()) * target.itemsize
-                fingerprint.update(buffer[done:end])
-                done = end
-    if fingerprint is None:
-        return None
-    fingerprint.update(buffer[done:])
-    return fingerprint.hex()
+        block = _BLOCK // target.itemsize if source.device.type == "cpu" else max(1, target.numel())
+        end = entry.offset
+        for here, there in zip(target.split(block), source.split(block), strict=True):
+            here.copy_(there)
+            end += here.nbytes
+            yield end, memory[done:end]
+            done = end
+    yield len(buffer), memory[done:]
+
+
+def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    for name, view in bucket.views(buffer).items():
+        if name in whole:
+            view.copy_(whole[name].view(view.shape))
 
 
 def _is_row_sharded(tensor: DTensor) -> bool:

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
+
+Tag = TypeVar("Tag")
 
 
 def host_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -41,15 +45,18 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 _PIECE = 4 << 20
-"""Bytes that gloo sends at a time. What arrives is hashed while it is in cache and the next piece is on its way; longer
-ones also pass through the sockets more slowly."""
+"""Bytes that gloo sends at a time. What arrived is hashed while the next piece is on its way; shorter and longer ones
+pass through the sockets more slowly."""
+_STRETCH = 64 << 20
+"""Bytes of one buffer that get the timeout together: a single tensor may be much larger than a bucket should be."""
 
 
 class WeightGroup:
     """One epoch of the group: rank 0 is the publisher, ranks 1.. its subscribers.
 
-    Joining, every buffer (all of its pieces together) and leaving are bounded by `timeout_s`; any of them raises
-    RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then on.
+    Joining, every buffer (of a long one each 64 MiB, all their pieces together) and leaving are bounded by `timeout_s`;
+    any of them raises RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then
+    on.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class WeightGroup:
         self.epoch, self.rank, self.world = epoch, rank, world
         self._backend, self._timeout_s = backend, timeout_s
         self._deadline = 0.0
-        """By `time.monotonic()`, of the buffer that is on its way."""
+        """By `time.monotonic()`, of the stretch that is on its way."""
         timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore(f"group/{epoch}", store)
         prefixed.set_timeout(timeout)
@@ -87,13 +94,13 @@ class WeightGroup:
             self._group.eager_connect_single_device(device)
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets it whole.
+        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets long ones.
 
-        To be taken one by one, each after the one before has been waited for: the first starts the buffer's deadline.
+        To be taken one by one, as they are broadcast: the first of a stretch starts its deadline.
         """
-        self._deadline = time.monotonic() + self._timeout_s
-        if len(buffer):
-            yield from buffer.split(_PIECE) if self._backend == "gloo" else (buffer,)
+        for stretch in buffer.split(_STRETCH) if len(buffer) else ():
+            self._deadline = time.monotonic() + self._timeout_s
+            yield from stretch.split(_PIECE) if self._backend == "gloo" else (stretch,)
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
         """Send (rank 0) or receive into `buffer`, a piece; `.wait()` raises RuntimeError if a member is gone or silent.
@@ -120,7 +127,7 @@ class WeightGroup:
         work.wait()
 
     def _left_s(self) -> float:
-        """Seconds for what is missing of the buffer, at least the millisecond that torch counts in."""
+        """Seconds for what is missing of the stretch, at least the millisecond that torch counts in."""
         left = self._deadline - time.monotonic()
         if left <= 0.0:
             whom = (
@@ -134,3 +141,20 @@ class WeightGroup:
     def abort(self) -> None:
         """Leave at once; whoever still waits in this group gets an error now instead of a timeout."""
         self._group.abort()
+
+
+def passed(group: WeightGroup, flow: Iterable[tuple[Tag, torch.Tensor]]) -> Iterator[Tag]:
+    """Broadcast the pieces of `flow`, two at a time; yields the tag of each when it is through, in order.
+
+    What the caller does with one happens beside the next, and the wire never waits for a thread that has to wake up.
+    """
+    on_their_way: deque[tuple[Tag, dist.Work]] = deque()
+    for tag, piece in flow:
+        on_their_way.append((tag, group.broadcast(piece)))
+        if len(on_their_way) == 2:
+            tag, work = on_their_way.popleft()
+            group.wait(work)
+            yield tag
+    for tag, work in on_their_way:
+        group.wait(work)
+        yield tag

@@ -1,6 +1,7 @@
 """The publisher every transport shares: gather into one of two snapshots on a thread, send from another.
 
     learner ranks --publish(v)--> thread: gather --> free snapshot --> pending --> thread: sender.send() --> current
+                                             filling says how far it is -------------------^
                                                                           sender.idle() keeps newcomers up to date
 
 Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
@@ -23,6 +24,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
 from asyncrl.weights.copying import BackgroundCopy
+from asyncrl.weights.filling import Filling
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.gather import Route, choose_route, gather_into, plan, unique_tensors
 from asyncrl.weights.manifest import Manifest
@@ -33,14 +35,19 @@ _GATHER_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """One version, complete, in the wire dtype; nobody writes to it while it is current or pending."""
+    """One version in the wire dtype; after its filling nobody writes to it while it is current or pending."""
 
     policy_version: int
     manifest: Manifest
     buffers: Sequence[torch.Tensor]
     canary: Canary | None = None
+    filling: Filling
     fingerprints: list[str] = field(default_factory=list)
     """Per bucket, taken while it was copied; of buckets on a device while they are sent. Kept for re-sends."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.buffers[0].device.type != "cpu"
 
     def fingerprint(self, bucket: int) -> str:
         """Of one bucket; those before it are taken too."""
@@ -58,7 +65,10 @@ class Sender(Protocol):
         ...
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        """Bring `snapshot` to everyone who is there. What can be retried is retried in here."""
+        """Bring `snapshot` to everyone who is there. What can be retried is retried in here.
+
+        It may still be being copied: `snapshot.filling` is waited for before any of its bytes or fingerprints is read.
+        """
         ...
 
     def idle(self, newest: Snapshot | None) -> None:
@@ -161,19 +171,24 @@ class BackgroundPublisher:
     ) -> None:
         """The copy, and then it is the sender's."""
         started = time.perf_counter()
-        prints = gather_into(manifest, named, buffers, self._route.group)
-        if torch.device(self._device).type == "cuda":
-            # The sender's thread has a stream of its own: without this it could send half-written buffers.
-            torch.cuda.current_stream(self._device).synchronize()
-        self._stats["weights/gather_s"] = time.perf_counter() - started
-        if buffers is None:
-            return
+        filling = Filling(self._wait_s + _GATHER_S)
         snapshot = Snapshot(
-            policy_version=policy_version, manifest=manifest, buffers=buffers, canary=canary, fingerprints=prints
+            policy_version=policy_version, manifest=manifest, buffers=buffers or [], canary=canary, filling=filling
         )
-        with self._condition:
-            self._pending = snapshot
-            self._condition.notify_all()
+        if buffers is not None:
+            with self._condition:
+                self._pending = snapshot
+                self._condition.notify_all()
+        whole = False
+        try:
+            snapshot.fingerprints += gather_into(manifest, named, buffers, self._route.group, filling)
+            if torch.device(self._device).type == "cuda":
+                # The sender's thread has a stream of its own: without this it could send half-written buffers.
+                torch.cuda.current_stream(self._device).synchronize()
+            whole = True
+        finally:
+            filling.end(failed=not whole)
+        self._stats["weights/gather_s"] = time.perf_counter() - started
 
     def _manifest_of(self, named: list[tuple[str, torch.Tensor]]) -> Manifest:
         names = [name for name, _ in named]

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import StagedTensors
 from asyncrl.weights.delta import Encoded, apply, payload_limit
 from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
-from asyncrl.weights.group import WeightGroup, connect_store
+from asyncrl.weights.group import WeightGroup, connect_store, passed
 from asyncrl.weights.manifest import Manifest
 
 
@@ -85,8 +84,10 @@ class Staging:
         self._manifest: Manifest | None = None
         self._place: torch.device | str = "cpu"
         self._buffers: list[torch.Tensor] = []
-        self._spare: list[torch.Tensor] = []
-        """What an engine that keeps staged tensors has given up for them."""
+        self._views: dict[str, torch.Tensor] = {}
+        """Of `_buffers`; made once, since a model has hundreds and the engine is waiting."""
+        self._spare: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
+        """Buffers and views that an engine, which keeps staged tensors, has given up for them."""
         self._offered = StagedTensors()
         self._complete: int | None = None
         """Version whose bytes the buffers hold, whole: what a delta may be applied to."""
@@ -96,12 +97,13 @@ class Staging:
         manifest = Manifest.from_wire(seat.manifest)
         place = self._device if seat.backend == "nccl" and self._device is not None else "cpu"
         if (manifest, place) != (self._manifest, self._place) or not self._buffers:
-            self._buffers, self._spare, self._complete = [], [], None
+            self._buffers, self._views, self._spare, self._complete = [], {}, None, None
             self._offered = StagedTensors()
             self._buffers, self._manifest, self._place = manifest.allocate(), manifest, place
             if place != "cpu":
                 # The engine stands still while it loads: from pinned memory that is several times shorter.
                 self._buffers = [buffer.pin_memory() for buffer in self._buffers]
+            self._views = manifest.views(self._buffers)
         self._group = WeightGroup(
             connect_store(seat.host, seat.port, seat.timeout_s), backend=seat.backend, host=seat.host,
             epoch=seat.epoch, rank=seat.rank, world=seat.world, timeout_s=seat.timeout_s, device=self._device,
@@ -125,33 +127,31 @@ class Staging:
             return
         self._offered = StagedTensors()
         assert self._manifest is not None
-        self._buffers, self._spare = self._spare or self._manifest.allocate(), self._buffers
+        engines, views = self._buffers, self._views
+        if self._spare is None:
+            self._buffers = self._manifest.allocate()
+            self._views = self._manifest.views(self._buffers)
+        else:
+            self._buffers, self._views = self._spare
+        self._spare = engines, views
         if with_bytes:
-            for ours, engines in zip(self._buffers, self._spare, strict=True):
-                ours.copy_(engines)
+            for ours, theirs in zip(self._buffers, engines, strict=True):
+                ours.copy_(theirs)
 
     def _receive_full(self, group: WeightGroup) -> list[str]:
-        # One by one: a bucket's deadline starts with its first piece.
-        flow = ((index, piece) for index, buffer in enumerate(self._buffers) for piece in group.pieces(buffer))
         prints = [Fingerprint() for _ in self._buffers]
-        coming = self._ask(group, flow)
-        while coming is not None:
-            index, piece, landed, work = coming
-            group.wait(work)
-            coming = self._ask(group, flow)  # arrives while this one is hashed
+        for index, piece, landed in passed(group, self._places(group)):
             if landed is not piece:
                 piece.copy_(landed)
-            prints[index].update(piece)
+            prints[index].update(piece)  # the next one is arriving
         return [fingerprint.hex() for fingerprint in prints]
 
-    def _ask(
-        self, group: WeightGroup, flow: Iterator[tuple[int, torch.Tensor]]
-    ) -> tuple[int, torch.Tensor, torch.Tensor, dist.Work] | None:
-        """The next piece of `flow`: its bucket, itself, where it lands and what tells that it has; None at the end."""
-        for index, piece in flow:
-            landing = self._landing(piece)
-            return index, piece, landing, group.broadcast(landing)
-        return None
+    def _places(self, group: WeightGroup) -> Iterator[tuple[tuple[int, torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Bucket, piece and where it lands; and where it lands."""
+        for index, buffer in enumerate(self._buffers):
+            for piece in group.pieces(buffer):
+                landing = self._landing(piece)
+                yield (index, piece, landing), landing
 
     def _landing(self, piece: torch.Tensor) -> torch.Tensor:
         """What the group receives into for `piece`: itself, or room for it on the device."""
@@ -163,8 +163,8 @@ class Staging:
         prints = []
         for bucket, buffer, header in zip(self._manifest.buckets, self._buffers, headers, strict=True):
             payload = torch.empty(payload_limit(header, bucket.nbytes), dtype=torch.uint8, device=self._place)
-            for piece in group.pieces(payload):
-                group.wait(group.broadcast(piece))
+            for _ in passed(group, ((None, piece) for piece in group.pieces(payload))):
+                pass
             apply(Encoded(kind=header[0], payload=payload.cpu(), changed=int(header[2])), buffer, bucket.element_bytes)
             prints.append(bucket_fingerprint(buffer))
         return prints
@@ -173,7 +173,7 @@ class Staging:
         """Views over the staging buffers, by Hugging Face name: valid until the next `receive`, unless kept."""
         if self._manifest is None:
             raise WeightsError("nothing was ever staged here")
-        self._offered = StagedTensors(self._manifest.views(self._buffers))
+        self._offered = StagedTensors(self._views)
         return self._offered
 
     def leave(self) -> None:

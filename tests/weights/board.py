@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -61,7 +62,11 @@ class Board:
 
 
 class BoardManager(BaseManager):
-    pass
+    """In a process that is spawned: a forked one would inherit process groups without their threads, and abort when it
+    collects them."""
+
+    def __init__(self) -> None:
+        super().__init__(ctx=get_context("spawn"))
 
 
 BoardManager.register("Board", Board)

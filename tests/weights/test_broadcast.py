@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ModelMismatchError, WeightsError
-from asyncrl.weights import broadcast_publisher, staging
+from asyncrl.weights import broadcast_publisher, snapshot, staging
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
@@ -22,7 +22,7 @@ from asyncrl.weights.snapshot import BackgroundPublisher
 from tests.forked import forked_from
 from tests.weights.board import BoardManager, WorkerRendezvous
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 TIMEOUT_S = 4.0
 BUCKET = 1 << 12
 PROBES = random_probes(1000, seed=0)
@@ -42,15 +42,20 @@ class CorruptingGroup(WeightGroup):
 
     done = False
 
-    def wait(self, work) -> None:
-        super().wait(work)
-        if not CorruptingGroup.done and self.rank > 0:
-            CorruptingGroup.done = True
-            self.buffer[3] ^= 1
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self.coming: list[torch.Tensor] = []
 
     def broadcast(self, buffer):
-        self.buffer = buffer
+        self.coming.append(buffer)
         return super().broadcast(buffer)
+
+    def wait(self, work) -> None:
+        super().wait(work)
+        arrived = self.coming.pop(0)
+        if not CorruptingGroup.done and self.rank > 0:
+            CorruptingGroup.done = True
+            arrived[3] ^= 1
 
 
 class DyingGroup(WeightGroup):
@@ -278,6 +283,23 @@ def test_a_delta_is_the_same_bytes_and_a_newcomer_and_a_damaged_member_get_the_w
             sent, whole = stats["wire_bytes"], stats["bytes"]
             assert sent == whole if version == 1 else sent < whole / 10
         assert wait_stats(publisher)["resends"] == 1
+
+
+def test_a_copy_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, monkeypatch):
+    def breaking(manifest, named, buffers, group, filling) -> list[str]:
+        filling.reach(2 * BUCKET)
+        raise RuntimeError("rank 1 is gone")
+
+    cluster.worker("a")
+    with publishing(cluster.board) as publisher:
+        publisher.publish(1, weights(1).items())
+        cluster.wait_served("a", 1)
+        monkeypatch.setattr(snapshot, "gather_into", breaking)
+        publisher.publish(2, weights(2).items())
+        with pytest.raises(WeightsError, match="version 2 could not be copied out of the learner: rank 1 is gone"):
+            publisher.wait_copied()
+    assert cluster.finish("a")["policy_version"] == 1
+    assert not cluster.bytes_of("a", 2)
 
 
 def proving_process(board, worker: str, stuck: bool) -> None:

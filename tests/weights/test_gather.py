@@ -69,6 +69,7 @@ class KeepingSender:
         self.sent: list[tuple[int, dict[str, torch.Tensor]]] = []
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        snapshot.filling.wait()
         views = snapshot.manifest.views(snapshot.buffers)
         self.sent.append((snapshot.policy_version, {name: tensor.clone() for name, tensor in views.items()}))
 

@@ -39,6 +39,7 @@ def make(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> tupl
     clock = Clock()
     monkeypatch.setattr(group, "time", clock)
     monkeypatch.setattr(group, "_PIECE", 10)
+    monkeypatch.setattr(group, "_STRETCH", 30)
     store = dist.HashStore()
     made = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=3, rank=0, world=1, timeout_s=10.0)
     made.rank, made.world = rank, 3
@@ -58,6 +59,12 @@ def test_the_pieces_of_a_bucket_share_one_deadline_and_every_bucket_has_its_own(
     weights, network = make(monkeypatch, 3.0)
     assert [send(weights, 30), send(weights, 0), send(weights, 15)] == [3, 0, 2]
     assert [timeout.total_seconds() for timeout in network.timeouts] == [10.0, 7.0, 4.0, 10.0, 7.0]
+
+
+def test_a_bucket_that_one_large_tensor_fills_has_a_deadline_for_every_stretch(monkeypatch: pytest.MonkeyPatch):
+    weights, network = make(monkeypatch, 3.0)
+    assert send(weights, 75) == 8
+    assert [timeout.total_seconds() for timeout in network.timeouts] == [10.0, 7.0, 4.0, 10.0, 7.0, 4.0, 10.0, 7.0]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class HeldSender:
         self.go = threading.Semaphore(0)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        snapshot.filling.wait()
         self.snapshots.append(snapshot)
         self.started.append(snapshot.policy_version)
         assert self.go.acquire(timeout=60)
@@ -108,6 +109,15 @@ def test_a_sender_that_never_ends_is_an_error_of_the_third_publication_and_no_ha
     publisher.close()
 
 
+class FollowingSender(HeldSender):
+    """Begins with the first bytes."""
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        snapshot.filling.wait(16)
+        self.started.append(snapshot.policy_version)
+        super().send(snapshot, previous)
+
+
 class HeldCopy:
     """In place of `gather_into`: copies when it is told to, or fails."""
 
@@ -146,6 +156,22 @@ def test_training_goes_on_beside_the_copy_and_only_a_write_to_the_weights_waits_
     assert publisher.stats()["weights/copy_wait_s"] > 0.0, "what the step waited for the copy before"
     publisher.wait_copied()
     sender.go.release()
+    publisher.close()
+
+
+def test_a_sender_may_begin_while_the_rest_is_copied(monkeypatch):
+    def copy(manifest, named, buffers, group, filling) -> list[str]:
+        filling.reach(16)
+        until(lambda: sender.started == [0])
+        return real(manifest, named, buffers, group, filling)
+
+    sender, real = FollowingSender(), snapshot.gather_into
+    monkeypatch.setattr(snapshot, "gather_into", copy)
+    publisher = make(sender)
+    publish(publisher, 0)
+    publisher.wait_copied()
+    sender.go.release()
+    until(lambda: sender.seen == [(0.0, None)])
     publisher.close()
 
 
