@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from asyncrl.errors import CheckpointError, CheckpointMismatchError
 from asyncrl.learner import durable
 from asyncrl.learner.lora import check_base, without_frozen, write_base
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.ranks import barrier, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 
 STATE_FILE = "state.json"
@@ -141,7 +142,7 @@ class Checkpoints:
             CheckpointError: a file is damaged or missing.
             CheckpointMismatchError: the checkpoint is of another model. Nothing was filled.
         """
-        durable.verify(path)
+        self._verify_once(path, next(roles.policy.parameters()).device)
         check_base(path, roles.policy.adapters)
         saved = _shapes_in(path)
         _check_roles(path, saved, roles)
@@ -160,10 +161,22 @@ class Checkpoints:
         except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone
             raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
         _fill(roles, loaded)
-        state = LearnerState(**json.loads((path / STATE_FILE).read_text()))
+        state = _read_state(path / STATE_FILE)
         if roles.kl_control is not None:
             roles.kl_coef = state.kl_coef
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
+
+    def _verify_once(self, path: Path, device: torch.device) -> None:
+        """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
+        damage = ""
+        if self._rank == 0:
+            try:
+                durable.verify(path)
+            except CheckpointError as error:
+                damage = str(error)
+        damage = text_of_rank_zero(damage, device)
+        if damage:
+            raise CheckpointError(damage)
 
     def _commit(self, aside: Path, target: Path) -> None:
         durable.seal(aside)
@@ -179,6 +192,17 @@ class Checkpoints:
         """Checkpoints by step; those that are being made or removed are called `.tmp`."""
         whole = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp"]
         return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _read_state(file: Path) -> LearnerState:
+    values = json.loads(file.read_text())
+    try:
+        return LearnerState(**values)
+    except TypeError as error:
+        raise CheckpointMismatchError(
+            f"{file} was written by another version of asyncrl: it has {', '.join(values)}. Resume with that version, "
+            "or start a new run with the model that it exported"
+        ) from error
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
+from asyncrl.errors import CheckpointError
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.lora import merged, save_adapter
 from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PackedModel, PolicyModel
@@ -70,14 +72,21 @@ def refilled(
 
 
 def write(plain: PreTrainedModel, tokenizer: str, target: Path) -> None:
+    """Raises CheckpointError when it cannot be written (disk full, permissions)."""
     aside = target.with_name(target.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    plain.save_pretrained(aside)
-    save_tokenizer(tokenizer, aside)
-    for file in aside.glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        plain.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
+        for file in aside.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the trained model to {target}: {error}. The last checkpoint is whole: free space, then "
+            "continue with resume=auto, which writes it again"
+        ) from error
 
 
 def save_tokenizer(source: str, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch.nn.utils import get_total_norm
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.schema import LearnerConfig
+
+log = logging.getLogger(__name__)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
@@ -137,12 +140,16 @@ class NonFiniteGuard:
             return
         self.skipped += 1
         self.consecutive += 1
-        dump = self._dump(step, batches)
+        try:
+            dump = f"The batches are in {self._dump(step, batches).parent}"
+        except OSError as error:  # worth a word, and not the run: it may recover at the next step
+            dump = f"The batches could not be kept: {error}"
+        log.warning("step %d: loss %s, gradient norm %s, no update. %s", step, report.loss, report.grad_norm, dump)
         if self.consecutive > self._limit:
             raise NonFiniteError(
                 f"loss or gradient was not finite {self.consecutive} optimizer steps in a row (loss {report.loss}, "
                 f"gradient norm {report.grad_norm}); learner.max_nonfinite_steps={self._limit} allows {self._limit}. "
-                f"The batches are in {dump.parent}; lower learner.lr or inspect the model"
+                f"{dump}; lower learner.lr or inspect the model"
             )
 
     def _dump(self, step: int, batches: Sequence[MicroBatch]) -> Path:

@@ -15,6 +15,7 @@ from asyncrl.errors import NoProgress
 from asyncrl.replay.base import Lease, Member, Restored, TrainedReply
 from asyncrl.types import EvalSummary
 from asyncrl.weights.base import PublishStats
+from asyncrl.weights.canary import Canary
 from tests.learner.feed import make_lease, make_step
 
 
@@ -107,7 +108,9 @@ class KeptWeights:
         self.versions: list[int] = []
         self.newest: dict[str, torch.Tensor] = {}
 
-    def publish(self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishStats:
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
         self.newest = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in tensors
         }
@@ -133,6 +136,9 @@ class KeptRows:
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
         self.rows.append({"step": step, "policy_version": policy_version, **row})
+
+    def close(self) -> None:
+        return
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.sampled += rows

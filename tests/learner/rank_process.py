@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,11 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.ranks import choice_of_rank_zero
-from asyncrl.learner.resume import begin
-from asyncrl.learner.roles import build_roles
-from asyncrl.learner.train import Training, train
+from asyncrl.learner.place import Place, assemble
+from asyncrl.learner.train import train
 from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
@@ -40,28 +38,22 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    roles = build_roles(config, device, init_device_mesh("cpu", (world,)))
-    checkpoints = Checkpoints(folder / "ckpt", rank=rank, keep=2)
-    publisher, replay, rows = KeptWeights(), FedReplay(groups=groups, size=size), KeptRows()
-    found = checkpoints.choose("auto" if resume else "never", restarted=False) if rank == 0 else None
-    resume_from = choice_of_rank_zero(found, device)
-    train(
-        config,
-        Training(
-            replay=replay,
-            publisher=publisher,
-            roles=roles,
-            checkpoints=checkpoints,
-            start=begin(replay, checkpoints, roles, resume_from, rank=rank, device=device),
-            log=rows,
+    publisher, rows = KeptWeights(), KeptRows()
+    with ExitStack() as opened:
+        parts = assemble(
+            config,
+            Place(rank=rank, world=world, device=device, restarted=False, run_id="ranks"),
+            opened,
+            mesh=init_device_mesh("cpu", (world,)),
+            replay=FedReplay(groups=groups, size=size),
             run_dir=folder,
-            rank=rank,
-            world=world,
-            device=device,
-        ),
-    )
+            resume="auto" if resume else "never",
+            publisher=lambda _: publisher,
+            log=lambda _: rows,
+        )
+        train(config, parts)
     learned = {}
-    for name, trained_model, _ in roles.trained():
+    for name, trained_model, _ in parts.roles.trained():
         learned |= {f"{name}.{key}": whole(tensor) for key, tensor in trained_model.named_parameters()}
     if rank == 0:
         save_file(learned, folder / "learned.safetensors")

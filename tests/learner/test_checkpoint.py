@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.errors import CheckpointError, CheckpointMismatchError
-from asyncrl.learner import checkpoint
+from asyncrl.learner import checkpoint, durable
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
@@ -136,6 +136,16 @@ def test_a_checkpoint_whose_optimizer_knows_more_or_less_than_this_one_is_refuse
         path = checkpoints.save(state(0), saved, {})
         with pytest.raises(CheckpointMismatchError, match=r"embed_tokens\.weight\.\w+ \(optimizer\) is in the"):
             checkpoints.load(path, other)
+
+
+def test_a_checkpoint_of_another_version_of_asyncrl_is_refused_by_what_it_says(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    path = checkpoints.save(state(0), learner(0, updates=1), {})
+    (path / "state.json").write_text('{"step": 0, "policy_version": 3, "moons": 2}')
+    (path / durable.MANIFEST).unlink()
+    durable.seal(path)
+    with pytest.raises(CheckpointMismatchError, match=r"state\.json was written by another version .* moons"):
+        checkpoints.load(path, learner(0))
 
 
 def test_a_file_that_cannot_be_read_or_a_rank_that_is_gone_is_no_mismatch(tmp_path: Path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.model import build_model, load_hf
 from asyncrl.schema import Config, ModelConfig, RunConfig
@@ -48,6 +48,13 @@ def test_an_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     assert "attn_implementation" not in (tmp_path / "hf" / "config.json").read_text()
     assert loaded.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+def test_an_export_that_cannot_be_written_says_where_and_how_to_go_on(tmp_path: Path):
+    model = build_model(config_for(tiny_checkpoint(tmp_path / "source")), CPU, None)
+    (tmp_path / "run").write_text("a file where the folder has to go")
+    with pytest.raises(CheckpointError, match=r"cannot write the trained model to .*run/hf.*resume=auto"):
+        export_hf(model, ModelConfig(path=str(tmp_path / "source")), tmp_path / "run" / "hf", rank=0)
 
 
 def test_an_export_can_be_bfloat16(tmp_path: Path):

@@ -92,3 +92,12 @@ def test_a_good_step_in_between_starts_the_count_again(tmp_path: Path):
     for step, report in enumerate([SKIPPED, APPLIED, SKIPPED, APPLIED, SKIPPED]):
         guard.observe(step, report, [])
     assert (guard.skipped, guard.consecutive) == (3, 1)
+
+
+def test_a_batch_that_cannot_be_kept_is_a_warning_and_not_the_end_of_the_run(tmp_path, caplog):
+    (tmp_path / "file").write_text("a file where the folder has to go")
+    guard = NonFiniteGuard(tmp_path / "file" / "nonfinite", 0, 1)
+    guard.observe(7, SKIPPED, [])
+    assert guard.skipped == 1 and "step 7: " in caplog.text and "could not be kept" in caplog.text
+    with pytest.raises(NonFiniteError, match="could not be kept"):
+        guard.observe(8, SKIPPED, [])

@@ -15,7 +15,8 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.train import Training, evaluation_metrics, train
-from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, ReplayConfig, RunConfig
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
 from asyncrl.types import NO_VERSION, EvalSummary
 from asyncrl.weights.base import PublishStats
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
@@ -167,7 +168,7 @@ def test_a_replay_that_runs_dry_ends_the_run_in_time(tmp_path: Path):
     began = time.monotonic()
     with pytest.raises(NoProgress, match="waited for rollout workers"):
         run(make_config(tmp_path), FedReplay(steps=2))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_full_disk_ends_the_run_with_the_path(tmp_path: Path):
