@@ -61,6 +61,24 @@ def engine_processes_are_its_own(config: Config) -> Problems:
         )
 
 
+ANOTHER_DISTRIBUTION = (
+    "generation_config", "override_generation_config", "logits_processors", "logits_processor_pattern",
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Under engine.vllm: what would change, or is meant to change, what tokens are drawn from."""
+
+
+def tokens_are_drawn_from_the_policy(config: Config) -> Problems:
+    """Of vLLM's own arguments; elsewhere these keys do not exist, see `hints.REFUSED_ON_PURPOSE`."""
+    for key in ANOTHER_DISTRIBUTION:
+        if key in config.engine.vllm:
+            yield (
+                f"engine.vllm.{key}={config.engine.vllm[key]}: tokens drawn from anything but the whole distribution "
+                "have log-probs that are not the policy's, which biases every importance ratio. Leave it out; "
+                "rollout.temperature is the knob that stays exact"
+            )
+
+
 def gpus_hold_the_engine(config: Config) -> Problems:
     gpus, parallel = config.ray.gpus_per_worker, config.engine.tensor_parallel
     if config.rollout.host == "ray" and 0 < gpus != parallel and parallel > 1:
@@ -82,6 +100,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     adapters_keep_their_keys,
     engine_processes_are_its_own,
+    tokens_are_drawn_from_the_policy,
     gpus_hold_the_engine,
     transport_has_deltas,
 )

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -231,20 +232,27 @@ class VllmEngine:
             self._queue.close()
             started = time.monotonic()
             try:
-                async with asyncio.timeout(2 * self._timeout_s):
+                async with self._answering(policy_version):
                     await self._client.pause(clear_cache=self._recompute)
                     await self._overtake()
                     await self._load_staged(policy_version)
                     self._policy_version = policy_version
                     await self._client.resume(version_label(policy_version))
-            except TimeoutError:
-                raise EngineDiedError(
-                    f"version {policy_version} was not loaded: vLLM's processes gave no answer for "
-                    f"{2 * self._timeout_s:g} s (twice weights.timeout_s)"
-                ) from None
             finally:
                 self._queue.open()
                 self._seconds["stall_s"] += time.monotonic() - started
+
+    @asynccontextmanager
+    async def _answering(self, policy_version: int) -> AsyncIterator[None]:
+        """Raises EngineDiedError when vLLM's processes do not do what is asked of them inside, for a load."""
+        try:
+            async with asyncio.timeout(2 * self._timeout_s):
+                yield
+        except TimeoutError:
+            raise EngineDiedError(
+                f"version {policy_version} was not loaded: vLLM's processes gave no answer for "
+                f"{2 * self._timeout_s:g} s (twice weights.timeout_s)"
+            ) from None
 
     async def _overtake(self) -> None:
         """Take back what has no token yet: it might begin on keys of the old version after the load."""

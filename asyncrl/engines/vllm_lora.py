@@ -126,8 +126,9 @@ class VllmLoraEngine(VllmEngine):
             started = time.monotonic()
             self._queue.close()  # nothing begins under a version that is about to be the last but one
             try:
-                await self._make_room(policy_version)
-                await self._add(self._book.announce(policy_version))
+                async with self._answering(policy_version):
+                    await self._make_room(policy_version)
+                    await self._add(self._book.announce(policy_version))
                 self._policy_version = policy_version
             finally:
                 self._queue.open()

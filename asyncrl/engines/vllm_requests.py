@@ -30,8 +30,12 @@ class Sibling:
 
 
 def sampling_of(sibling: Sibling) -> VllmSampling:
-    """Without a seed: vLLM's generators per request end its CPU engine as soon as one prompt is prefilled in parts
-    (`CPU Generator does not use offset`), and are slow. Tokens are drawn from the engine's own generator."""
+    """Without a seed: tokens are drawn from the engine's own generator.
+
+    A seed gives a request a torch generator, which vLLM winds back (`set_offset`) after each step that has prefilled
+    only a part of its prompt. torch's CPU generator has no offset: the engine process ends. Prompts are whole in one
+    step only without chunked prefill, which vLLM supports for no model that generates (0.32, its own warning).
+    """
     sampling = sibling.request.sampling
     return VllmSampling(
         max_tokens=sampling.max_new_tokens,

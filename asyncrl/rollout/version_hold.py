@@ -74,7 +74,7 @@ class VersionHold:
             if not limit.expired():
                 raise
             raise NoProgress(
-                f"{what} was not finished within {self._timeout_s:g} s (replay.wait_timeout_s). Waited for the engine "
+                f"{what} were not finished within {self._timeout_s:g} s (replay.wait_timeout_s). Waited for the engine "
                 "and the rewards of this worker. Lower eval.chunk or rollout.max_new_tokens"
             ) from error
         finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
@@ -53,6 +56,12 @@ def request(
 ) -> GenerateRequest:
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new, stop_token_ids=stop)
     return GenerateRequest(request_id=name, prompt_ids=prompt_ids, n=n, sampling=sampling, seed=seed, pinned=pinned)
+
+
+def write_own_sampling(folder: Path) -> None:
+    """As checkpoints of chat models bring it; transformers' generate() and vLLM's server would follow it."""
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,15 @@ from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ConfigError, GenerationError, WeightsError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import StagedTensors
-from tests.engines.models import VOCABULARY, make_model, plain_logprobs, prompt, request, weights_of
+from tests.engines.models import (
+    VOCABULARY,
+    make_model,
+    plain_logprobs,
+    prompt,
+    request,
+    weights_of,
+    write_own_sampling,
+)
 
 CPU = torch.device("cpu")
 
@@ -30,11 +38,9 @@ async def closing(engine: TransformersEngine, work):
 
 
 async def until(condition) -> None:
-    for _ in range(20000):
-        if condition():
-            return
-        await asyncio.sleep(0.0005)
-    raise AssertionError("condition never came true")
+    async with asyncio.timeout(50):
+        while not condition():
+            await asyncio.sleep(0.0005)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
@@ -53,6 +59,22 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_for_prompts_joining_mid_
         for completion in group:
             expected = plain_logprobs(model, prompt(length), completion)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_sampling_settings_that_come_with_a_model_are_not_followed(tmp_path):
+    make_model("qwen2").save_pretrained(tmp_path)
+    asked = request(prompt(9), 4, new=24)
+
+    def answers():
+        engine = TransformersEngine(ModelRunner.from_pretrained(str(tmp_path), torch.float32, CPU, 8))
+        return asyncio.run(closing(engine, engine.generate(asked)))
+
+    plain = answers()
+    write_own_sampling(tmp_path)
+    for with_it, without in zip(answers(), plain, strict=True):
+        assert np.array_equal(with_it.token_ids, without.token_ids)
+        assert np.array_equal(with_it.logprobs, without.logprobs)
+        np.testing.assert_allclose(with_it.logprobs, plain_logprobs(make_model("qwen2"), prompt(9), with_it), atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])

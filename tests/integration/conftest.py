@@ -33,9 +33,10 @@ class LocalRun:
     output: Path
     seen: set[int] = field(default_factory=set)
 
-    def rows(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
+        """Of a file of the run folder, without a last one that is being written."""
+        path = self.directory / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def descendants(self, matching: str = "") -> list[psutil.Process]:
         try:
@@ -81,7 +82,7 @@ class LocalRun:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(20)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

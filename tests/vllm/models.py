@@ -12,6 +12,7 @@ from asyncrl.schema import Config
 from asyncrl.types import Completion
 from tests.engines.models import request as request
 from tests.engines.models import weights_of as weights_of
+from tests.engines.models import write_own_sampling as write_own_sampling
 
 VOCABULARY = 320
 # A large initializer_range makes distributions peaked and seeds very different: stale weights or keys show at once.

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError, ModelMismatchError, WeightsError
 from asyncrl.schema import Config
 from asyncrl.types import Completion
 from asyncrl.weights.adapter import SCALING, scaling_tensor
-from tests.vllm.live import Live, live_engine
+from tests.vllm.live import Live, TooLateError, in_time, live_engine
 from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, weights_of, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -93,16 +93,18 @@ def assert_exact(versions: Versions, ids: np.ndarray, completion: Completion, ve
 
 
 def test_a_running_sequence_finishes_under_its_own_adapter_while_new_ones_take_the_newest(live, versions):
-    old, ids = publish(live, versions), prompt(9)
+    ids = prompt(9)
 
     async def work():
+        old = await asyncio.to_thread(publish, live, versions)
         running = asyncio.create_task(live.engine.generate(request(ids, 3, new=900)))
         await when_tokens_flow(live, 60)
         new = await asyncio.to_thread(publish, live, versions)
-        assert not running.done()
-        return new, await live.engine.generate(request(ids, 2, new=20, seed=3)), await running
+        if running.done():
+            raise TooLateError
+        return old, new, await live.engine.generate(request(ids, 2, new=20, seed=3)), await running
 
-    new, late, early = asyncio.run(work())
+    old, new, late, early = in_time(work)
     assert new == old + 1
     for completion in early:
         assert_exact(versions, ids, completion, old)
@@ -131,20 +133,23 @@ def test_scores_are_those_of_the_newest_adapter(live, versions):
 
 
 def test_a_sequence_whose_slot_is_wanted_begins_again_under_the_newest(live, versions):
-    first, ids = publish(live, versions), prompt(11)
-    restarted = live.engine.stats()["restarted"]
+    ids = prompt(11)
 
     async def work():
+        first = await asyncio.to_thread(publish, live, versions)
+        restarted = live.engine.stats()["restarted"]
         running = []
         for _ in range(SLOTS):
             running.append(asyncio.create_task(live.engine.generate(request(ids, 4, new=1000))))
             await when_tokens_flow(live, 10)
-            assert not running[0].done()
+            if any(task.done() for task in running):
+                await asyncio.gather(*running)
+                raise TooLateError
             await asyncio.to_thread(load, live, versions)
             assert live.engine.stats()["adapters"] <= SLOTS
-        return await asyncio.gather(*running)
+        return first, restarted, await asyncio.gather(*running)
 
-    overtaken, *others = asyncio.run(work())
+    first, restarted, (overtaken, *others) = in_time(work)
     for completion in overtaken:
         assert_exact(versions, ids, completion, first + SLOTS)
     for i, group in enumerate(others, 1):

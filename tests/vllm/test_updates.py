@@ -17,8 +17,18 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 from asyncrl.errors import EngineDiedError, GenerationError, WeightsError
 from asyncrl.weights import broadcast_publisher
 from asyncrl.weights.group import WeightGroup
-from tests.vllm.live import Live, live_engine, make_publisher
-from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, weights_of, worst
+from tests.forked import forked_from
+from tests.vllm.live import Live, TooLateError, in_time, live_engine, make_publisher
+from tests.vllm.models import (
+    engine_config,
+    logprobs_of,
+    make_model,
+    prompt,
+    request,
+    weights_of,
+    worst,
+    write_own_sampling,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
@@ -29,7 +39,10 @@ MODELS = {seed: make_model("qwen3", seed) for seed in (1, 2)}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_engine(engine_config(tmp_path_factory.mktemp("model"), "qwen3")) as live:
+    folder = tmp_path_factory.mktemp("model")
+    config = engine_config(folder, "qwen3")
+    write_own_sampling(folder)
+    with live_engine(config) as live:
         yield live
 
 
@@ -62,16 +75,34 @@ def assert_exact(live: Live, version: int) -> None:
     assert worst(model_of(version), prompt(7), completion).max() < TOLERANCE
 
 
-def test_tokens_before_and_after_an_update_carry_their_versions(live):
-    old = update(live)
+def test_sampling_settings_that_come_with_a_model_are_not_followed(live):
+    """Its top_k of 20, temperature and repetition penalty would show in the log-probs, the first in the tokens too."""
+    model = model_of(update(live))
+    ranks: list[int] = []
+    for completion in asyncio.run(live.engine.generate(request(prompt(7), 8, new=24))):
+        assert worst(model, prompt(7), completion).max() < TOLERANCE
+        whole = np.concatenate([prompt(7), completion.token_ids])
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(whole.astype(np.int64))[None]).logits[0, len(prompt(7)) - 1 : -1]
+        chosen = logits.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])
+        ranks += (logits > chosen).sum(1).tolist()
+    # The 20 likeliest of 320 tokens have about half of the probability here: 192 draws find others.
+    assert max(ranks) >= 20
 
+
+def test_tokens_before_and_after_an_update_carry_their_versions(live):
     async def work():
+        old = await asyncio.to_thread(update, live)
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 3, new=500)))
         await when_tokens_flow(live, 60)
         await asyncio.to_thread(update, live)
-        return await running
+        completions = await running
+        if any(completion.policy_versions[-1] == old for completion in completions):
+            raise TooLateError
+        return old, completions
 
-    for completion in asyncio.run(work()):
+    old, completions = in_time(work)
+    for completion in completions:
         versions = completion.policy_versions
         before = int((versions == old).sum())
         assert 10 < before < len(versions) and set(versions.tolist()) == {old, old + 1}
@@ -133,7 +164,6 @@ def test_a_pinned_request_is_of_one_version_and_the_update_waits_for_it(live):
         pinned = asyncio.create_task(live.engine.generate(request(prompt(9), 1, new=400, pinned=True)))
         await when_tokens_flow(live, 20)
         await asyncio.to_thread(update, live)
-        assert pinned.done()
         return (await pinned)[0]
 
     completion = asyncio.run(work())
@@ -185,11 +215,9 @@ def dying_publisher(board, version: int) -> None:
 
 
 def test_a_learner_that_dies_while_sending_leaves_the_old_version_exact(live):
-    import multiprocessing
-
     version = update(live)
     lost = live.subscriber.stats()["weights/epochs"]
-    process = multiprocessing.get_context("spawn").Process(target=dying_publisher, args=(live.board, version + 1))
+    process = forked_from("tests.vllm.chaos_processes").Process(target=dying_publisher, args=(live.board, version + 1))
 
     async def work():
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 2, new=900)))
