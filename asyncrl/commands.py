@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checks.replay import host_of
-from asyncrl.schema import Config, ReplayConfig
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.schema import Config
 
 RANK_ENVIRONMENT = {
     # Two maths threads per rank on a machine full of processes make all of them slower, not one of them faster.

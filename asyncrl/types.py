@@ -147,7 +147,8 @@ class TrajectoryHeader:
 
     @property
     def loss_tokens(self) -> int:
-        return sum(count for _, count in self.version_tokens)
+        runs = self.version_tokens
+        return runs[0][1] if len(runs) == 1 else sum(count for _, count in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,13 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.landing import Landing
 from asyncrl.replay.parcel import Unpacking
-from asyncrl.replay.payload import EncodedGroup, Frame, encode_group
+from asyncrl.replay.payload import EncodedGroup, encode_group
 from asyncrl.replay.shard_links import ShardLinks
-from asyncrl.schema import ReplayConfig
 from asyncrl.types import (
     Assignment,
     DropReason,
@@ -65,6 +67,7 @@ class RolloutClient:
             address, role="worker", name=worker, run_digest=run_digest, config=config, stats=stats
         )
         self._rendezvous = WorkerRendezvous(self._connection)
+        self._landing = Landing()
         self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
 
     @property
@@ -78,7 +81,7 @@ class RolloutClient:
     async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
         future = self._connection.request("acquire", [slots, float(wait_s)])
         try:
-            response = await asyncio.wrap_future(future)
+            response = await self._landing.of(future)
         except asyncio.CancelledError:
             future.add_done_callback(self._give_back)
             raise
@@ -93,7 +96,7 @@ class RolloutClient:
     async def insert(self, group: TrajectoryGroup) -> InsertReply:
         encoded = encode_group(group)
         if self._shards is None:
-            response = await self._insert(encoded, encoded.layout, encoded.frames)
+            response = await self._insert(encoded, None, encoded.frames)
         else:
             link = await self._shards.link_for(encoded)
             try:
@@ -107,27 +110,27 @@ class RolloutClient:
         status, reason, _ = wire.sequence(response.body, "insert reply", 3)
         return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
 
-    async def _insert(self, encoded: EncodedGroup, rest: Any, frames: Sequence[Frame]) -> Response:
-        body = [wire.encode_group_header(encoded.header), rest]
+    async def _insert(self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame]) -> Response:
+        body = [wire.encode_group_header(encoded.header), receipt]
         request = self._connection.request("insert", body, frames, encoded.header.nbytes)
-        return await asyncio.wrap_future(request)
+        return await self._landing.of(request)
 
     async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
-        await asyncio.wrap_future(self._fail(assignment, reason, detail))
+        await self._landing.of(self._fail(assignment, reason, detail))
 
     def _fail(self, assignment: Assignment, reason: DropReason, detail: str) -> Future[Response]:
         body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT]]
         return self._connection.request("fail", body)
 
     async def report_evaluation(self, result: EvalResult) -> None:
-        await asyncio.wrap_future(self._connection.request("report_evaluation", messages.encode_record(result)))
+        await self._landing.of(self._connection.request("report_evaluation", messages.encode_record(result)))
 
     async def served(self, policy_version: int, fingerprint: str) -> None:
         await asyncio.to_thread(self._rendezvous.served, policy_version, fingerprint)
 
     async def watch(self, *, revision: int, wait_s: float) -> Board:
         request = self._connection.request("watch", [revision, float(wait_s)])
-        return _board(await asyncio.wrap_future(request))
+        return _board(await self._landing.of(request))
 
     async def close(self) -> None:
         if self._shards is not None:

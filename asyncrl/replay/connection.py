@@ -25,12 +25,12 @@ import zmq
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay import wire
 from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.heap import keep_heap
-from asyncrl.replay.payload import Frame
 from asyncrl.replay.security import secure_client
 from asyncrl.replay.socket_options import receive, set_socket_options
 from asyncrl.replay.wire import Envelope
-from asyncrl.schema import ReplayConfig
 from asyncrl.types import NO_VERSION
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Connection:
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_in.bind("inproc://wake")
         self._wake_out.connect("inproc://wake")
+        self._woken = False
         self._socket = self._open()
         self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
         self._thread.start()
@@ -127,8 +128,7 @@ class Connection:
                 return future
             number, self._next = self._next, self._next + 1
             self._inbox.append(_Request(number, verb, body, frames, nbytes, future, self._clock()))
-            with contextlib.suppress(zmq.Again):  # full: it will wake up; no peer: the thread has ended
-                self._wake_out.send(b"", zmq.DONTWAIT)
+            self._wake()
         return future
 
     def close(self) -> None:
@@ -143,12 +143,19 @@ class Connection:
                 log.debug("%s did not answer the goodbye of %s", self.address, self.name)
         with self._lock:
             self._closing.set()
-            with contextlib.suppress(zmq.Again):  # full: it will wake up; no peer: the thread has ended
-                self._wake_out.send(b"", zmq.DONTWAIT)
+            self._wake()
         self._thread.join(timeout=5.0)
         self._wake_out.close(0)
         if not self._thread.is_alive():  # Or the context would wait for its socket for ever.
             self._context.term()
+
+    def _wake(self) -> None:
+        """Once for all that the thread will find when it wakes up. The lock is held."""
+        if self._woken:
+            return
+        self._woken = True
+        with contextlib.suppress(zmq.Again):  # no peer: the thread has ended
+            self._wake_out.send(b"", zmq.DONTWAIT)
 
     # ---- the thread
 
@@ -185,7 +192,7 @@ class Connection:
 
     def _open(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
-        set_socket_options(socket, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
+        set_socket_options(socket, self.address, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
         secure_client(socket, self._config.keys)
         socket.connect(self.address)
         return socket
@@ -223,6 +230,7 @@ class Connection:
     def _take_inbox(self) -> None:
         while self._wake_in.poll(0):
             self._wake_in.recv()
+        self._woken = False  # Before the inbox is emptied: what comes from now on wakes up again.
         while self._inbox:
             request = self._inbox.popleft()
             self._outstanding[request.number] = request

@@ -7,7 +7,7 @@ next change, and `at_deadline` when the caller's patience ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.checks.replay import LONGEST_WAIT_S
@@ -15,10 +15,12 @@ from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Acquired
+from asyncrl.replay.columns import Frame
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.payload import MAX_VOCABULARY, Frame
-from asyncrl.replay.payloads import InShards, Payloads, WithPlanner, free_of
-from asyncrl.replay.shard_store import question_of
+from asyncrl.replay.payload import MAX_VOCABULARY
+from asyncrl.replay.payloads import InShards, Payloads, WithPlanner
+from asyncrl.replay.session import Answer, Handler, Later, Reply, Session
+from asyncrl.replay.shards_desk import ShardsDesk
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
 
 MAX_WAIT_S = LONGEST_WAIT_S
@@ -27,48 +29,6 @@ MIN_PATIENCE_S = 0.05
 MAX_WORLD = 65536
 MAX_SLOTS = 65536
 
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One incarnation of a peer, however often it reconnects."""
-
-    role: str
-    """`worker`, `learner` or `shard`."""
-    name: str
-    incarnation: str
-    identity: bytes
-    """Where its newest connection is."""
-    seen: float
-    request: int = -1
-    """Number of the request in hand."""
-    malformed: int = 0
-    """Messages from it that were none."""
-    patient: int = 0
-    """Requests that wait for something to happen, other than the disk."""
-    acknowledged: int = 0
-    """The peer has the answers to all its requests below this number."""
-    replies: dict[int, list[Frame]] = field(default_factory=dict)
-    """Answers to requests that must not run twice, until the peer has them."""
-    waiting: set[int] = field(default_factory=set)
-    """Requests that are waiting for something to happen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    body: Any = None
-    frames: Sequence[Frame] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    retry: Callable[[], Answer | None]
-    at_deadline: Callable[[], Answer | Later]
-    """May grant more time by returning another Later."""
-    wait_s: float
-
-
-Reply = Answer | Later
-Handler = Callable[[Session, Any, Sequence[Frame]], Reply]
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
@@ -161,10 +121,10 @@ class Desk:
         return self.now_or_later(retry, lambda: Answer(messages.encode_acquired(ask())), wait_s)
 
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        row, rest = wire.sequence(body, "insert", 2)
+        row, receipt = wire.sequence(body, "insert", 2)
         header = replace(wire.decode_group_header(row), worker=session.name)
         try:
-            stored = self.payloads.take(header, rest, frames, self.vocabulary())
+            stored = self.payloads.take(header, receipt, frames, self.vocabulary())
         except WireError:
             # Else the group would be under way for as long as its maker lives.
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
@@ -319,38 +279,3 @@ class Desk:
         if not 0 <= patience <= MAX_WAIT_S:
             raise WireError(f"wait_s must be between 0 and {MAX_WAIT_S:.0f} s, not {patience}")
         return retry() or Later(retry, at_deadline, patience)
-
-
-class ShardsDesk:
-    """What the shards ask of the planner, and what others ask of it about them."""
-
-    def __init__(self, desk: Desk, payloads: InShards) -> None:
-        self._desk, self._payloads = desk, payloads
-        self._paused: dict[int, str] = {}
-        """Shards that can take in nothing, and why."""
-
-    def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Where every shard listens, once all are there."""
-
-        def retry() -> Answer | None:
-            found = self._payloads.addresses()
-            return None if found is None else Answer(found)
-
-        def give_up() -> Answer:
-            raise self._payloads.missing()
-
-        return self._desk.now_or_later(retry, give_up, body)
-
-    def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """A shard says where it listens and names keys that it holds; it is told which of them are free. Asked again
-        and again, so nothing need be remembered on either side and a lost answer does no harm."""
-        number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
-        asked = [question_of(row) for row in wire.sequence(rows, "questions")]
-        why = wire.text(paused, "paused")
-        shard = self._payloads.enlist(number, address, seal, session)
-        self._paused[shard] = why
-        self._desk.core.shards_paused = "; ".join(
-            f"shard {which}: {why}" for which, why in sorted(self._paused.items()) if why
-        )
-        free = list(free_of(asked, self._desk.core.state.ledger.entries, shard))
-        return Answer([self._payloads.run_id, free, self._desk.vocabulary(), self._desk.over])

@@ -18,7 +18,8 @@ import numpy as np
 
 BLOCK = 4096
 """Bytes that place, size and memory of such a write must be multiples of; no common disk needs more."""
-STAGE = 4 << 20
+STAGE = 2 << 20
+"""Measured best: twice as much no longer stays in the cache, half as much takes more calls."""
 WORTH = 64 << 10
 """Bytes of whole blocks below which one buffered write is cheaper."""
 MAX_BUFFERS = 512

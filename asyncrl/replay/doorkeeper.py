@@ -22,7 +22,7 @@ MAX_STRANGE = 4096
 """Requests from a connection whose peer has not said hello: after a short break honest ones send a few of them."""
 STRANGER_BYTES = 64 << 10
 """Header of a connection that has not said hello. Taking 8 MB apart takes the server a tenth of a second."""
-FLOOD = 100_000
+FLOOD = 20_000
 """Messages from one connection, without the server's queue ever being empty, above those that are forgiven. An honest
 peer waits for answers and has nowhere near as many under way."""
 FORGIVEN_PER_S = 2000.0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
-from asyncrl.replay.desk import Reply, Session
-from asyncrl.replay.payload import Frame
+from asyncrl.replay.columns import Frame
 from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.session import Reply, Session
 
 ROLES = ("worker", "learner", "shard")
 

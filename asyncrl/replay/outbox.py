@@ -16,8 +16,8 @@ from typing import Protocol
 
 import zmq
 
-from asyncrl.replay.desk import Session
-from asyncrl.replay.payload import Frame
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.session import Session
 from asyncrl.replay.socket_options import send
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """Trajectories on their way to a rank, both ends: a table, and frames with what it points to.
 
-    table row   [group, trajectory, frame, offset, size, first frame of its own, how many]
+    table row   [group, first trajectory, how many, frame, offset, size, first frame of their own, how many]
     text row    [group, frame]                                                              whole groups only
 
-Neighbours of one group travel in one frame, a slice of what was received; small slices are joined in frame 0. Large
-arrays keep their own frames.
+A row is about neighbours of one group: their columns in one frame, which is the one received where they are the whole
+group. Small ones are joined in frame 0, large arrays keep their own frames.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
 from asyncrl.replay.base import Lease
-from asyncrl.replay.payload import Frame, StoredGroup, decode_texts, decode_trajectory
+from asyncrl.replay.columns import Frame, columns_of, decode
+from asyncrl.replay.payload import StoredGroup, decode_texts
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
 
 SEPARATE = 64 << 10
-"""Bytes from which a slice is forwarded in place instead of joined with others (a copy)."""
+"""Bytes from which neighbours get a frame instead of being joined with others (a copy)."""
 
 
 def pack_places(
@@ -32,20 +33,17 @@ def pack_places(
     frames: list[Frame] = [b""]
     table = []
     for group, first, count in _neighbours(places):
-        kept = stored[group]
-        piece = kept.neighbours(first, count)
-        if len(piece) < SEPARATE:
+        pieces, own = stored[group].columns.part(first, count)
+        size = sum(map(len, pieces))
+        if size < SEPARATE:
             frame, offset = 0, small_bytes
-            small.append(piece)
-            small_bytes += len(piece)
+            small += pieces
+            small_bytes += size
         else:
             frame, offset = len(frames), 0
-            frames.append(piece)
-        for position in range(first, first + count):
-            size, own = len(kept.blobs[position]), kept.large[position]
-            table.append([group, position, frame, offset, size, len(frames), len(own)])
-            frames.extend(own)
-            offset += size
+            frames.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        table.append([group, first, count, frame, offset, size, len(frames), len(own)])
+        frames += own
     frames[0] = b"".join(small)
     texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
     frames.extend(stored[group].texts for group in sampled)
@@ -79,17 +77,20 @@ class Unpacking:
         """
         plan, views = self._plan, [memoryview(frame) for frame in frames]
         for row in wire.sequence(table, "table", limit=wire.MAX_TOKENS):
-            group, position, frame, offset, size, first, count = wire.sequence(row, "table row", 7)
+            group, first, count, frame, offset, size, own, owned = wire.sequence(row, "table row", 8)
             wire.integer(group, "group", 0, len(plan.groups) - 1)
-            wire.integer(position, "trajectory", 0, len(plan.groups[group].trajectories) - 1)
+            headers = plan.groups[group].trajectories
+            wire.integer(first, "trajectory", 0, len(headers) - 1)
+            wire.integer(count, "trajectories", 1, len(headers) - first)
             wire.integer(frame, "frame", 0, len(views) - 1)
             wire.integer(offset, "offset", 0, len(views[frame]))
             wire.integer(size, "size", 0, len(views[frame]) - offset)
-            wire.integer(first, "first frame", 0, len(views))
-            wire.integer(count, "frames", 0, len(views) - first)
-            header = plan.groups[group].trajectories[position]
-            blob = views[frame][offset : offset + size]
-            self._found[group, position] = decode_trajectory(header, blob, views[first : first + count])
+            wire.integer(own, "first frame", 0, len(views))
+            wire.integer(owned, "frames", 0, len(views) - own)
+            neighbours = headers[first : first + count]
+            columns = columns_of(neighbours, views[frame][offset : offset + size], views[own : own + owned])
+            for position, trajectory in enumerate(decode(neighbours, columns), first):
+                self._found[group, position] = trajectory
         for row in wire.sequence(texts, "texts"):
             group, place = wire.sequence(row, "text row", 2)
             wire.integer(group, "group", 0, len(plan.groups) - 1)

@@ -15,10 +15,11 @@ from typing import Any, get_args
 from asyncrl.errors import WireError
 from asyncrl.replay import events as ev
 from asyncrl.replay import wire
-from asyncrl.replay.payload import Elsewhere, Frame, StoredGroup, cut
+from asyncrl.replay.columns import Columns, Frame, joined_sizes, own_sizes
+from asyncrl.replay.payload import Elsewhere, StoredGroup
 from asyncrl.types import DropReason
 
-SCHEMA = 2
+SCHEMA = 3
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(ev.Event)}
 MAX_HEAD_BYTES = 1 << 30
 """The head of a snapshot lists every open group."""
@@ -86,8 +87,8 @@ def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) ->
 
 
 def _encode_payload(payload: Any, frames: list[Frame]) -> Any:
-    """None, bytes, or a group as the server stores it: `[texts, [[blob, [large, ...]], ...]]`, sizes in bytes; of a
-    group that a shard stores `[shard, tag, 0]`."""
+    """None, bytes, or a group as the server stores it: `[texts, [ids, log-probs, mask, ...]]`, sizes in bytes, three of
+    each trajectory; of a group that a shard stores `[shard, tag, 0]`."""
     if payload is None:
         return None
     if isinstance(payload, Elsewhere):
@@ -97,9 +98,8 @@ def _encode_payload(payload: Any, frames: list[Frame]) -> Any:
         return len(payload)
     if not isinstance(payload, StoredGroup):
         raise WireError(f"a payload of type {type(payload).__name__} cannot be journalled: only encoded groups can")
-    frames += [payload.texts, payload.joined, *(frame for own in payload.large for frame in own)]
-    sizes = zip(payload.blobs, payload.large, strict=True)
-    return [len(payload.texts), [[len(blob), [len(frame) for frame in own]] for blob, own in sizes]]
+    frames += payload.frames
+    return [len(payload.texts), [size for row in payload.columns.rows for size in row]]
 
 
 def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
@@ -109,13 +109,16 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
         return bytes(tail.take(value))
     if type(value) is list and len(value) == 3:
         return Elsewhere(wire.integer(value[0], name, 0, wire.MAX_FRAMES), wire.text(value[1], name, wire.MAX_NAME))
-    size, rows = wire.sequence(value, name, 2)
+    size, flat = wire.sequence(value, name, 2)
     texts = tail.take(size)
-    pairs = [wire.sequence(row, "payload row", 2) for row in wire.sequence(rows, name, limit=wire.MAX_TRAJECTORIES)]
-    sizes = [wire.integer(size, "blob size", 0, tail.left) for size, _ in pairs]
-    joined = tail.take(sum(sizes))
-    large = tuple(tuple(tail.take(frame) for frame in wire.sequence(own, "own frames")) for _, own in pairs)
-    return StoredGroup(texts, joined, cut(joined, sizes), large)
+    sizes = [
+        wire.integer(item, "array size", 0, tail.left) for item in wire.sequence(flat, name, limit=wire.MAX_TOKENS)
+    ]
+    if not sizes or len(sizes) % 3:
+        raise WireError(f"{name} has {len(sizes)} array sizes, not three for each trajectory")
+    rows = tuple(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
+    joined = tail.take(sum(joined_sizes(rows)))
+    return StoredGroup(texts, Columns(rows, joined, tuple(tail.take(own) for own in own_sizes(rows))))
 
 
 def _decode_reason(value: Any, name: str, tail: _Tail) -> DropReason:

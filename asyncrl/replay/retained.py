@@ -14,9 +14,10 @@ from asyncrl.errors import JournalError, ReplayError
 from asyncrl.replay import events as ev
 from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Lease, Member, Restored, TrainedReply
+from asyncrl.replay.columns import decode
 from asyncrl.replay.disk import FolderDisk
 from asyncrl.replay.lineage import Lineage
-from asyncrl.replay.payload import StoredGroup, decode_texts, decode_trajectory
+from asyncrl.replay.payload import StoredGroup, decode_texts
 from asyncrl.replay.recovery import decode_record, read_journal
 from asyncrl.replay.segments import read_at
 from asyncrl.replay.shard_archive import ShardArchive
@@ -103,12 +104,11 @@ class RetainedReplay:
         plan, stored = self._read(step)
         plan = replace(plan, shards=shard_step(plan, world))
         samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
+        wanted = {g for g, _ in plan.shards[rank]}
+        decoded = {g: decode(plan.groups[g].trajectories, stored[g].columns) for g in wanted}
         return Lease(
             plan=plan,
-            trajectories={
-                (g, t): decode_trajectory(plan.groups[g].trajectories[t], stored[g].blobs[t], stored[g].large[t])
-                for g, t in plan.shards[rank]
-            },
+            trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},
             samples=tuple(_sample(plan.groups[g], stored[g]) for g in samples),
         )
 
@@ -176,9 +176,7 @@ def _sample(header: GroupHeader, stored: StoredGroup) -> TrajectoryGroup:
         prompt_index=header.prompt_index,
         attempt=header.attempt,
         worker=header.worker,
-        trajectories=tuple(
-            decode_trajectory(*parts) for parts in zip(header.trajectories, stored.blobs, stored.large, strict=True)
-        ),
+        trajectories=tuple(decode(header.trajectories, stored.columns)),
         prompt_text=prompt_text,
         completion_texts=completion_texts,
         started_at=started_at,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import zmq
 
 from asyncrl.errors import ReplayError
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.security import check_address, secure_server
 from asyncrl.replay.socket_options import set_socket_options
-from asyncrl.schema import ReplayConfig
 
 HANDSHAKE_MS = 10_000
 """A connection that has not said who it is by then is closed."""
@@ -42,7 +42,7 @@ def router(config: ReplayConfig) -> Iterator[zmq.Socket]:
     socket = context.socket(zmq.ROUTER)
     authenticator = None
     try:
-        set_socket_options(socket, config.heartbeat_s, config.heartbeat_timeout_s)
+        set_socket_options(socket, config.address, config.heartbeat_s, config.heartbeat_timeout_s)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # libzmq 4.3.5 aborts the process when a peer goes away while reading from it is stopped, for more than RCVHWM
         # messages, and a heartbeat is then due or unread (`stream_engine_base.cpp`, Assertion failed: !_io_error). So

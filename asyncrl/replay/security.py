@@ -41,6 +41,12 @@ def make_keys(directory: Path, clients: tuple[str, ...] = ("client",)) -> None:
         os.umask(before)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether whoever speaks there is on this machine, by tcp."""
+    parts = urlsplit(address)
+    return parts.scheme == "tcp" and (parts.hostname or "").startswith(LOOPBACK)
+
+
 def check_address(address: str, keys: str) -> None:
     """Refuse to listen to everybody.
 
@@ -55,7 +61,7 @@ def check_address(address: str, keys: str) -> None:
         raise ConfigError(
             f"replay.address={address!r} must name one interface, as in tcp://10.0.0.5:5577; never a wildcard"
         )
-    if not keys and not host.startswith(LOOPBACK):
+    if not keys and not is_loopback(address):
         raise ConfigError(
             f"replay.address={address!r} is not loopback and replay.keys is empty: anybody on the network could feed "
             f"the learner. Make keys with `asyncrl keys DIR` and set replay.keys=DIR"

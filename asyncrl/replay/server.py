@@ -21,12 +21,13 @@ import zmq
 
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, WireError
 from asyncrl.replay import messages, wire
-from asyncrl.replay.desk import ONCE, QUIET, SETTLED, Answer, Later, Session
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.desk import ONCE, QUIET, SETTLED
 from asyncrl.replay.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.durable import RESUME_S
 from asyncrl.replay.host import ERROR_KINDS, ROLES, Clerk, Host
 from asyncrl.replay.outbox import Outbox
-from asyncrl.replay.payload import Frame
+from asyncrl.replay.session import Answer, Later, Session
 from asyncrl.replay.socket_options import receive_routed
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.replay.wire import Envelope

@@ -15,11 +15,12 @@ import zmq
 
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.disk import Disk, FolderDisk
 from asyncrl.replay.durable import open_core
-from asyncrl.replay.heap import keep_heap
+from asyncrl.replay.heap import keep_heap, spare_collector
 from asyncrl.replay.history import LedgerFile
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payloads import InShards, refuse_other_store
@@ -29,7 +30,6 @@ from asyncrl.replay.router import router
 from asyncrl.replay.server import TICK_S, ReplayServer
 from asyncrl.replay.survivors import speaks_of
 from asyncrl.replay.sync_thread import SyncThread
-from asyncrl.schema import ReplayConfig
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ def run_server(
     keep_heap()
     stopped = stop or threading.Event()
     if threading.current_thread() is threading.main_thread():
+        spare_collector()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
     with contextlib.ExitStack() as stack:

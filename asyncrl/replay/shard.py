@@ -19,6 +19,7 @@ from pathlib import Path
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
 from asyncrl.errors import AsyncRLError, ConfigError, FencedError
 from asyncrl.machine import check_machine
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.disk import Disk, FolderDisk
 from asyncrl.replay.heap import keep_heap
 from asyncrl.replay.receipts import Seals
@@ -29,7 +30,7 @@ from asyncrl.replay.serving import discard, journal_settings, silence_of
 from asyncrl.replay.shard_host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
 from asyncrl.replay.shard_store import open_store, shard_folder
 from asyncrl.replay.sync_thread import SyncThread
-from asyncrl.schema import Config, ReplayConfig
+from asyncrl.schema import Config
 
 log = logging.getLogger(__name__)
 

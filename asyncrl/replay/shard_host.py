@@ -16,13 +16,14 @@ from typing import Any, Protocol
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.replay import wire
 from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.connection import Connection, Response
-from asyncrl.replay.desk import Answer, Reply, Session
 from asyncrl.replay.parcel import pack_places
-from asyncrl.replay.payload import MAX_VOCABULARY, Frame, StoredGroup, check_stored, split_frames
+from asyncrl.replay.payload import MAX_VOCABULARY, StoredGroup, check_stored, split_frames
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.session import Answer, Reply, Session
 from asyncrl.replay.shard_store import Held, Key, ShardStore, key_for, key_of, shard_of
-from asyncrl.schema import ReplayConfig
 from asyncrl.types import GroupHeader
 
 KEYS_ASKED = 16384
@@ -192,11 +193,10 @@ class ShardDesk:
         return max(1, -(-free // max(1, self._host.workers)))
 
     def _put(self, worker: str, body: Any, frames: Sequence[Frame]) -> Answer:
-        row, layout = wire.sequence(body, "put", 2)
-        header = replace(wire.decode_group_header(row), worker=worker)
+        header = replace(wire.decode_group_header(body), worker=worker)
         if shard_of(header.group_id, self._place.count) != self._place.shard:
             raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
-        stored = split_frames(header, layout, frames)
+        stored = split_frames(header, frames)
         check_stored(header, stored, self._host.vocabulary)
         key = key_for(header, stored)
         if key not in self._host.store.held and not self._has_room(header):
@@ -230,7 +230,7 @@ class ShardDesk:
             group, *key, positions, with_texts = wire.sequence(row, "get row", 6)
             wire.integer(group, "group", 0, wire.MAX_FRAMES)
             stored[group] = self._find(key_of(key))
-            last = len(stored[group].blobs) - 1
+            last = len(stored[group].columns.rows) - 1
             for position in wire.sequence(positions, "positions"):
                 places.append((group, wire.integer(position, "position", 0, last)))
             if with_texts is True:

@@ -15,10 +15,10 @@ from typing import Any
 
 from asyncrl.errors import NoProgress
 from asyncrl.replay import wire
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.connection import Connection, Response
 from asyncrl.replay.payload import EncodedGroup
 from asyncrl.replay.shard_store import shard_of
-from asyncrl.schema import ReplayConfig
 
 
 class ShardLinks:
@@ -48,7 +48,7 @@ class ShardLinks:
         Raises:
             WireError: the shard refused it. NoProgress: it did not answer, or had no room for `wait_timeout_s`.
         """
-        body = [wire.encode_group_header(encoded.header), encoded.layout]
+        body = wire.encode_group_header(encoded.header)
         patience_s = self._config.wait_timeout_s
         until = time.monotonic() + patience_s
         try:

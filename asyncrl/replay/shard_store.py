@@ -89,9 +89,9 @@ def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
 
 def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
     """128 bits over the header and every payload byte, in hex."""
-    sizes = [[len(blob), [len(frame) for frame in own]] for blob, own in zip(stored.blobs, stored.large, strict=True)]
-    digest = xxhash.xxh3_128(wire.pack([wire.encode_group_header(own_header(header)), len(stored.texts), sizes]))
-    for frame in (stored.texts, stored.joined, *(frame for own in stored.large for frame in own)):
+    # Which array is where in the frames follows from the header.
+    digest = xxhash.xxh3_128(wire.pack([wire.encode_group_header(own_header(header)), len(stored.texts)]))
+    for frame in stored.frames:
         digest.update(frame)
     return digest.hexdigest()
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from asyncrl.replay.payload import Frame
+from asyncrl.replay.columns import Frame
+from asyncrl.replay.security import is_loopback
 from asyncrl.replay.wire import MAX_MESSAGE_BYTES
 
 HIGH_WATER = 100_000
@@ -16,12 +17,19 @@ MAX_TTL_MS = 6_553_500
 IN_PLACE = 64 << 10
 """Bytes from which a frame stays in the memory that libzmq received it into; it has that to itself, a small one may
 share it with others and would keep all of it."""
+LOOPBACK_SEND_BUFFER = 160 << 10
+"""Bytes under way to another process of this machine. What so few hold is still in the processor's cache when it is
+received; of the megabytes that the operating system would grant most are fetched from memory again, and a hop takes up
+to three times the processor time. Much less than two packets of loopback (64 KiB) and the connection stalls. Over a
+network as many bytes must be under way as it takes to fill it."""
 
 
-def set_socket_options(socket: zmq.Socket, heartbeat_s: float, timeout_s: float) -> None:
+def set_socket_options(socket: zmq.Socket, address: str, heartbeat_s: float, timeout_s: float) -> None:
     """`heartbeat_s` and `timeout_s` find a dead connection; the replay's own heartbeats find a stuck process."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if is_loopback(address):
+        socket.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BUFFER)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_s * 1000)))

@@ -1,7 +1,7 @@
 """Bytes on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
 
     frame 0    msgpack map: schema, run, verb, request id, incarnation and the body
-    frame 1..  opaque to the server; it stores and forwards them (`payload.py` has their layout)
+    frame 1..  opaque to the server; it stores and forwards them (`columns.py` says what is where in them)
 
 Nothing that is received is believed: sizes, types and ranges are checked before use, and whatever is wrong with a
 message is a `WireError`.
@@ -19,7 +19,7 @@ import msgpack
 from asyncrl.errors import WireError
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_REQUEST_BYTES = 8 << 20
 """Header frame of a request."""
 MAX_REPLY_BYTES = 256 << 20

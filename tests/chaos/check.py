@@ -42,7 +42,8 @@ class Verdict:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    """Without a last one that is being written."""
+    return [json.loads(text) for text in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def surviving(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

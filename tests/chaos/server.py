@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.replay import events as ev
+from asyncrl.replay.columns import Frame
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Session
 from asyncrl.replay.outbox import Outbox
-from asyncrl.replay.payload import Frame
 from asyncrl.replay.rollout_side import RolloutSide
 from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.serving import run_server
+from asyncrl.replay.session import Session
 
 from .power import Failpoint, PowerDisk
 from .settings import DIGEST, ChaosSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.schema import JournalConfig, ReplayConfig
+from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.types import StalePolicy
 
 DIGEST = "chaos"

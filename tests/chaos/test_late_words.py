@@ -30,7 +30,7 @@ class RawWorker:
         envelope = Envelope(run=self.run, verb=verb, request=number, incarnation="raw", body=body)
         self.socket.send(wire.encode_envelope(envelope))
 
-    def hear(self, wait_s: float = 5.0) -> Envelope | None:
+    def hear(self, wait_s: float = 40.0) -> Envelope | None:
         return wire.decode_envelope(self.socket.recv_multipart()[0]) if self.socket.poll(int(wait_s * 1000)) else None
 
     def ask(self, *what: Any) -> Any:

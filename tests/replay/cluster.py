@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.config import JournalConfig
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.shard import run_shard
 from asyncrl.replay.shard_store import open_store
-from asyncrl.schema import JournalConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from tests.addresses import free_address
 

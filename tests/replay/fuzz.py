@@ -24,16 +24,16 @@ from asyncrl.errors import WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired
 from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.columns import columns_of, decode
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.payload import (
     EncodedGroup,
     check_stored,
     decode_texts,
-    decode_trajectory,
     encode_group,
     split_frames,
 )
 from asyncrl.replay.wire import Envelope
-from asyncrl.schema import ReplayConfig
 from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, StepPlan
 
 from .helpers import group, replay_config, running_server, settings
@@ -49,7 +49,7 @@ def envelope(body: object, verb: str = "insert", run: str = "run", request: int 
 
 
 def insert_body(encoded: EncodedGroup) -> list[object]:
-    return [wire.encode_group_header(encoded.header), encoded.layout]
+    return [wire.encode_group_header(encoded.header), None]
 
 
 class Corpus:
@@ -58,8 +58,7 @@ class Corpus:
     def __init__(self) -> None:
         encoded = encode_group(group(ORDER, [4, 4, 5, 7], size=3))
         frames = [bytes(frame) for frame in encoded.frames]
-        stored = split_frames(encoded.header, encoded.layout, frames)
-        facts = encoded.header.trajectories[0]
+        facts = encoded.header.trajectories
         plan = StepPlan(
             step=3, policy_version=7, groups=(encoded.header,), staleness={4: 3, 5: 2, 7: 0}, max_staleness=4,
             shards=(((0, 0), (0, 2)), ((0, 1),)),
@@ -68,7 +67,7 @@ class Corpus:
         acquired = Acquired(assignments=(ORDER,), evaluations=(evaluation,), waiting_for="x")
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
-            ("blob", bytes(stored.blobs[0]), lambda raw: decode_trajectory(facts, raw, ())),
+            ("columns", frames[1], lambda raw: decode(facts, columns_of(facts, raw, ()))),
             ("joined", frames[1], lambda raw: self._checked(encoded, [frames[0], raw])),
             ("texts", frames[0], decode_texts),
             ("plan", wire.pack(wire.encode_plan(plan)), lambda raw: wire.decode_plan(wire.unpack(raw))),
@@ -80,19 +79,19 @@ class Corpus:
         )
 
     def _checked(self, encoded: EncodedGroup, frames: Sequence[bytes]) -> None:
-        stored = split_frames(encoded.header, encoded.layout, frames)
+        stored, headers = split_frames(encoded.header, frames), encoded.header.trajectories
         check_stored(encoded.header, stored, VOCABULARY)
-        for facts, blob, own in zip(encoded.header.trajectories, stored.blobs, stored.large, strict=True):
-            arrived = decode_trajectory(facts, blob, own)  # What passed the door must not fail at the learner.
+        # What passed the door must not fail at the learner.
+        for facts, arrived in zip(headers, decode(headers, stored.columns), strict=True):
             assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
             assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < VOCABULARY
             assert arrived.prompt_length == facts.prompt_length and arrived.reward == facts.reward
 
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
         _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
-        row, layout = wire.sequence(body, "insert", 2)
+        row, _ = wire.sequence(body, "insert", 2)
         header = wire.decode_group_header(row)
-        check_stored(header, split_frames(header, layout, frames), VOCABULARY)
+        check_stored(header, split_frames(header, frames), VOCABULARY)
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:

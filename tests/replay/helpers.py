@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.serving import run_server
-from asyncrl.schema import ReplayConfig
 from asyncrl.types import (
     NO_VERSION,
     Assignment,

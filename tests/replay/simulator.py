@@ -19,6 +19,8 @@ from asyncrl.replay.order import SELECTORS
 from asyncrl.replay.rollout_side import UnknownPeer
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
 
+from .oracle import Oracle
+
 FAILURES = (
     DropReason.FAILED_GENERATION,
     DropReason.FAILED_REWARD,
@@ -29,146 +31,6 @@ FAILURES = (
     DropReason.INCOMPLETE,
     DropReason.SHUTDOWN,
 )
-
-
-FINAL = (
-    DropReason.OVER_LENGTH,
-    DropReason.FILTERED_ZERO_VARIANCE,
-    DropReason.FILTERED,
-    DropReason.INCOMPLETE,
-)
-"""Reported by a worker they end a group, whatever its tries so far."""
-
-
-class Oracle:
-    """What must hold, kept by other means: naive ancestor walks and a tally of the events."""
-
-    def __init__(self, settings: AdmissionSettings) -> None:
-        self.settings = settings
-        self.parents: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
-        self.steps_of: dict[int, list[int]] = {}
-        """Steps that a group was trained in."""
-        self.rolled_back = False
-        self.reported: DropReason | None = None
-        """What a worker is just reporting."""
-        self.begin({}, {}, 0, 0)
-
-    def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
-        self.states, self.tries = states, tries
-        self.admitted = len(states) + trained + dropped
-        self.members: dict[int, int] = {}
-        """Of inserted groups that are open."""
-        self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
-
-    def ancestors(self, version: int) -> dict[int, int]:
-        """Every ancestor with the trained steps up to it."""
-        result, length = {}, 0
-        while version != NO_VERSION:
-            result[version] = length
-            length += self.lengths[version]
-            version = self.parents[version]
-        return result
-
-    def distance(self, a: int, b: int) -> int:
-        from_a = self.ancestors(a)
-        length = 0
-        while b not in from_a:
-            length += self.lengths[b]
-            b = self.parents[b]
-        return length + from_a[b]
-
-    def move(self, group_id: int, state: str) -> None:
-        before = self.states.get(group_id)
-        if before is not None:
-            self.tally[before] -= 1
-        self.tally[state] += 1
-        self.states[group_id] = state
-        if state == "dropped":
-            assert not self.steps_of.get(group_id), "a trained group was dropped"
-            del self.states[group_id]
-
-    def returned(self, event: ev.Returned | ev.Dropped) -> None:
-        """What a worker reports ends the group at once, or lets it be tried again `max_attempts` times at most."""
-        tries = self.tries.get(event.group_id, 0)
-        if isinstance(event, ev.Returned):
-            self.tries[event.group_id] = tries + event.counted
-            assert self.tries[event.group_id] < self.settings.max_attempts, "a group is tried too often"
-            assert self.reported not in FINAL, f"a group is tried again after {self.reported}"
-        elif self.reported is not None:
-            assert event.reason is self.reported, f"{self.reported} was reported, dropped is {event.reason}"
-            assert self.reported in FINAL or tries + 1 == self.settings.max_attempts, "dropped before the last try"
-
-    def watch(self, event: ev.Event) -> None:
-        """Called with each event before it is applied."""
-        if isinstance(event, ev.Issued) and event.group_id not in self.states:
-            self.admitted += 1
-            self.move(event.group_id, "in_flight")
-        elif isinstance(event, ev.Inserted):
-            members = self.members[event.header.group_id] = len(event.header.trajectories)
-            assert (self.settings.min_group_size or self.settings.group_size) <= members <= self.settings.group_size
-            self.move(event.header.group_id, "inserted")
-        elif isinstance(event, ev.Returned):
-            self.returned(event)
-        elif isinstance(event, ev.Dropped):
-            self.returned(event)
-            if event.reason is DropReason.STALE and self.settings.stale_policy is StalePolicy.WAIT:
-                assert self.rolled_back, "policy wait dropped a group"
-            self.move(event.group_id, "dropped")
-        elif isinstance(event, ev.Sealed):
-            assert len(set(event.members)) == len(event.members) == self.settings.groups_per_step
-            for group_id in event.members:
-                self.move(group_id, "leased")
-        elif isinstance(event, ev.Reused):
-            for group_id in event.groups:
-                assert self.states[group_id] == "trained"
-                self.move(group_id, "inserted")
-        elif isinstance(event, ev.Retired):
-            assert self.steps_of[event.group_id], "a group was retired that was never trained"
-            self.move(event.group_id, "trained")
-
-    def train(self, plan: StepPlan, version: int) -> None:
-        """Judge a step trained by a learner that holds `version`."""
-        settings = self.settings
-        assert len(plan.groups) == settings.groups_per_step
-        fresh_total = 0
-        for group in plan.groups:
-            assert len(group.trajectories) == self.members[group.group_id], "a group lost or gained members"
-            steps = self.steps_of.setdefault(group.group_id, [])
-            assert plan.step not in steps, f"group {group.group_id} is in step {plan.step} twice"
-            steps.append(plan.step)
-            assert len(steps) <= settings.max_times_sampled, f"group {group.group_id} trained in steps {steps}"
-            fresh_of_group = 0
-            for trajectory in group.trajectories:
-                for token_version, count in trajectory.version_tokens:
-                    contributes = plan.staleness[token_version] <= plan.max_staleness
-                    age = self.distance(token_version, version)
-                    assert age == plan.staleness[token_version]
-                    if contributes:
-                        assert age <= settings.max_staleness, f"a token of staleness {age} was trained"
-                        fresh_of_group += count
-                    elif settings.stale_policy is not StalePolicy.MASK:
-                        assert self.rolled_back, f"policy {settings.stale_policy} masked a token"
-            assert fresh_of_group > 0
-            fresh_total += fresh_of_group
-        assert fresh_total > 0
-
-    def trained(self, event: ev.Trained, core: ReplayCore) -> None:
-        """A group that a restore has planned for a later step too stays leased."""
-        for entry in core.state.buffer.untrained[event.step].members:
-            if not any(step != event.step for step in entry.planned):
-                self.move(entry.group_id, "trained")
-
-    def restore(self, step: int) -> None:
-        self.steps_of = {group: [n for n in steps if n <= step] for group, steps in self.steps_of.items()}
-
-    def check(self, core: ReplayCore) -> None:
-        """The conservation law, by the oracle's own tally."""
-        ledger, tally = core.state.ledger, self.tally
-        counted = {state.value: count for state, count in ledger.counts.items()}
-        counted["dropped"] = sum(ledger.dropped.values())
-        assert counted == tally, f"{counted} != {tally}"
-        assert ledger.admitted == self.admitted == sum(tally.values())
 
 
 class SimWorker:

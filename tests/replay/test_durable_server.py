@@ -8,22 +8,22 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from asyncrl.errors import FencedError, NoProgress
 from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.durable import recover
 from asyncrl.replay.serving import run_server
-from asyncrl.schema import JournalConfig, ReplayConfig
 from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
 
 from .cluster import begin, fill
 from .helpers import SOON_SILENT_S, group, replay_config, same_trajectory, settings
 from .memory_disk import MemoryDisk
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
 
@@ -37,11 +37,25 @@ class SlowDisk(MemoryDisk):
         self.open.set()
         self.waiting = threading.Event()
         """Something is written and waits for its sync."""
+        self.written = 0
+        """Times that something was."""
+        self._free = -1
+
+    def hold(self) -> None:
+        """Syncs of what is written from now on wait; one of what came before would be taken for theirs."""
+        self._free = self.written
+        self.waiting.clear()
+        self.open.clear()
+
+    def write(self, name: str, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        super().write(name, offset, buffers)
+        self.written += 1
 
     def sync(self, name: str) -> None:
-        if not self.open.is_set():
-            self.waiting.set()
-        self.open.wait(60)
+        if self.written > self._free:
+            if not self.open.is_set():
+                self.waiting.set()
+            self.open.wait(60)
         super().sync(name)
 
     def copy(self) -> SlowDisk:
@@ -151,9 +165,7 @@ def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(ser
 
 def blocked(call, server: Server) -> threading.Thread:
     """Run `call`; its records are written, never synced, and the server dies with its reply unsent."""
-    time.sleep(0.5)  # Until all before it is synced: a sync of that would be taken for the sync of these records.
-    server.disk.open.clear()
-    server.disk.waiting.clear()
+    server.disk.hold()
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     assert server.disk.waiting.wait(40)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncrl.replay import events as ev
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Answer, Desk, Later, Session
+from asyncrl.replay.desk import Desk
+from asyncrl.replay.session import Answer, Later, Session
 from asyncrl.replay.state import ReplayState
 from asyncrl.types import NO_VERSION, EvalResult
 

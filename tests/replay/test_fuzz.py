@@ -10,8 +10,9 @@ import pytest
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Answer, Desk, Session
+from asyncrl.replay.desk import Desk
 from asyncrl.replay.payload import encode_group
+from asyncrl.replay.session import Answer, Session
 from asyncrl.types import NO_VERSION, DropReason
 
 from .fuzz import VOCABULARY, fuzz_decoders, fuzz_server
@@ -21,7 +22,8 @@ from .helpers import Clock, group, settings, trajectory
 def test_mutated_frames_are_decoded_or_refused() -> None:
     counts = fuzz_decoders(20_000, seed=1)
     assert sum(counts.values()) == 20_000
-    assert all(counts[f"{name}_{end}"] > 100 for name in ("insert", "blob", "plan") for end in ("decoded", "refused"))
+    names = ("insert", "columns", "plan")
+    assert all(counts[f"{name}_{end}"] > 100 for name in names for end in ("decoded", "refused"))
 
 
 @pytest.mark.slow
@@ -52,8 +54,8 @@ class Door:
         self.worker = Session("worker", "w", "a", b"id", 0.0)
         self.order = self.core.acquire("w", "a", 1).assignments[0]
 
-    def insert(self, header, layout, frames) -> Answer:
-        body = [wire.encode_group_header(header), layout]
+    def insert(self, header, frames) -> Answer:
+        body = [wire.encode_group_header(header), None]
         reply = self.desk.handle(self.worker, "insert", wire.unpack(wire.pack(body)), frames)
         assert isinstance(reply, Answer)
         return reply
@@ -75,10 +77,10 @@ def test_a_header_that_its_arrays_contradict_never_reaches_the_learner(lie) -> N
     first, *others = encoded.header.trajectories
     header = replace(encoded.header, trajectories=(LIES[lie](first), *others))
     if lie == "version":  # The arrays carry no versions; the header alone can be wrong about them.
-        assert door.insert(header, encoded.layout, encoded.frames).body[0] == "rejected"
+        assert door.insert(header, encoded.frames).body[0] == "rejected"
     else:
         with pytest.raises(WireError):
-            door.insert(header, encoded.layout, encoded.frames)
+            door.insert(header, encoded.frames)
     assert door.core.state.ledger.dropped[DropReason.REJECTED] == 1
     assert door.core.state.in_flight == 0
 
@@ -94,12 +96,12 @@ def poisoned(what: str):
 
 @pytest.mark.parametrize("what", ["vocabulary", "nan", "infinite", "positive"])
 def test_values_that_cannot_be_trained_on_are_refused_at_the_door(what, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.replay.payload._check_values", lambda *arrays: None)  # a sender without scruples
+    monkeypatch.setattr("asyncrl.replay.payload.check_columns", lambda *columns: None)  # a sender without scruples
     door = Door()
     encoded = encode_group(replace(group(door.order, [0]), trajectories=(trajectory([0] * 3), poisoned(what))))
     monkeypatch.undo()
     with pytest.raises(WireError, match=r"token_ids|behavior_logprobs"):
-        door.insert(encoded.header, encoded.layout, encoded.frames)
+        door.insert(encoded.header, encoded.frames)
     assert door.core.state.ledger.dropped[DropReason.REJECTED] == 1
 
 
@@ -109,7 +111,7 @@ def test_another_worker_s_group_is_not_ended_by_a_malformed_insert() -> None:
     door.core.hello("x", "b")
     door.worker = Session("worker", "x", "b", b"id2", 0.0)
     with pytest.raises(WireError):
-        door.insert(encoded.header, encoded.layout, encoded.frames[:-1])
+        door.insert(encoded.header, encoded.frames[:-1])
     assert door.core.state.in_flight == 1
 
 
@@ -118,4 +120,4 @@ def test_texts_that_the_learner_could_not_read_are_refused() -> None:
     encoded = encode_group(group(door.order, [0, 0, 0]))
     bad = b"\xc1" * len(encoded.frames[0])
     with pytest.raises(WireError, match="msgpack"):
-        door.insert(encoded.header, encoded.layout, [bad, *encoded.frames[1:]])
+        door.insert(encoded.header, [bad, *encoded.frames[1:]])

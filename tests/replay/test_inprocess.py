@@ -51,7 +51,7 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
     assert reply.metrics["replay/trained"] == 6
     assert learner.snapshot()["step"] == 2
     learner.finish()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert made[0] >= 6
     assert learner.members() == []
@@ -96,7 +96,7 @@ def test_a_lease_ahead_waits_for_the_learner_without_giving_up() -> None:
     thread.join(0.6)
     assert thread.is_alive() and not failed
     learner.trained(step=1, policy_version=2)
-    thread.join(5)
+    thread.join(60)
     assert len(failed) == 1
 
 

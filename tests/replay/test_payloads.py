@@ -13,8 +13,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import FencedError, JournalError, ReplayError, WireError
+from asyncrl.replay.columns import Columns
 from asyncrl.replay.connection import Response
-from asyncrl.replay.desk import Session
 from asyncrl.replay.events import Inserted
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.ledger import Entry, GroupState
@@ -23,6 +23,7 @@ from asyncrl.replay.payloads import InShards, free_of, refuse_other_store
 from asyncrl.replay.receipts import Seals
 from asyncrl.replay.records import decode_event, encode_event
 from asyncrl.replay.security import make_keys
+from asyncrl.replay.session import Session
 from asyncrl.replay.shard_archive import ShardArchive
 from asyncrl.replay.shard_host import Heard, Place, ShardDesk, ShardHost
 from asyncrl.replay.shard_store import Held, Key, ShardStore
@@ -116,8 +117,8 @@ def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
 @pytest.mark.parametrize(
     ("payload", "shards", "refused"),
     [
-        (StoredGroup(b"", b"", (), ()), 0, False),
-        (StoredGroup(b"", b"", (), ()), 2, True),
+        (StoredGroup(b"", Columns((), b"", ())), 0, False),
+        (StoredGroup(b"", Columns((), b"", ())), 2, True),
         (Elsewhere(1, "t"), 2, False),
         (Elsewhere(1, "t"), 3, False),
         (Elsewhere(1, "t"), 1, True),
@@ -176,15 +177,15 @@ def test_whatever_a_peer_asks_of_a_shard_it_is_answered_or_refused_and_nothing_i
     desk = shard_desk()
     verb, role = data.draw(st.sampled_from([("put", "worker"), ("get", "learner"), ("put", "learner"), ("x", "shard")]))
     encoded = encode_group(group(ORDER, [0] * 3))
-    parts = [encode_group_header(encoded.header), encoded.layout]
+    parts = encode_group_header(encoded.header)
     frames = [bytes(frame) for frame in encoded.frames]
-    spoilt = data.draw(st.sampled_from(("header", "layout", "frame", "all")))
+    spoilt = data.draw(st.sampled_from(("header", "trajectories", "frame", "all")))
     if spoilt == "all":
         parts = data.draw(JUNK)
     elif spoilt == "frame":
         frames[1] = frames[1][:-8] + data.draw(st.binary(min_size=1, max_size=7))
     else:
-        parts[0 if spoilt == "header" else 1] = data.draw(JUNK)
+        parts[0 if spoilt == "header" else 5] = data.draw(JUNK)
     body = parts if verb == "put" else [parts, *data.draw(st.lists(JUNK, max_size=5))]
     with pytest.raises((WireError, ReplayError)):
         desk.handle(Session(role, "p", "i", b"", 0.0), verb, body, frames)

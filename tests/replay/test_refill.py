@@ -9,7 +9,7 @@ import pytest
 from asyncrl.types import DropReason
 
 from .helpers import header
-from .test_core import Play
+from .play import Play
 
 FILTERS = (DropReason.FILTERED_ZERO_VARIANCE, DropReason.OVER_LENGTH, DropReason.FILTERED)
 

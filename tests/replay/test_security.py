@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, NoProgress
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.security import check_address, make_keys
+from asyncrl.replay.security import check_address, is_loopback, make_keys
 from asyncrl.types import NO_VERSION
 
 from .helpers import replay_config, running_server, settings
@@ -44,6 +44,11 @@ def test_missing_keys_are_named(tmp_path) -> None:
     config = replay_config(keys=str(tmp_path))
     with pytest.raises(ConfigError, match=r"client\.key_secret"):
         LearnerClient(config.address, rank=0, run_digest="d", config=config)
+
+
+def test_only_addresses_of_this_machine_count_as_loopback() -> None:
+    assert all(map(is_loopback, ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://127.8.0.1:2", "tcp://[::1]:5")))
+    assert not any(map(is_loopback, ("tcp://10.0.0.5:1", "tcp://replay.example:1", "ipc:///tmp/x", "tcp://*:1", "")))
 
 
 def test_an_address_off_loopback_is_fine_with_keys_only() -> None:

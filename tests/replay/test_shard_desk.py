@@ -11,11 +11,12 @@ import pytest
 from asyncrl.errors import FencedError, ReplayError, WireError
 from asyncrl.replay.connection import Response
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Answer, Desk, Session
+from asyncrl.replay.desk import Desk
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payload import MAX_VOCABULARY, EncodedGroup, encode_group
 from asyncrl.replay.payloads import InShards
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.session import Answer, Session
 from asyncrl.replay.shard_host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
 from asyncrl.replay.shard_store import Held, Key, ShardStore
 from asyncrl.replay.wire import encode_group_header
@@ -24,7 +25,7 @@ from asyncrl.types import NO_VERSION, Assignment
 from .helpers import Clock, group, replay_config, settings
 from .memory_disk import MemoryDisk
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 def encoded(group_id: int, first_token: int = 0, tokens: int = 3) -> EncodedGroup:
@@ -68,7 +69,7 @@ def peer(role: str, name: str) -> Session:
 def put(desk: ShardDesk, worker: str, sent: EncodedGroup) -> bool:
     """Whether there was room."""
     desk._host.hello(worker, worker)
-    body = [encode_group_header(sent.header), sent.layout]
+    body = encode_group_header(sent.header)
     reply = desk.handle(peer("worker", worker), "put", body, [bytes(frame) for frame in sent.frames])
     assert isinstance(reply, Answer)
     assert reply.body[-1] >= 1  # credit: nobody has to wait without a word

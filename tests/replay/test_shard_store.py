@@ -28,7 +28,7 @@ from asyncrl.types import Assignment, GroupHeader
 from .helpers import group
 from .memory_disk import MemoryDisk
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 RUN = {"run_id": "r", "shard": 0}
 
@@ -36,7 +36,7 @@ RUN = {"run_id": "r", "shard": 0}
 def made(number: int, attempt: int = 0, tokens: int = 3) -> tuple[GroupHeader, StoredGroup]:
     order = Assignment(group_id=number, prompt_index=number, attempt=attempt, seed=0, policy_version=0)
     encoded = encode_group(group(order, [0] * tokens))
-    return encoded.header, split_frames(encoded.header, encoded.layout, encoded.frames)
+    return encoded.header, split_frames(encoded.header, encoded.frames)
 
 
 def opened(disk: MemoryDisk, retain: str = "none") -> ShardStore:
@@ -45,7 +45,7 @@ def opened(disk: MemoryDisk, retain: str = "none") -> ShardStore:
 
 def bytes_of(stored: StoredGroup | None) -> list[bytes]:
     assert stored is not None
-    return [bytes(frame) for frame in (stored.texts, *stored.blobs, *(one for own in stored.large for one in own))]
+    return [bytes(frame) for frame in stored.frames]
 
 
 def same(store: ShardStore, key: Key, payload: StoredGroup) -> bool:

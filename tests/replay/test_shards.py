@@ -168,7 +168,7 @@ def test_a_payload_that_no_learner_could_use_is_refused_at_the_shard(cluster: Cl
     encoded = encode_group(group(wrong, [0] * 3))
     link = links._links.get(1) or links._link(1, links._addresses().result())
     with pytest.raises(WireError, match="does not belong to shard 1"):
-        body = [wire.encode_group_header(encoded.header), encoded.layout]
+        body = wire.encode_group_header(encoded.header)
         link.request("put", body, encoded.frames, encoded.header.nbytes).result(30)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk, Later, Session
+from asyncrl.replay.desk import Desk
 from asyncrl.replay.server import TICK_S
 from asyncrl.replay.serving import silence_of
-from asyncrl.schema import ReplayConfig
+from asyncrl.replay.session import Later, Session
 from asyncrl.types import NO_VERSION
 
 from .helpers import Clock, settings

@@ -59,7 +59,7 @@ def test_a_chain_of_a_hundred_thousand_versions_is_measured_without_walking_it()
     start = time.process_time()
     for _ in range(10_000):
         tree.distance(3, 100_000)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 30  # Walked, it is a thousand million steps.
     assert len(tree.snapshot()) == 2
 
 

@@ -13,22 +13,20 @@ from asyncrl.errors import WireError
 from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Member, TrainedReply
 from asyncrl.replay.client import decode_lease
+from asyncrl.replay.columns import LARGE_ARRAY, SHARED, Columns, columns_of, decode
 from asyncrl.replay.connection import Response
 from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Answer, Desk, Session
+from asyncrl.replay.desk import Desk
 from asyncrl.replay.payload import (
-    LARGE_ARRAY,
-    SHARED,
     StoredGroup,
     check_stored,
-    cut,
     decode_texts,
-    decode_trajectory,
     encode_group,
     group_header,
     runs_of,
     split_frames,
 )
+from asyncrl.replay.session import Answer, Session
 from asyncrl.replay.wire import Envelope
 from asyncrl.types import (
     NO_VERSION,
@@ -48,26 +46,27 @@ ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version
 def through_the_wire(made):
     """Insert, store and cut out again, as the server does."""
     encoded = encode_group(made)
-    body = wire.unpack(wire.pack([wire.encode_group_header(encoded.header), encoded.layout]))
-    header = wire.decode_group_header(body[0])
+    header = wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(encoded.header))))
     assert header == encoded.header
-    stored = split_frames(header, body[1], [bytes(frame) for frame in encoded.frames])
+    stored = split_frames(header, [bytes(frame) for frame in encoded.frames])
     return header, stored
+
+
+def arrived(header, stored):
+    return decode(header.trajectories, stored.columns)
 
 
 def test_a_group_arrives_as_it_was_sent() -> None:
     made = group(ORDER, [4, 4, 5, 7], size=3)
     header, stored = through_the_wire(made)
     assert [t.version_tokens for t in header.trajectories] == [((4, 2), (5, 1), (7, 1))] * 3
-    for sent, facts, blob, own in zip(made.trajectories, header.trajectories, stored.blobs, stored.large, strict=True):
-        arrived = decode_trajectory(facts, blob, own)
-        assert same_trajectory(sent, arrived)
+    assert all(map(same_trajectory, made.trajectories, arrived(header, stored)))
     assert decode_texts(stored.texts) == ("what?", made.completion_texts, 1.0, 2.0)
 
 
 def test_arrays_that_trajectories_share_cannot_be_written_to() -> None:
     header, stored = through_the_wire(group(ORDER, [4, 4, 4]))
-    first, second = (decode_trajectory(facts, stored.blobs[0], ()) for facts in header.trajectories)
+    first, second = arrived(header, stored)
     assert np.shares_memory(first.policy_versions, second.policy_versions)
     for array in (first.token_ids, first.loss_mask, first.policy_versions):
         with pytest.raises(ValueError, match="read-only"):
@@ -87,24 +86,39 @@ def with_observation() -> TrajectoryGroup:
 def test_a_trajectory_of_any_length_and_versions_arrives_as_it_was_sent(versions) -> None:
     made = replace(group(ORDER, [1]), trajectories=(trajectory(versions, prompt=SHARED // 2 + 1),))
     header, stored = through_the_wire(made)
-    arrived = decode_trajectory(header.trajectories[0], stored.blobs[0], stored.large[0])
-    assert same_trajectory(made.trajectories[0], arrived)
+    (found,) = arrived(header, stored)
+    assert same_trajectory(made.trajectories[0], found)
 
 
 def test_observation_tokens_keep_their_place_between_sampled_ones() -> None:
     made = with_observation()
     header, stored = through_the_wire(made)
-    assert same_trajectory(made.trajectories[0], decode_trajectory(header.trajectories[0], stored.blobs[0], ()))
+    (found,) = arrived(header, stored)
+    assert same_trajectory(made.trajectories[0], found)
 
 
 def test_large_arrays_travel_in_frames_of_their_own() -> None:
     tokens = LARGE_ARRAY // 4 + 5
     made = replace(group(ORDER, [1, 1]), trajectories=(trajectory([6] * tokens), trajectory([6])))
     header, stored = through_the_wire(made)
-    assert [len(own) for own in stored.large] == [2, 0]
-    assert len(stored.blobs[0]) < LARGE_ARRAY
-    for sent, facts, blob, own in zip(made.trajectories, header.trajectories, stored.blobs, stored.large, strict=True):
-        assert same_trajectory(sent, decode_trajectory(facts, blob, own))
+    assert len(stored.columns.own) == 2
+    assert len(stored.columns.joined) < LARGE_ARRAY
+    assert all(map(same_trajectory, made.trajectories, arrived(header, stored)))
+
+
+def test_neighbours_that_are_cut_out_of_a_group_arrive_as_they_were_sent() -> None:
+    large = trajectory([6] * (LARGE_ARRAY // 4 + 5))
+    made = replace(
+        group(ORDER, [1]),
+        trajectories=(trajectory([6]), large, with_observation().trajectories[0], trajectory([6, 7]), large),
+    )
+    header, stored = through_the_wire(made)
+    for first in range(5):
+        for count in range(1, 6 - first):
+            pieces, own = stored.columns.part(first, count)
+            facts = header.trajectories[first : first + count]
+            found = decode(facts, columns_of(facts, b"".join(pieces), own))
+            assert all(map(same_trajectory, made.trajectories[first : first + count], found))
 
 
 @given(st.lists(st.integers(0, 3), max_size=30))
@@ -147,7 +161,7 @@ def test_a_group_needs_trajectories_and_ids() -> None:
 
 def test_arrays_that_disagree_with_the_judged_header_are_refused() -> None:
     header, stored = through_the_wire(group(ORDER, [1, 1, 2]))
-    facts, blob = header.trajectories[0], stored.blobs[0]
+    facts, *others = header.trajectories
     for lie in (
         replace(facts, length=facts.length + 1),
         replace(facts, prompt_length=1),
@@ -155,26 +169,27 @@ def test_arrays_that_disagree_with_the_judged_header_are_refused() -> None:
         replace(facts, version_tokens=((1, 2), (2, 2))),
     ):
         with pytest.raises(WireError):
-            decode_trajectory(lie, blob, ())
+            columns_of([lie, *others], stored.columns.joined, ())
 
 
 @given(st.data())
 @hypothesis_settings(max_examples=400, deadline=None)
 def test_a_mutated_trajectory_is_decoded_or_refused_but_nothing_else(data) -> None:
     header, stored = through_the_wire(data.draw(st.sampled_from((group(ORDER, [1, 1, 2], size=1), with_observation()))))
-    raw = bytearray(stored.blobs[0])
+    raw = bytearray(stored.columns.joined)
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     kept = data.draw(st.integers(0, len(raw)))
     for blob in (bytes(raw), bytes(raw[:kept])):
         try:
-            check_stored(header, replace(stored, joined=blob, blobs=cut(blob, [len(blob)])), 100)
+            changed = split_frames(replace(header, nbytes=len(stored.texts) + len(blob)), [stored.texts, blob])
+            check_stored(header, changed, 100)
         except WireError:
             continue
-        arrived = decode_trajectory(header.trajectories[0], blob, ())
-        assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
-        assert int(arrived.loss_mask.sum()) == header.trajectories[0].loss_tokens
-        assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < 100
+        (found,) = arrived(header, changed)
+        assert np.isfinite(found.behavior_logprobs[found.loss_mask]).all()
+        assert int(found.loss_mask.sum()) == header.trajectories[0].loss_tokens
+        assert 0 <= found.token_ids.min() <= found.token_ids.max() < 100
 
 
 @given(st.binary(max_size=200))
@@ -186,7 +201,7 @@ def test_a_mutated_trajectory_is_decoded_or_refused_but_nothing_else(data) -> No
 @example(b"\x91" * 150 + b"\x00")
 @example(b"\x81\xc4\x01a\x01")
 def test_any_bytes_are_a_header_or_a_wire_error(data) -> None:
-    for decode in (
+    for reader in (
         wire.decode_envelope,
         decode_texts,
         lambda raw: wire.decode_group_header(wire.unpack(raw)),
@@ -195,7 +210,7 @@ def test_any_bytes_are_a_header_or_a_wire_error(data) -> None:
         lambda raw: messages.decode_trained(wire.unpack(raw)),
     ):
         try:
-            decode(data)
+            reader(data)
         except WireError:
             continue
 
@@ -258,22 +273,13 @@ def test_a_group_header_with_an_impossible_field_is_refused(place, value) -> Non
         wire.decode_group_header(made)
 
 
-def test_frames_that_do_not_match_their_layout_are_refused() -> None:
+def test_frames_that_do_not_match_their_header_are_refused() -> None:
     encoded = encode_group(group(ORDER, [1, 1, 2]))
-    frames, layout = encoded.frames, encoded.layout
-    for bad_layout, bad_frames in (
-        (layout, frames[:1]),
-        (layout, [*frames, b""]),
-        (layout, [frames[0], frames[1][:-8]]),
-        (layout[:1], frames),
-        ([layout[0], [layout[1][0] - 8, 0]], frames),
-        ([layout[0], [layout[1][0] + 8, 0]], frames),
-        ([layout[0], [layout[1][0], 1]], frames),
-        ([layout[0], [layout[1][0], -1]], frames),
-        ("x", frames),
-    ):
-        with pytest.raises(WireError):
-            split_frames(encoded.header, bad_layout, bad_frames)
+    frames = encoded.frames
+    for bad in (frames[:1], [*frames, b""], [frames[0], frames[1][:-8]], [frames[0], bytes(frames[1]) + bytes(8)]):
+        for nbytes in (encoded.header.nbytes, sum(map(len, bad))):
+            with pytest.raises(WireError):
+                split_frames(replace(encoded.header, nbytes=nbytes), bad)
 
 
 def test_a_plan_arrives_as_it_was_sent_and_no_trajectory_is_in_two_shards() -> None:
@@ -319,7 +325,7 @@ def leased_step(world: int, tokens: int):
     for order in core.acquire("w", "a", 2).assignments:
         made = group(order, [0] * tokens)
         encoded = encode_group(made)
-        body = [wire.encode_group_header(encoded.header), encoded.layout]
+        body = [wire.encode_group_header(encoded.header), None]
         reply = desk.handle(worker, "insert", body, encoded.frames)
         assert isinstance(reply, Answer) and reply.body[0] == "accepted"
         sent[order.group_id] = made
@@ -350,9 +356,11 @@ def test_all_ranks_together_get_every_trajectory_once_and_intact(world, tokens) 
 def test_a_stored_group_is_frames_that_were_not_copied() -> None:
     encoded = encode_group(group(ORDER, [1, 2]))
     frames = [bytes(frame) for frame in encoded.frames]
-    stored = split_frames(encoded.header, encoded.layout, frames)
-    assert isinstance(stored, StoredGroup)
-    assert all(blob.obj is frames[1] for blob in stored.blobs)
+    stored = split_frames(encoded.header, frames)
+    assert isinstance(stored, StoredGroup) and isinstance(stored.columns, Columns)
+    assert stored.columns.joined is frames[1]
+    token_ids = arrived(encoded.header, stored)[0].token_ids
+    assert np.shares_memory(token_ids, np.frombuffer(frames[1], np.uint8))
 
 
 def test_a_trajectory_header_counts_its_loss_tokens() -> None:

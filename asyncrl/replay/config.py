@@ -1,0 +1,58 @@
+"""The replay settings, beside what they set. Importing them loads nothing else: a config is checked in a blink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class JournalConfig:
+    retain: str = "none"
+    """`none` keeps what recovery needs, `window` also the newest `window_mb`, `all` the whole run: what `asyncrl audit`
+    of all steps and `asyncrl rerun` need."""
+    fsync_ms: float = 5.0
+    """At most so long are events gathered to become durable together; every reply waits for its own."""
+    segment_mb: int = 64
+    """Size of one journal file, taken from the disk at once."""
+    window_mb: int = 1024
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplayConfig:
+    address: str = "tcp://127.0.0.1:5577"
+    """Where the replay server binds and everyone connects. Loopback only, unless `keys` is set."""
+    keys: str = ""
+    """Directory made by `asyncrl keys`: turns on CURVE encryption and the allow-list. Required off loopback."""
+    max_staleness: int = 4
+    """Hard bound: no token older than this, in policy versions, ever contributes to a gradient."""
+    pipeline_depth: int = 2
+    """How many batches ahead of the learner admission lets rollouts run; at most `max_staleness`."""
+    stale_policy: str = "mask"
+    """`mask` over-age tokens, `drop` the whole group, or `wait` so that none gets over-age."""
+    readmit_dropped: bool = False
+    """Put the prompt of a group dropped as stale back in the stream."""
+    order: str = "fifo"
+    """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards) or
+    `uniform` (at random). It can choose only while more wait than a batch needs: with `pipeline_depth` above 0."""
+    max_times_sampled: int = 1
+    """In how many steps a group may be trained. Above 1 the rollouts make fewer groups; the bound holds at each use."""
+    group_timeout_s: float = 3600.0
+    """After so long an order is given to another worker, and what the first one makes of it is refused; 0 is never."""
+    max_bytes: int = 1 << 30
+    """Memory for stored groups; the byte credits of all producers together never exceed it."""
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 10.0
+    """Silence after which a worker is taken for dead and its assignments go to others."""
+    wait_timeout_s: float = 300.0
+    """Longest wait without progress (learner for a batch, worker for the server) before a typed error."""
+    shards: int = 0
+    """So many processes store the payloads and hand them to the learner's ranks; the replay server then sees headers
+    alone. 0: it stores them itself, which carries a thousand GPUs (docs/scale.md)."""
+    shard_address: str = ""
+    """Where a shard binds: each has its own, `asyncrl local` chooses them."""
+    durability: str = "journal"
+    """`journal`: what the server acknowledges survives its death and the machine's, in `<run.dir>/journal`. `memory`:
+    a server that dies takes all groups since the last checkpoint with it, and the run ends."""
+    max_restarts: int = 10
+    """How often `asyncrl local` restarts a replay server, or a shard, that died; only with a journal."""
+    journal: JournalConfig = field(default_factory=JournalConfig)

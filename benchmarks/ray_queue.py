@@ -1,0 +1,73 @@
+"""How fast do trajectories go from one process to another through Ray's queue? `benchmarks/replay.py` runs this.
+
+    python benchmarks/ray_queue.py --tokens 8192 [--seconds 4] [--each]
+
+A Ray task puts whole groups of 8 trajectories into `ray.util.queue.Queue`, one after the other, this process gets them;
+with `--each` it puts trajectory by trajectory. From 100 KB the arrays are handed over in shared memory, unread. CPU is
+that of this process, which is the consumer, and of all that Ray has started. One JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import psutil
+import ray
+from measuring import GROUP_SIZE, Row, make_group, make_trajectories, rates
+from ray.util.queue import Queue
+
+WARM = 10
+"""Items before the clock starts."""
+
+
+@ray.remote
+def produce(queue: Queue, tokens: int, each: bool) -> None:
+    trajectories = make_trajectories(tokens)
+    items = trajectories if each else (make_group(trajectories),)
+    while True:
+        for item in items:
+            queue.put(item)
+
+
+def cpu_seconds() -> float:
+    me = psutil.Process()
+    spent = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:  # It has just ended.
+            continue
+        spent += times.user + times.system
+    return spent
+
+
+def measure(tokens: int, seconds: float, each: bool) -> Row:
+    queue = Queue(maxsize=64)
+    task = produce.remote(queue, tokens, each)
+    for _ in range(WARM):
+        queue.get()
+    start, cpu, items = time.perf_counter(), cpu_seconds(), 0
+    while time.perf_counter() - start < seconds:
+        queue.get()
+        items += 1
+    elapsed, used = time.perf_counter() - start, cpu_seconds() - cpu
+    ray.cancel(task, force=True)
+    queue.shutdown(force=True)
+    groups = items / GROUP_SIZE if each else items
+    return rates(groups, elapsed, tokens) | {"cpu_us_per_group": used / groups * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--each", action="store_true")
+    options = parser.parse_args()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    print(json.dumps(measure(options.tokens, options.seconds, options.each)))
+
+
+if __name__ == "__main__":
+    main()

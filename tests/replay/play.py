@@ -1,0 +1,39 @@
+"""A core with one worker and a learner, played by hand."""
+
+from __future__ import annotations
+
+from asyncrl.replay.core import ReplayCore
+from asyncrl.types import NO_VERSION
+
+from .helpers import Clock, header, settings
+
+
+class Play:
+    """A core with one worker `w` (incarnation `a`) and a learner, played by hand."""
+
+    def __init__(self, **changes) -> None:
+        core_options = {name: changes.pop(name) for name in ("max_bytes", "seed", "journal") if name in changes}
+        self.clock = Clock()
+        self.core = ReplayCore(settings(**changes), self.clock, **core_options)
+        self.core.hello("w", "a")
+        self.version = self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+        self.core.publish(policy_version=0, parent=NO_VERSION)
+        self.load()
+        self.step = 0
+
+    def load(self, version: int | None = None) -> None:
+        self.core.served("w", "a", self.version if version is None else version, "f")
+
+    def acquire(self, slots: int = 16):
+        return list(self.core.acquire("w", "a", slots).assignments)
+
+    def insert(self, order, *runs: tuple[int, int], payload=b"p", nbytes: int = 10) -> str:
+        return self.core.insert("w", "a", header(order, *(runs or ((self.version, 4),)), nbytes=nbytes), payload).status
+
+    def train(self):
+        plan = self.core.lease(self.step)
+        assert plan is not None
+        reply = self.core.trained(step=self.step, policy_version=self.version + 1)
+        self.step += 1
+        self.version += 1
+        return plan, reply
