@@ -25,10 +25,10 @@ fi
 said="$(mktemp)" other=""
 trap '[ -z "$other" ] || pkill -P "$other" || true; rm -f "$said"' EXIT
 
-# beside COMMAND...: runs it at the lowest priority, so that it costs those that a clock judges nothing but idle time.
+# beside COMMAND...: runs it at a low priority, so that it costs those that a clock judges little more than idle time.
 beside() {
     (
-        renice -n 19 "$BASHPID" >/dev/null
+        renice -n 10 "$BASHPID" >/dev/null
         "$@"
     ) >"$said" 2>&1 &
     other=$!

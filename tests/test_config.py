@@ -241,6 +241,13 @@ REFUSED = [
     (["rollout.top_p=0.9"], ["`rollout.top_p=0.9` is refused", "biases every importance ratio", "rollout.temperature"]),
     (["+rollout.top_k=5"], ["`+rollout.top_k=5` is refused", "biases every importance ratio"]),
     (["rollout.min_p=0.1"], ["`rollout.min_p=0.1` is refused", "biases every importance ratio"]),
+    (["eval.top_p=0.9"], ["`eval.top_p=0.9` is refused", "biases every importance ratio"]),
+    (
+        ["engine=vllm", "engine.vllm.override_generation_config={top_p:0.8}"],
+        ["engine.vllm.override_generation_config={'top_p': 0.8}", "biases every importance ratio", "Leave it out"],
+    ),
+    (["engine=vllm", "engine.vllm.top_k=20"], ["engine.vllm.top_k", "biases every importance ratio"]),
+    (["engine=vllm", "engine.vllm.logits_processors=[mine:P]"], ["engine.vllm.logits_processors=['mine:P']"]),
     (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
     (["telemetry.wandb_key=x"], ["keys never go into settings", "WANDB_API_KEY"]),
     (["max_staleness=1"], ["no setting `max_staleness`", "Did you mean `replay.max_staleness`?"]),

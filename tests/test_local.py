@@ -19,7 +19,7 @@ from asyncrl.commands import Command, learner_command, local_commands, quoted
 from asyncrl.config import load_config
 from asyncrl.local import show_report, supervise
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 FOREVER = "import time; time.sleep(600)"
 FINE = "pass"
@@ -85,7 +85,16 @@ def test_a_killed_replay_server_is_started_again_and_a_refused_one_is_not(tmp_pa
 
 
 def test_a_pool_that_fails_after_the_learner_has_finished_fails_the_run(tmp_path: Path) -> None:
-    code, out = run(roles(replay=FOREVER, rollout="import time; time.sleep(1); exit(4)", learner=FINE), tmp_path)
+    learner = f"import os, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(f'{{os.getpid()}} ')"
+    # A process that ended is there until the supervisor has asked how it ended.
+    rollout = f"""
+import os, pathlib, time
+note = pathlib.Path({str(tmp_path / "pid")!r})
+while not note.exists() or " " not in note.read_text(): time.sleep(0.02)
+while os.path.exists("/proc/" + note.read_text().strip()): time.sleep(0.02)
+exit(4)
+"""
+    code, out = run(roles(replay=FOREVER, rollout=rollout, learner=learner), tmp_path)
     assert code == 1
     assert "rollout failed with exit code 4" in out
 
@@ -100,10 +109,19 @@ def test_a_pool_that_does_not_end_is_stopped_without_failing_the_run(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_stops_all_roles_with_the_code_of_the_signal(number: int, tmp_path: Path) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
-    timer.start()
-    code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner=FOREVER), tmp_path)
-    timer.join()
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    caller = threading.Thread(target=interrupt)
+    caller.start()
+    learner = f"import pathlib; pathlib.Path({str(begun)!r}).touch(); {FOREVER}"
+    code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner=learner), tmp_path)
+    caller.join()
     assert code == 128 + number
     assert "resume=auto" in out
     assert "failed" not in out

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.supervisor import ProcessId, Supervisor, descendants
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 def python(code: str) -> list[str]:

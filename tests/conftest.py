@@ -1,0 +1,80 @@
+"""Every test leaves what it found: no thread and no process of its own goes on after it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PATIENCE_S = 30.0
+"""For what was told to end and has not quite: a thread in its last poll, a process that is closing its sockets."""
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
+"""In the command line of processes that Python, or a package, keeps for as long as it runs."""
+FOREIGN = ("tqdm", "wandb", "zmq")
+"""Packages whose own threads nobody can end."""
+OURS = ("replay-", "weights-", "journal", "lease-", "network")
+"""Names of threads, as they begin. Beside vLLM, which keeps threads and processes as it likes, only these count."""
+
+
+def children() -> set[int]:
+    """Process ids of this process's children; the kernel lists them by the thread that started them."""
+    found: set[int] = set()
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, listed.read_text().split()))
+    return found
+
+
+def described(pid: int) -> str:
+    """Its command line; empty if it is dead or may stay."""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())
+        dead = process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return ""
+    return "" if dead or any(name in command for name in KEPT) else f"process {pid}: {command[:200]}"
+
+
+def foreign(thread: threading.Thread) -> bool:
+    """By the module of its class, or by its name."""
+    return type(thread).__module__.partition(".")[0] in FOREIGN or thread.name.partition("-")[0] in FOREIGN
+
+
+def left_behind(threads: set[threading.Thread], processes: set[int], beside_vllm: bool) -> list[str]:
+    """What is alive and was not there before."""
+    new = [thread for thread in set(threading.enumerate()) - threads if not foreign(thread)]
+    found = [f"thread {thread.name!r}" for thread in new if not beside_vllm or thread.name.startswith(OURS)]
+    return found + [said for pid in children() - processes if not beside_vllm and (said := described(pid))]
+
+
+@contextlib.contextmanager
+def nothing_is_left_behind(beside_vllm: bool) -> Iterator[None]:
+    threads, processes = set(threading.enumerate()), children()
+    yield
+    until = time.monotonic() + PATIENCE_S
+    while found := left_behind(threads, processes, beside_vllm):
+        if time.monotonic() > until:
+            pytest.fail(f"still there {PATIENCE_S:.0f} s after its end: {'; '.join(found)}", pytrace=False)
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _a_test_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "vllm" in request.node.nodeid:  # One engine serves a whole module, and starts threads when it first needs them.
+        yield
+        return
+    with nothing_is_left_behind(beside_vllm=False):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_module_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the fixtures of a whole module hold."""
+    with nothing_is_left_behind("vllm" in request.node.nodeid):
+        yield
