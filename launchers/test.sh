@@ -23,7 +23,8 @@ if [ $# -gt 0 ]; then
 fi
 
 said="$(mktemp)" other=""
-trap '[ -z "$other" ] || pkill -P "$other" || true; rm -f "$said"' EXIT
+# Of what runs beside, $other is a shell, or by `exec` the command itself: both are to end.
+trap '[ -z "$other" ] || { pkill -P "$other" || true; kill "$other" 2>/dev/null || true; }; rm -f "$said"' EXIT
 
 # beside COMMAND...: runs it at a low priority, so that it costs those that a clock judges little more than idle time.
 beside() {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -22,9 +24,15 @@ OURS = ("replay-", "weights-", "journal", "lease-", "network")
 
 
 def children() -> set[int]:
-    """Process ids of this process's children; the kernel lists them by the thread that started them."""
+    """Process ids of this process's children, and of those of its forkserver (`tests/forked.py`)."""
+    server = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    return children_of(os.getpid()) | (set() if server is None else children_of(server))
+
+
+def children_of(parent: int) -> set[int]:
+    """The kernel lists them by the thread that started them."""
     found: set[int] = set()
-    for listed in Path("/proc/self/task").glob("*/children"):
+    for listed in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found.update(map(int, listed.read_text().split()))
     return found
@@ -36,9 +44,10 @@ def described(pid: int) -> str:
         process = psutil.Process(pid)
         command = " ".join(process.cmdline())
         dead = process.status() == psutil.STATUS_ZOMBIE
+        own = process.ppid() == os.getpid()  # A child of the forkserver has the forkserver's command line.
     except psutil.Error:
         return ""
-    return "" if dead or any(name in command for name in KEPT) else f"process {pid}: {command[:200]}"
+    return "" if dead or (own and any(name in command for name in KEPT)) else f"process {pid}: {command[:200]}"
 
 
 def foreign(thread: threading.Thread) -> bool:

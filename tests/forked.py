@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+
+import psutil
+
+PATIENCE_S = 30.0
+"""For processes of an earlier test that have been told to end and have not quite."""
 
 
 def forked_from(*modules: str) -> ForkServerContext:
     """A context whose processes are forked from one that has imported `modules` and done nothing else."""
     server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._preload_modules != list(modules):
+        _wait_for_children_of(server)
         server._stop()  # It has imported something else; as Python's own tests do it.
     context = get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     return context
+
+
+def _wait_for_children_of(server: forkserver.ForkServer) -> None:
+    """`_stop` waits for as long as they live. waits for: their end; unblocked by: it, or the deadline."""
+    pid = server._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    until = time.monotonic() + PATIENCE_S
+    while alive := living_children(pid) if pid is not None else []:
+        assert time.monotonic() < until, f"processes {alive} of an earlier test are still there: they were never ended"
+        time.sleep(0.02)
+
+
+def living_children(pid: int) -> list[int]:
+    """Process ids; a dead one that nobody has asked for yet is not alive."""
+    try:
+        found = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in found if _is_alive(child)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from asyncrl.learner.ranks import text_of_rank_zero
 
 Model = TypeVar("Model", bound=nn.Module)
-REFUSALS = (OSError, KeyError, ValueError, RuntimeError)
-"""What transformers raises of a checkpoint that it cannot load."""
+REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
+"""What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
 
 
 def load_on_rank_zero(load: Callable[[], Model], blank: Callable[[], Model], mesh: DeviceMesh | None) -> Model:
@@ -23,7 +24,7 @@ def load_on_rank_zero(load: Callable[[], Model], blank: Callable[[], Model], mes
     memory until `fill_from_rank_zero`. Collective.
 
     Raises:
-        OSError, KeyError, ValueError, RuntimeError: of `load`; a ValueError that says the same on the other ranks,
+        one of `REFUSALS`: of `load`; a ValueError that says the same on the other ranks,
             which would else wait for a rank that is gone.
     """
     if mesh is None or mesh.size() == 1:

@@ -18,10 +18,11 @@ from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.landing import Landing
 from asyncrl.replay.parcel import Unpacking
 from asyncrl.replay.payload import EncodedGroup, encode_group
+from asyncrl.replay.requests import Response
 from asyncrl.replay.shard_links import ShardLinks
 from asyncrl.types import (
     Assignment,

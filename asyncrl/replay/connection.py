@@ -17,7 +17,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -28,6 +27,7 @@ from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.heap import keep_heap
+from asyncrl.replay.requests import Request, Requests, Response
 from asyncrl.replay.security import secure_client
 from asyncrl.replay.socket_options import receive, set_socket_options
 from asyncrl.replay.wire import Envelope
@@ -47,26 +47,6 @@ ERRORS: dict[str, type[AsyncRLError]] = {
     "replay": ReplayError,
     "refused": ReplayError,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    body: Any
-    frames: list[Frame]
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    number: int
-    verb: str
-    body: Any
-    frames: Sequence[Frame]
-    nbytes: int
-    """Counted against the byte credit while unanswered; 0 for requests that store nothing."""
-    future: Future[Response]
-    since: float
-    """When it was made, or when the server last moved while it waited for credit."""
-    sent: bool = False
 
 
 class Connection:
@@ -91,9 +71,8 @@ class Connection:
         """Newest version served, told with every hello."""
         self._digest, self._config, self._stats = run_digest, config, stats
         self._context = zmq.Context(1)
-        self._inbox: deque[_Request] = deque()
-        self._outstanding: dict[int, _Request] = {}
-        self._unsent: deque[_Request] = deque()
+        self._inbox: deque[Request] = deque()
+        self._requests = Requests()
         self._next = 1
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -102,9 +81,6 @@ class Connection:
         self._welcome = False
         self._control: dict[int, str] = {}
         """Verbs of hellos and heartbeats under way; they are never resent."""
-        self._window = 0
-        self._unacknowledged = 0
-        self._progress = -1
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
         # The wake-up pair is made here: an inproc peer that connects before the thread binds is fine, but a closed
@@ -127,7 +103,7 @@ class Connection:
                 future.set_exception(self._fatal or ReplayError(f"the connection to {self.address} was closed"))
                 return future
             number, self._next = self._next, self._next + 1
-            self._inbox.append(_Request(number, verb, body, frames, nbytes, future, self._clock()))
+            self._inbox.append(Request(number, verb, body, frames, nbytes, future, self._clock()))
             self._wake()
         return future
 
@@ -188,7 +164,8 @@ class Connection:
                 self._take_inbox()
             if self._socket in ready:
                 self._receive()
-            self._send_unsent()
+            if self._welcome:
+                self._requests.send(self._dispatch)
 
     def _open(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -207,8 +184,7 @@ class Connection:
             self._socket = self._open()
             self._welcome = False
         if self._welcome:
-            sent = [number for number, request in self._outstanding.items() if request.sent]
-            self._say("heartbeat", [0, [self._stats(), sent]])
+            self._say("heartbeat", [0, [self._stats(), self._requests.sent()]])
         elif self._fatal is None:
             self._hello()
         self._give_up(now)
@@ -232,42 +208,10 @@ class Connection:
             self._wake_in.recv()
         self._woken = False  # Before the inbox is emptied: what comes from now on wakes up again.
         while self._inbox:
-            request = self._inbox.popleft()
-            self._outstanding[request.number] = request
-            self._unsent.append(request)
+            self._requests.add(self._inbox.popleft())
 
-    def _send_unsent(self) -> None:
-        """In order; a group waits for its credit and lets requests without payload pass."""
-        if not self._welcome or not self._unsent:
-            return
-        waiting: deque[_Request] = deque()
-        while self._unsent:
-            request = self._unsent.popleft()
-            if request.number not in self._outstanding:
-                continue
-            if (waiting and request.nbytes) or not self._has_credit(request) or not self._dispatch(request):
-                waiting.append(request)
-        self._unsent = waiting
-
-    def _has_credit(self, request: _Request) -> bool:
-        """The first unacknowledged group may be larger than the window, or it could never be sent."""
-        if not request.nbytes:
-            return True
-        fits = self._unacknowledged + request.nbytes <= self._window
-        return fits or (self._unacknowledged == 0 and self._window > 0)
-
-    def _dispatch(self, request: _Request) -> bool:
-        oldest = next(iter(self._outstanding))
-        try:
-            sent = self._send(request.verb, request.number, [oldest, request.body], request.frames)
-        except WireError as error:
-            del self._outstanding[request.number]
-            request.future.set_exception(error)
-            return True
-        if sent:
-            request.sent = True
-            self._unacknowledged += request.nbytes
-        return sent
+    def _dispatch(self, request: Request) -> bool:
+        return self._send(request.verb, request.number, [self._requests.oldest, request.body], request.frames)
 
     def _send(self, verb: str, number: int, body: Any, frames: Sequence[Frame] = ()) -> bool:
         envelope = Envelope(run=self._run, verb=verb, request=number, incarnation=self.incarnation, body=body)
@@ -295,7 +239,7 @@ class Connection:
             self._answered(envelope, frames[1:])
 
     def _answered(self, envelope: Envelope, frames: list[Frame]) -> None:
-        request = self._outstanding.get(envelope.request)
+        request = self._requests.get(envelope.request)
         if envelope.verb == "unknown_peer":
             if self._welcome:
                 self._welcome = False
@@ -310,32 +254,19 @@ class Connection:
     def _hear(self, verb: str, body: list[Any]) -> None:
         """The reply to a hello `[run, boot, window]` or to a heartbeat `[lost requests, window, progress]`."""
         if verb == "hello":
-            self._run, self._boot, self._window = body
+            self._run, self._boot, self._requests.window = body
             self._welcome = True
-            self._resend(list(self._outstanding))
+            self._requests.resend_all()
             return
-        lost, self._window, progress = body
-        if progress != self._progress:
-            self._progress = progress
-            for request in self._unsent:
-                request.since = self._contact
-        self._resend(lost)
+        lost, self._requests.window, progress = body
+        self._requests.server_at(progress, self._contact)
+        self._requests.resend(lost)
 
-    def _resend(self, numbers: list[int]) -> None:
-        for number in numbers:
-            request = self._outstanding.get(number)
-            if request is not None and request.sent:
-                request.sent = False
-                self._unacknowledged -= request.nbytes
-                self._unsent.append(request)
-
-    def _finish(self, request: _Request, envelope: Envelope, frames: list[Frame]) -> None:
-        del self._outstanding[request.number]
-        if request.sent:
-            self._unacknowledged -= request.nbytes
+    def _finish(self, request: Request, envelope: Envelope, frames: list[Frame]) -> None:
+        self._requests.answered(request)
         if envelope.verb == "ok":
             if request.nbytes:
-                self._window = envelope.body[-1]
+                self._requests.window = envelope.body[-1]
             request.future.set_result(Response(envelope.body, frames))
             return
         error = ERRORS.get(envelope.verb, ReplayError)(f"{self._server}: {envelope.body}")
@@ -344,15 +275,9 @@ class Connection:
         request.future.set_exception(error)
 
     def _give_up(self, now: float) -> None:
-        limit = self._config.wait_timeout_s
-        for request in list(self._outstanding.values()):
-            waited = now - max(request.since, self._contact if request.sent else request.since)
-            if waited > limit:
-                del self._outstanding[request.number]
-                what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
-                request.future.set_exception(
-                    NoProgress(f"the {self._server} {what} for {waited:.0f} s ({request.verb})")
-                )
+        for request, waited in self._requests.take_overdue(now, self._contact, self._config.wait_timeout_s):
+            what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
+            request.future.set_exception(NoProgress(f"the {self._server} {what} for {waited:.0f} s ({request.verb})"))
 
     def _die(self, error: AsyncRLError) -> None:
         self._fail_all(error)
@@ -361,8 +286,7 @@ class Connection:
     def _fail_all(self, error: AsyncRLError) -> None:
         with self._lock:
             self._fatal = error
-            requests = [*self._outstanding.values(), *self._inbox]
-            self._outstanding.clear()
+            requests = [*self._requests.take_all(), *self._inbox]
             self._inbox.clear()
         for request in requests:
             request.future.set_exception(error)

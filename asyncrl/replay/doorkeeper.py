@@ -23,8 +23,9 @@ MAX_STRANGE = 4096
 STRANGER_BYTES = 64 << 10
 """Header of a connection that has not said hello. Taking 8 MB apart takes the server a tenth of a second."""
 FLOOD = 20_000
-"""Messages from one connection, without the server's queue ever being empty, above those that are forgiven. An honest
-peer waits for answers and has nowhere near as many under way."""
+"""Messages from one connection, without the server's queue ever being empty, above those that are forgiven; one
+without a payload counts `BARE`, so of these 4,000. An honest peer waits for answers and has nowhere near as many under
+way."""
 FORGIVEN_PER_S = 2000.0
 """Counts. A busy server's queue may not be empty for hours; honest peers send less than this."""
 BARE = 5

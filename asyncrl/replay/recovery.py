@@ -89,6 +89,24 @@ def run_of(disk: Disk) -> str | None:
     return begun[-1].snapshot.run.get("run_id", "") if begun else None
 
 
+def unfinished_run(disk: Disk) -> str | None:
+    """Id of the run whose journal is on `disk`, if the run is not over; None where nothing was ever durable, or another
+    version wrote it, which no run that goes on can have.
+
+    Raises:
+        JournalError: it is damaged, so that this cannot be said.
+    """
+    chain = segment_chain(disk) if run_of(disk) != "" else []
+    finished = False
+    for record in scan(disk, chain[-1].number) if chain else ():
+        event = decode_record(record) if record.body else None
+        if isinstance(event, ev.Snapshotted):
+            finished = bool(event.image.get("finished"))
+        elif isinstance(event, ev.Finished | ev.Restored):
+            finished = isinstance(event, ev.Finished)
+    return chain[-1].snapshot.run.get("run_id", "") if chain and not finished else None
+
+
 def begun_segments(disk: Disk) -> list[Begun]:
     """Segments with a whole first record, by number."""
     begun = []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from asyncrl.errors import JournalError
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.config import ReplayConfig
@@ -25,10 +26,10 @@ from asyncrl.replay.history import LedgerFile
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payloads import InShards, refuse_other_store
 from asyncrl.replay.receipts import Seals
-from asyncrl.replay.recovery import run_of
+from asyncrl.replay.recovery import unfinished_run
 from asyncrl.replay.router import router
 from asyncrl.replay.server import TICK_S, ReplayServer
-from asyncrl.replay.survivors import speaks_of
+from asyncrl.replay.survivors import learner_of
 from asyncrl.replay.sync_thread import SyncThread
 
 log = logging.getLogger(__name__)
@@ -64,18 +65,17 @@ def run_server(
         ledger: told every event before it is applied, and what the journal remembers.
         folder: of the journal, when `replay.durability` is `journal`. Without it and `disk` all is kept in memory.
         disk: where the journal is, instead of `folder`.
-        fresh: throw away the journal of an earlier run; that of a run whose peers are still there is kept.
+        fresh: throw away the journal of an earlier run; that of an unfinished run is kept if its learner is still
+            there.
 
     Raises:
         ConfigError: see `router`. LedgerError: the conservation law broke. JournalError: the journal is damaged, in use
         or of another version, or its disk failed.
     """
     keep_heap()
-    stopped = stop or threading.Event()
     if threading.current_thread() is threading.main_thread():
         spare_collector()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
+    stopped = stopped_by_signals(stop)
     with contextlib.ExitStack() as stack:
         # The socket first: a second server at this address must not touch the journal of the first.
         socket = stack.enter_context(router(config))
@@ -84,25 +84,39 @@ def run_server(
         if fresh and disk is not None and not goes_on(disk, socket, config, stopped):
             discard(disk)
         memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, ledger, disk))
-        kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
-        refuse_other_store(kept, config.shards)
-        seals = Seals(config.keys, run_digest)
-        silence_s, clock = silence_of(config), memory.core.clock
-        payloads = InShards(config.shards, memory.run_id, seals, silence_s, clock) if config.shards else None
-        server = ReplayServer(
-            memory.core,
-            Desk(memory.core, payloads),
-            socket,
-            run_id=memory.run_id,
-            boot=memory.boot,
-            run_digest=run_digest,
-            silence_s=silence_of(config),
-            patience_s=config.wait_timeout_s,
-            sync=memory.sync,
-            clock=memory.core.clock,
-        )
+        server = server_of(memory, config, socket, run_digest)
         log.info("replay server of run %s listens on %s", memory.run_id, config.address)
         server.serve(stopped)
+
+
+def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
+    """`stop`, or a new one. In the main thread SIGTERM and SIGINT set it."""
+    stopped = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+    return stopped
+
+
+def server_of(memory: Memory, config: ReplayConfig, socket: zmq.Socket, run_digest: str) -> ReplayServer:
+    """Raises JournalError when its payloads are elsewhere than `replay.shards` says."""
+    kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
+    refuse_other_store(kept, config.shards)
+    seals = Seals(config.keys, run_digest)
+    silence_s, clock = silence_of(config), memory.core.clock
+    payloads = InShards(config.shards, memory.run_id, seals, silence_s, clock) if config.shards else None
+    return ReplayServer(
+        memory.core,
+        Desk(memory.core, payloads),
+        socket,
+        run_id=memory.run_id,
+        boot=memory.boot,
+        run_digest=run_digest,
+        silence_s=silence_s,
+        patience_s=config.wait_timeout_s,
+        sync=memory.sync,
+        clock=clock,
+    )
 
 
 @contextlib.contextmanager
@@ -157,15 +171,34 @@ def silence_of(config: ReplayConfig) -> float:
 
 
 def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threading.Event) -> bool:
-    """Whether the run that the journal on `disk` is of does: then its peers are there, and speak of it. Waits for them
-    where there is such a journal."""
-    run_id, wait_s = run_of(disk), config.heartbeat_timeout_s
-    if not run_id:
+    """Whether the run that the journal on `disk` is of does: then it is not finished, and its learner is there. Waits
+    for that one where there is such a journal. When told to stop nobody knows, and it is taken to go on.
+
+    Raises:
+        JournalError: it is damaged, and a learner is there that may be of its run.
+    """
+    damage, wait_s = None, config.heartbeat_timeout_s
+    try:
+        run_id = unfinished_run(disk)
+    except JournalError as error:
+        run_id, damage = "", error
+    if run_id is None:
         return False
-    log.info("overwrite=true: the journal of run %s is deleted unless its peers are heard in %.0f s", run_id, wait_s)
-    if not speaks_of(run_id, socket, wait_s, stopped):
-        return False
-    log.warning("run %s goes on: its journal is kept, overwrite=true or not", run_id)
+    whose = f"the journal of run {run_id}" if damage is None else f"a journal that cannot be read ({damage})"
+    log.info("overwrite=true: %s is deleted unless a learner of its run is heard in %.0f s", whose, wait_s)
+    peer = learner_of(run_id, socket, wait_s, stopped)
+    if peer is None:
+        return stopped.is_set()
+    log.warning(
+        "overwrite=true, but %s %r (incarnation %s) of run %s is still there: its journal is kept, and the run goes "
+        "on. For a new one stop it, or start with resume=auto",
+        peer.role,
+        peer.name,
+        peer.incarnation,
+        peer.run,
+    )
+    if damage is not None:
+        raise damage
     return True
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +25,9 @@ from asyncrl.replay.receipts import Seals
 from asyncrl.replay.recovery import run_of
 from asyncrl.replay.router import router
 from asyncrl.replay.server import ReplayServer
-from asyncrl.replay.serving import discard, journal_settings, silence_of
+from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
 from asyncrl.replay.shard_host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
-from asyncrl.replay.shard_store import open_store, shard_folder
+from asyncrl.replay.shard_store import ShardStore, open_store, shard_folder
 from asyncrl.replay.sync_thread import SyncThread
 from asyncrl.schema import Config
 
@@ -62,27 +61,18 @@ def run_shard(
         JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
     """
     keep_heap()
-    stopped = stop or threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
+    stopped = stopped_by_signals(stop)
     place = Place(shard=shard, count=config.shards, address=config.shard_address)
     seals = Seals(config.keys, run_digest)
     with contextlib.ExitStack() as stack:
         # The socket first: a second shard at this address must not touch the journal of the first.
         socket = stack.enter_context(router(replace(config, address=place.address)))
-        link = PlannerLink(config, place, run_digest, seals)
-        stack.callback(link.close)
+        link = stack.enter_context(contextlib.closing(PlannerLink(config, place, run_digest, seals)))
         first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
         if first is None:
             return
         disk = disk or FolderDisk(folder or Path(), locked=True)
-        # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
-        if fresh and run_of(disk) not in (None, first.run_id):
-            discard(disk)
-        store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
-        sync = SyncThread(store, config.journal.fsync_ms / 1000)
-        stack.callback(sync.stop)
+        store, sync = stack.enter_context(opened(config, shard, first.run_id, disk, fresh))
         host = ShardHost(store, link, config, first)
         server = ReplayServer(
             host,
@@ -98,6 +88,22 @@ def run_shard(
         )
         log.info("shard %d of run %s listens on %s: %d groups", shard, first.run_id, place.address, len(store.held))
         server.serve(stopped)
+
+
+@contextlib.contextmanager
+def opened(
+    config: ReplayConfig, shard: int, run_id: str, disk: Disk, fresh: bool
+) -> Iterator[tuple[ShardStore, SyncThread]]:
+    """The store, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
+    # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
+    if fresh and run_of(disk) not in (None, run_id):
+        discard(disk)
+    store = open_store(disk, journal_settings(config), {"run_id": run_id, "shard": shard})
+    sync = SyncThread(store, config.journal.fsync_ms / 1000)
+    try:
+        yield store, sync
+    finally:
+        sync.stop()
 
 
 def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:

@@ -18,10 +18,11 @@ from asyncrl.replay import wire
 from asyncrl.replay.awake import awake_clock
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.parcel import pack_places
 from asyncrl.replay.payload import MAX_VOCABULARY, StoredGroup, check_stored, split_frames
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.requests import Response
 from asyncrl.replay.session import Answer, Reply, Session
 from asyncrl.replay.shard_store import Held, Key, ShardStore, key_for, key_of, shard_of
 from asyncrl.types import GroupHeader

@@ -16,8 +16,9 @@ from typing import Any
 from asyncrl.errors import NoProgress
 from asyncrl.replay import wire
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.payload import EncodedGroup
+from asyncrl.replay.requests import Response
 from asyncrl.replay.shard_store import shard_of
 
 

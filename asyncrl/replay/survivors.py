@@ -1,41 +1,65 @@
 """Peers that outlived their server. With `overwrite=true` they decide whether the journal that is there is an earlier
-run's, or that of the run which a supervisor has just started this server again for.
+run's, or that of the run which a supervisor has just started this server again for: then its learner is there. A worker
+or a shard may be left over from a run that is over.
 
-consumes      what comes to the bound socket while nothing answers there; whoever sent it asks again
-waits for     one message of that run
+consumes      what comes to the bound socket; whoever sent it asks again. Who names the run is asked for a hello
+waits for     the hello of a learner of that run
 unblocked by  it, the deadline, or `stop`
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from dataclasses import dataclass
 
 import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
-from asyncrl.replay.socket_options import receive_routed
+from asyncrl.replay.socket_options import receive_routed, send
+from asyncrl.replay.wire import Envelope
 
 TURN_S = 0.2
 
 
-def speaks_of(run_id: str, socket: zmq.Socket, wait_s: float, stop: threading.Event) -> bool:
-    """Whether a peer of that run is heard within `wait_s`. When told to stop nobody knows, and it is taken to go on."""
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """Who said hello, as a peer of which run."""
+
+    run: str
+    role: str
+    name: str
+    incarnation: str
+
+
+def learner_of(run_id: str, socket: zmq.Socket, wait_s: float, stop: threading.Event) -> Survivor | None:
+    """A learner of the run `run_id`, or of any run if that is empty, heard within `wait_s` and before `stop`."""
     until = time.monotonic() + wait_s
-    while not stop.is_set():
-        left = until - time.monotonic()
-        if left <= 0:
-            return False
-        if socket.poll(int(min(left, TURN_S) * 1000) + 1) and _run_of_next(socket) == run_id:
-            return True
-    return True
+    while not stop.is_set() and (left := until - time.monotonic()) > 0:
+        peer = _next(run_id, socket) if socket.poll(int(min(left, TURN_S) * 1000) + 1) else None
+        if peer is not None and peer.role == "learner":
+            return peer
+    return None
 
 
-def _run_of_next(socket: zmq.Socket) -> str:
-    """The run that the next message names; empty where it names none."""
+def _next(run_id: str, socket: zmq.Socket) -> Survivor | None:
+    """Whoever the next message is a hello of, if it names the run."""
     try:
-        _, frames = receive_routed(socket)
-        return wire.decode_envelope(frames[0]).run if frames else ""
+        connection, frames = receive_routed(socket)
+        envelope = wire.decode_envelope(frames[0]) if frames else None
+        if envelope is None or not envelope.run or run_id not in ("", envelope.run):
+            return None
+        if envelope.verb == "hello":
+            role, name, *_ = wire.sequence(envelope.body, "hello", 5)
+            role, name = wire.text(role, "role", wire.MAX_NAME), wire.text(name, "name", wire.MAX_NAME)
+            return Survivor(envelope.run, role, name, envelope.incarnation)
     except (zmq.Again, WireError):
-        return ""
+        return None
+    said = Envelope(
+        run=envelope.run, verb="unknown_peer", request=envelope.request, incarnation="", body="say hello first"
+    )
+    with contextlib.suppress(zmq.ZMQError):  # gone, or not reading
+        send(socket, [connection.bytes, wire.encode_envelope(said)])
+    return None

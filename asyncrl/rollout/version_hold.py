@@ -31,19 +31,25 @@ class VersionHold:
         self._load = load
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._chunks = 0
+        self._chunks: list[str] = []
         self._loads = 0
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
-        """As the engine's, after the running evaluation chunks. Raises WeightsError when they take too long."""
+        """As the engine's, after the running evaluation chunks.
+
+        Raises:
+            WeightsError: they take too long. The subscriber tells the worker, which ends with it, and the chunks with
+                the worker.
+        """
         with self._changed:
             self._loads += 1
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._chunks == 0, self._timeout_s):
+                if not self._changed.wait_for(lambda: not self._chunks, self._timeout_s):
                     raise WeightsError(
-                        f"version {policy_version} was not loaded: an evaluation chunk ran longer than "
-                        f"{self._timeout_s:g} s. Lower eval.chunk or rollout.max_new_tokens"
+                        f"version {policy_version} was not loaded: it waited {self._timeout_s:g} s "
+                        f"(replay.wait_timeout_s) for {', '.join(self._chunks)} to end. Lower eval.chunk or "
+                        "rollout.max_new_tokens"
                     )
             self._load(policy_version, tensors)
         finally:
@@ -58,33 +64,24 @@ class VersionHold:
             what: is done inside, for the message.
 
         Raises:
-            NoProgress: the load took longer than `timeout_s`, or what is done inside did, for which loads wait no
-                longer either.
+            NoProgress: the load took longer than `timeout_s`. What is done inside has no deadline while no load waits:
+                the worker ends one whose engine gives no token, and rewards have their own.
         """
         deadline = time.monotonic() + self._timeout_s
-        while not self._enter():
+        while not self._enter(what):
             if time.monotonic() > deadline:
                 raise NoProgress(f"{what} waited {self._timeout_s:g} s for weights being loaded")
             await asyncio.sleep(POLL_S)
-        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with limit:
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise NoProgress(
-                f"{what} were not finished within {self._timeout_s:g} s (replay.wait_timeout_s). Waited for the engine "
-                "and the rewards of this worker. Lower eval.chunk or rollout.max_new_tokens"
-            ) from error
+            yield
         finally:
             with self._changed:
-                self._chunks -= 1
+                self._chunks.remove(what)
                 self._changed.notify_all()
 
-    def _enter(self) -> bool:
+    def _enter(self, what: str) -> bool:
         with self._changed:
             if self._loads:
                 return False
-            self._chunks += 1
+            self._chunks.append(what)
             return True

@@ -18,11 +18,11 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.delta import DeltaChoice, Encoded, encode
+from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.group import WeightGroup, host_store
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_answer, wait_key
-from asyncrl.weights.sending import send_deltas, send_whole
+from asyncrl.weights.sending import Deltas, encode_deltas, send_deltas, send_whole
 from asyncrl.weights.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -228,8 +228,10 @@ class BroadcastSender:
     def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
         """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
         started = time.perf_counter()
-        deltas, delta_s = self._encode(snapshot, previous)
-        found = self._transmit(snapshot, deltas, delta_s)
+        deltas = Deltas()
+        if previous is not None and previous.policy_version == self._base and self._delta.wanted():
+            deltas = encode_deltas(snapshot, previous)
+        found = self._transmit(snapshot, deltas)
         answers = [self._answer(peer) for peer in self._members]
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
@@ -247,7 +249,7 @@ class BroadcastSender:
         for name in REPORTED:
             values = [float(report[name]) for report in reports if name in report]
             found |= {name: max(values)} if values else {}
-        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": delta_s}
+        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": deltas.encode_s}
         found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
         complete = served == len(answers)
         if complete:
@@ -255,20 +257,7 @@ class BroadcastSender:
         self._base = snapshot.policy_version if complete else None
         return complete
 
-    def _encode(self, snapshot: Snapshot, previous: Snapshot | None) -> tuple[list[Encoded], float]:
-        """What changed since the version that all members have, and the seconds this took.
-
-        Nothing when this version has to go, or does better, whole.
-        """
-        if previous is None or previous.policy_version != self._base or not self._delta.wanted():
-            return [], 0.0
-        snapshot.filling.wait()
-        started = time.perf_counter()
-        buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
-        deltas = [encode(new, old, bucket.element_bytes) for new, old, bucket in buckets]
-        return deltas, time.perf_counter() - started
-
-    def _transmit(self, snapshot: Snapshot, deltas: Sequence[Encoded], delta_s: float) -> dict[str, float]:
+    def _transmit(self, snapshot: Snapshot, deltas: Deltas) -> dict[str, float]:
         """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way.
 
         Returns `wire_s` and `wire_bytes`.
@@ -277,19 +266,20 @@ class BroadcastSender:
         assert group is not None
         canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
         event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
-        if deltas:
-            event |= {"base": self._base, "delta": [delta.header() for delta in deltas]}
+        if deltas.buckets:
+            event |= {"base": self._base, "delta": [delta.header() for delta in deltas.buckets]}
         # Whoever does not get through this one whole has nothing that a delta could start from.
         self._base = None
         snapshot.filling.wait(1)  # the deadlines of the members begin with the event
         started = time.perf_counter()
         self._post_event(event)
-        nbytes = send_deltas(group, deltas) if deltas else send_whole(group, snapshot)
+        nbytes = send_deltas(group, deltas.buckets) if deltas.buckets else send_whole(group, snapshot)
         prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
-        if deltas:
-            self._delta.sent_delta(delta_s, seconds)
+        if deltas.buckets:
+            # A whole version's seconds are those from the first copied bytes on.
+            self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
         else:
             self._delta.sent_full(seconds)
         return {"wire_s": seconds, "wire_bytes": float(nbytes)}

@@ -30,9 +30,10 @@ class Filling:
                 self._condition.notify_all()
 
     def end(self, *, failed: bool = False) -> None:
-        """The copy is whole, and so are its fingerprints; or it failed."""
+        """The copy is whole, and so are its fingerprints; or it failed. The first word counts."""
         with self._condition:
-            self._ended, self.failed = True, failed
+            if not self._ended:
+                self._ended, self.failed = True, failed
             self._condition.notify_all()
 
     def wait(self, nbytes: int | None = None) -> None:
@@ -46,6 +47,7 @@ class Filling:
             came = self._condition.wait_for(
                 lambda: self._ended or (nbytes is not None and self._reached >= nbytes), self._wait_s
             )
-            self.failed = self.failed or not came
+            if not came:
+                self._ended = self.failed = True
             if self.failed:
                 raise WeightsError("the copy out of the learner failed, or did not go on in time")

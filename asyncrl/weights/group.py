@@ -47,7 +47,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 _PIECE = 4 << 20
 """Bytes that gloo sends at a time. What arrived is hashed while the next piece is on its way; shorter and longer ones
 pass through the sockets more slowly."""
-_STRETCH = 64 << 20
+STRETCH = 64 << 20
 """Bytes of one buffer that get the timeout together: a single tensor may be much larger than a bucket should be."""
 
 
@@ -72,7 +72,7 @@ class WeightGroup:
         device: torch.device | None = None,
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
-        self._backend, self._timeout_s = backend, timeout_s
+        self.timeout_s, self._backend = timeout_s, backend
         self._deadline = 0.0
         """By `time.monotonic()`, of the stretch that is on its way."""
         timeout = timedelta(seconds=timeout_s)
@@ -98,8 +98,8 @@ class WeightGroup:
 
         To be taken one by one, as they are broadcast: the first of a stretch starts its deadline.
         """
-        for stretch in buffer.split(_STRETCH) if len(buffer) else ():
-            self._deadline = time.monotonic() + self._timeout_s
+        for stretch in buffer.split(STRETCH) if len(buffer) else ():
+            self._deadline = time.monotonic() + self.timeout_s
             yield from stretch.split(_PIECE) if self._backend == "gloo" else (stretch,)
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
@@ -134,7 +134,7 @@ class WeightGroup:
                 f"one of its {self.world - 1} subscribers" if self.rank == 0 else "the publisher or another subscriber"
             )
             raise RuntimeError(
-                f"epoch {self.epoch}: a bucket was not through after {self._timeout_s} s, {whom} is silent or too slow"
+                f"epoch {self.epoch}: a bucket was not through after {self.timeout_s} s, {whom} is silent or too slow"
             )
         return max(left, 0.001)
 

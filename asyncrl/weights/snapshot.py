@@ -108,6 +108,8 @@ class BackgroundPublisher:
         self._device = device
         self._idle_s = idle_s
         self._copy = BackgroundCopy(wait_s + 2 * _GATHER_S)
+        self._filling: Filling | None = None
+        """Of the newest copy."""
         self._route = Route(background=False)
         self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
         self._held_s = 0.0
@@ -155,6 +157,8 @@ class BackgroundPublisher:
 
     def close(self) -> None:
         self._copy.close(min(self._wait_s, _GATHER_S))
+        if self._filling is not None:
+            self._filling.end(failed=True)  # of one that hangs: the sender would wait for it, and this for the sender
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -171,7 +175,7 @@ class BackgroundPublisher:
     ) -> None:
         """The copy, and then it is the sender's."""
         started = time.perf_counter()
-        filling = Filling(self._wait_s + _GATHER_S)
+        self._filling = filling = Filling(self._wait_s + _GATHER_S)
         snapshot = Snapshot(
             policy_version=policy_version, manifest=manifest, buffers=buffers or [], canary=canary, filling=filling
         )

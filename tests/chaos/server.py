@@ -12,8 +12,8 @@ from asyncrl.replay import events as ev
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.outbox import Outbox
+from asyncrl.replay.replies import Replies
 from asyncrl.replay.rollout_side import RolloutSide
-from asyncrl.replay.server import ReplayServer
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.session import Session
 
@@ -30,15 +30,15 @@ def ack_before_fsync() -> None:
 
 def early_manifest() -> None:
     """Only the batch leaves before its plan is durable."""
-    answer = ReplayServer._answer
+    answer = Replies.answer
 
-    def early(self: ReplayServer, session: Session, request: int, verb: str, reply: Any) -> None:
+    def early(self: Replies, session: Session, request: int, verb: str, reply: Any) -> None:
         if verb == "lease":
-            self.outbox.send(session.identity, [self._envelope("ok", request, reply.body), *reply.frames])
+            self.outbox.send(session.identity, [self.envelope("ok", request, reply.body), *reply.frames])
         else:
             answer(self, session, request, verb, reply)
 
-    ReplayServer._answer = early
+    Replies.answer = early
 
 
 def no_dedup() -> None:

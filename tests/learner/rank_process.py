@@ -36,7 +36,7 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
     torch.set_num_threads(1)
     folder, device = Path(config.run.dir), torch.device("cpu")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     publisher, rows = KeptWeights(), KeptRows()
     with ExitStack() as opened:

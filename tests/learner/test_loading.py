@@ -75,6 +75,15 @@ def test_a_rank_without_weights_gets_those_of_rank_0_bit_for_bit(tmp_path: Path)
             assert all(torch.equal(found[name], tensor) for name, tensor in alone.items()), (kind, rank)
 
 
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_file_of_weights_that_was_cut_off_is_refused_like_a_missing_one(tmp_path: Path, kind: str):
+    tiny_checkpoint(tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="model cannot be loaded as a "):
+        KINDS[kind][1](config_of(kind, tmp_path / "model"), CPU, None)
+
+
 def test_what_rank_0_cannot_load_is_refused_on_every_rank(tmp_path: Path):
     tiny_checkpoint(tmp_path / "model-1")
     (tmp_path / "model-0").mkdir()

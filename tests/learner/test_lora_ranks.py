@@ -16,7 +16,7 @@ from tests.learner.fed_replay import largest_difference
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 
 def make_config(folder: Path, run: str, **model: object) -> Config:

@@ -14,7 +14,7 @@ from tests.learner.fed_replay import largest_difference
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.test_ranks import make_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 
 def gae(folder: Path, run: str, **learner: int) -> Config:

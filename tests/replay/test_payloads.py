@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import FencedError, JournalError, ReplayError, WireError
 from asyncrl.replay.columns import Columns
-from asyncrl.replay.connection import Response
 from asyncrl.replay.events import Inserted
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.ledger import Entry, GroupState
@@ -22,6 +21,7 @@ from asyncrl.replay.payload import MAX_VOCABULARY, Elsewhere, StoredGroup, encod
 from asyncrl.replay.payloads import InShards, free_of, refuse_other_store
 from asyncrl.replay.receipts import Seals
 from asyncrl.replay.records import decode_event, encode_event
+from asyncrl.replay.requests import Response
 from asyncrl.replay.security import make_keys
 from asyncrl.replay.session import Session
 from asyncrl.replay.shard_archive import ShardArchive

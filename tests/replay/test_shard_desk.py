@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.errors import FencedError, ReplayError, WireError
-from asyncrl.replay.connection import Response
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.journal import JournalSettings
 from asyncrl.replay.payload import MAX_VOCABULARY, EncodedGroup, encode_group
 from asyncrl.replay.payloads import InShards
 from asyncrl.replay.receipts import Seals
+from asyncrl.replay.requests import Response
 from asyncrl.replay.session import Answer, Session
 from asyncrl.replay.shard_host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
 from asyncrl.replay.shard_store import Held, Key, ShardStore

@@ -13,8 +13,9 @@ import pytest
 
 from asyncrl.errors import FencedError, NoProgress, WireError
 from asyncrl.replay.client import RolloutClient
-from asyncrl.replay.connection import Connection, Response
+from asyncrl.replay.connection import Connection
 from asyncrl.replay.payload import EncodedGroup, encode_group
+from asyncrl.replay.requests import Response
 from asyncrl.replay.shard import meet
 from asyncrl.replay.shard_links import ShardLinks
 from asyncrl.replay.shard_store import Held, Key

@@ -14,7 +14,6 @@ from asyncrl.replay import messages, wire
 from asyncrl.replay.base import Acquired, Member, TrainedReply
 from asyncrl.replay.client import decode_lease
 from asyncrl.replay.columns import LARGE_ARRAY, SHARED, Columns, columns_of, decode
-from asyncrl.replay.connection import Response
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.payload import (
@@ -26,6 +25,7 @@ from asyncrl.replay.payload import (
     runs_of,
     split_frames,
 )
+from asyncrl.replay.requests import Response
 from asyncrl.replay.session import Answer, Session
 from asyncrl.replay.wire import Envelope
 from asyncrl.types import (

@@ -101,25 +101,44 @@ def test_an_evaluation_has_one_version_although_weights_keep_arriving(rows):
     assert len({result.policy_version for result in results}) > 1
 
 
-def test_an_evaluation_that_hangs_is_ended_by_name_and_so_is_a_load_that_waits_for_it():
+def test_an_evaluation_has_no_deadline_while_no_load_waits_for_it():
     async def scenario():
-        hold, told = VersionHold(lambda version, tensors: None, 0.05), asyncio.Event()
-
-        async def hang():
-            async with hold.held("rows 0 to 3 of evaluation heldout"):
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await told.wait()  # it is slow to let go
-
-        chunk = asyncio.create_task(hang())
-        await asyncio.sleep(0)
-        with pytest.raises(WeightsError, match=r"eval\.chunk"):
-            await asyncio.to_thread(hold.load_weights, 1, {})
-        told.set()
-        with pytest.raises(NoProgress, match=r"rows 0 to 3 of evaluation heldout were not finished within 0\.05 s"):
-            await chunk
+        hold, loaded = VersionHold(lambda version, tensors: loaded.append(version), 0.05), []
+        async with hold.held("rows 0 to 3"):
+            await asyncio.sleep(0.3)
         await asyncio.to_thread(hold.load_weights, 1, {})
+        assert loaded == [1]
+
+    asyncio.run(scenario())
+
+
+class HangingEngine(FakeEngine):
+    async def generate(self, request):
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+def test_an_evaluation_that_hangs_is_ended_by_name_by_the_load_that_waits_for_it(rows):
+    async def scenario():
+        engine, failures = HangingEngine(vocabulary=128), []
+        engine.asked = asyncio.Event()
+        engine.load_weights(0, {})
+        hold = VersionHold(engine.load_weights, 0.05)
+
+        def check() -> None:  # as the subscriber does
+            for failure in failures:
+                raise failure
+
+        worker = make_worker(ScriptedReplay(0, [chunk(0, 3)]), rows, engine=engine, hold=hold, check=check)
+        running = asyncio.create_task(worker.run())
+        await engine.asked.wait()
+        with pytest.raises(WeightsError) as failed:
+            await asyncio.to_thread(hold.load_weights, 1, {})
+        failures.append(failed.value)
+        named = r"version 1 .* waited 0\.05 s .* for rows 0 to 2 of evaluation \w+ to end.*eval\.chunk"
+        with pytest.raises(WeightsError, match=named):
+            await running
+        await asyncio.to_thread(hold.load_weights, 2, {})
 
     asyncio.run(scenario())
 

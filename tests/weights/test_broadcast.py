@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -135,13 +136,16 @@ class Cluster:
     def finish(self, worker: str) -> dict[str, float]:
         """Stop all workers; the statistics of one."""
         self.board.note("stop", True)
+        return self.wait_note(f"{worker}/stats")
+
+    def wait_note(self, key: str):
+        """The only one of that name."""
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            found = self.board.notes(f"{worker}/stats")
-            if found:
-                return found[0]
+        while not (found := self.board.notes(key)):
+            assert time.monotonic() < deadline, f"nobody noted {key}"
             time.sleep(0.05)
-        raise AssertionError(f"{worker} did not stop")
+        (note,) = found
+        return note
 
     def bytes_of(self, worker: str, version: int) -> list[str]:
         return self.board.notes(f"{worker}/bytes/{version}")
@@ -286,14 +290,23 @@ def test_a_delta_is_the_same_bytes_and_a_newcomer_and_a_damaged_member_get_the_w
 
 
 def test_a_copy_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, monkeypatch):
+    on_the_wire, real = threading.Event(), WeightGroup.broadcast
+
+    def telling(group: WeightGroup, piece: torch.Tensor):
+        on_the_wire.set()
+        return real(group, piece)
+
     def breaking(manifest, named, buffers, group, filling) -> list[str]:
         filling.reach(2 * BUCKET)
+        assert on_the_wire.wait(60), "nothing of version 2 was sent"
         raise RuntimeError("rank 1 is gone")
 
     cluster.worker("a")
     with publishing(cluster.board) as publisher:
         publisher.publish(1, weights(1).items())
         cluster.wait_served("a", 1)
+        wait_stats(publisher, sent_version=1)
+        monkeypatch.setattr(WeightGroup, "broadcast", telling)
         monkeypatch.setattr(snapshot, "gather_into", breaking)
         publisher.publish(2, weights(2).items())
         with pytest.raises(WeightsError, match="version 2 could not be copied out of the learner: rank 1 is gone"):
@@ -340,22 +353,15 @@ def test_an_engine_that_keeps_one_old_tensor_is_found_by_the_canary_and_the_othe
     with publishing(cluster.board) as publisher:
         for version in range(4):
             canary = Canary(
-                sequences=PROBES,
-                logprobs=tuple(score(weights(version))),
-                learner_dtype="float32",
-                wire_dtype="float32",
+                sequences=PROBES, logprobs=tuple(score(weights(version))), learner_dtype="float32", wire_dtype="float32"
             )
             publisher.publish(version, weights(version).items(), canary)
             cluster.wait_served("good", version)
             if version == 0:
                 cluster.wait_served("stuck", version)
-        deadline = time.monotonic() + 30
-        while not cluster.board.notes("stuck/error"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        error = cluster.wait_note("stuck/error")
         stats = wait_stats(publisher, sent_version=3)
         assert (stats["refused"], stats["canary_failed"], stats["canary_max"]) == (1, 1, 0.0)
-    (error,) = cluster.board.notes("stuck/error")
     assert "version 2 is not served" in error and "Probe 0" in error
     assert {version for worker, version, _, _ in cluster.board.served() if worker == "stuck"} == {0, 1}
 
@@ -383,11 +389,7 @@ def test_a_worker_with_another_model_refuses_the_invitation_with_the_first_name_
     cluster._start(refusing_process, (cluster.board,))
     with publishing(cluster.board) as publisher:
         publisher.publish(1, weights(1).items())
-        deadline = time.monotonic() + 30
-        while not cluster.board.notes("other/error"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    (error,) = cluster.board.notes("other/error")
+        error = cluster.wait_note("other/error")
     assert error == "parameter 'layers.0.w' has shape (40, 25), the engine's model needs (40, 24)"
     assert not cluster.board.served()
 

@@ -45,7 +45,8 @@ def test_a_copy_that_stands_still_is_given_up():
     filling = Filling(0.05)
     with pytest.raises(WeightsError, match="did not go on in time"):
         filling.wait(1)
-    assert filling.failed
+    filling.end()
+    assert filling.failed, "who waited has said so already"
 
 
 class Watching(Filling):

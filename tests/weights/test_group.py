@@ -39,7 +39,7 @@ def make(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> tupl
     clock = Clock()
     monkeypatch.setattr(group, "time", clock)
     monkeypatch.setattr(group, "_PIECE", 10)
-    monkeypatch.setattr(group, "_STRETCH", 30)
+    monkeypatch.setattr(group, "STRETCH", 30)
     store = dist.HashStore()
     made = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=3, rank=0, world=1, timeout_s=10.0)
     made.rank, made.world = rank, 3

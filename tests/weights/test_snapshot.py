@@ -199,6 +199,18 @@ def test_a_copy_that_never_ends_is_an_error_that_names_the_version_and_no_hang(m
     publisher.close()
 
 
+def test_closing_over_a_copy_that_hangs_ends_the_sender_that_follows_it(monkeypatch):
+    copy, sender = HeldCopy(monkeypatch), FollowingSender()
+    monkeypatch.setattr(snapshot, "_GATHER_S", 0.1)
+    publisher = make(sender)
+    publish(publisher, 5)
+    publisher.close()
+    assert not publisher._thread.is_alive(), "still waiting for the copy"
+    copy.go.set()
+    publisher.wait_copied()
+    assert sender.started == []
+
+
 def test_fingerprints_taken_while_copying_are_those_of_the_whole_buckets():
     sender = HeldSender()
     publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=4 << 20, wait_s=60.0)

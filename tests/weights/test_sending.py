@@ -1,0 +1,96 @@
+"""Who is charged for what while a version is copied and sent: with a clock that only the copy moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.weights import broadcast_publisher, sending
+from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.filling import Filling
+from asyncrl.weights.gather import plan
+from asyncrl.weights.sending import send_whole
+from asyncrl.weights.snapshot import Snapshot
+from tests.weights.board import Board
+
+TIMEOUT_S = 4.0
+
+
+class Clock:
+    """In place of `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowFilling(Filling):
+    """Each new byte count is there after `rest_s`; the first bytes are there at once."""
+
+    def __init__(self, clock: Clock, rest_s: float) -> None:
+        super().__init__(60.0)
+        self._clock, self._rest_s, self._seen = clock, rest_s, 1
+
+    def wait(self, nbytes: int | None = None) -> None:
+        if nbytes is None or nbytes > self._seen:
+            self._clock.now += self._rest_s
+            self._seen = nbytes or self._seen
+
+
+class Wire:
+    """A group whose wire takes no time, in pieces of 16 bytes."""
+
+    timeout_s = TIMEOUT_S
+    world = 2
+
+    def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from buffer.split(16)
+
+    def broadcast(self, buffer: torch.Tensor) -> None: ...
+
+    def wait(self, work: None) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def snapshot_of(version: int, filling: Filling) -> Snapshot:
+    manifest = plan([("w", torch.zeros(8))], torch.float32, 1 << 10)
+    buffers = [buffer.fill_(version) for buffer in manifest.allocate()]
+    return Snapshot(policy_version=version, manifest=manifest, buffers=buffers, filling=filling)
+
+
+def test_a_copy_that_stands_still_is_named_and_no_subscriber_is_blamed():
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr(sending, "time", clock)
+        group = Wire()
+        assert send_whole(group, snapshot_of(0, SlowFilling(clock, TIMEOUT_S / 3))) == 32  # pyright: ignore[reportArgumentType]
+        slow = snapshot_of(1, SlowFilling(clock, TIMEOUT_S / 2))
+        with pytest.raises(RuntimeError, match=r"the copy out of the learner stood still for 4\.0 s"):
+            send_whole(group, slow)  # pyright: ignore[reportArgumentType]
+        assert not slow.filling.failed, "it can be sent again"
+
+
+def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(monkeypatch):
+    clock, told = Clock(), []
+    monkeypatch.setattr(sending, "time", clock)
+    monkeypatch.setattr(broadcast_publisher, "time", clock)
+    monkeypatch.setattr(DeltaChoice, "sent_delta", lambda self, encode_s, send_s: told.append((encode_s, send_s)))
+    sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S, delta="auto")  # pyright: ignore
+    sender._group = Wire()  # pyright: ignore[reportAttributeAccessIssue]
+    first = snapshot_of(0, SlowFilling(clock, 0.0))
+    sender.send(first)
+    sender.send(snapshot_of(1, SlowFilling(clock, 3.0)), first)
+    assert told == [(0.0, 3.0)]
+    assert sender.stats()["weights/delta_s"] == 0.0
+    sender.close()
