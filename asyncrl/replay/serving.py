@@ -190,8 +190,8 @@ def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threa
     if peer is None:
         return stopped.is_set()
     log.warning(
-        "overwrite=true, but %s %r (incarnation %s) of run %s is still there: its journal is kept, and the run goes "
-        "on. For a new one stop it, or start with resume=auto",
+        "overwrite=true, but %s %r (incarnation %s) of run %s is still there: its journal is kept. For a new "
+        "run stop it, or start with resume=auto",
         peer.role,
         peer.name,
         peer.incarnation,

@@ -90,7 +90,7 @@ class KeepingSender:
 def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
     """Each rank gathers on one thread and reduces on another; weights change as soon as `wait_copied` returns."""
     sender = KeepingSender() if rank == 0 else None
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=30.0)
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=300.0)
     for version in range(12):
         publisher.publish(version, model.named_parameters())
         for _ in range(version):
@@ -102,7 +102,7 @@ def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank:
             for parameter in model.parameters():
                 parameter.add_(1.0)
         if sender is not None:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 300
             while len(sender.sent) <= version:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
