@@ -129,26 +129,25 @@ def flood_hellos(address: str) -> Iterator[None]:
             yield
 
 
-def flood_waits(address: str) -> Iterator[None]:
-    """One worker that asks for orders without end, and would wait an hour for each."""
+def asking_without_end(address: str, name: str, verb: str, body: object) -> Iterator[None]:
+    """One worker that asks the same again and again; what comes back is read, and not acknowledged."""
     peer = dealer(address)
-    peer.send(hello("patient"))
+    peer.send(hello(name))
     for number in itertools.count(2):
-        peer.send(envelope("watch", number, "life of patient", [0, [0, 3600.0]]))
+        peer.send(envelope(verb, number, f"life of {name}", [0, body]))
         if number % 100 == 0:
             drain(peer)
             yield
+
+
+def flood_waits(address: str) -> Iterator[None]:
+    """One worker that asks for orders without end, and would wait an hour for each."""
+    return asking_without_end(address, "patient", "watch", [0, 3600.0])
 
 
 def flood_unacknowledged(address: str) -> Iterator[None]:
     """One worker that never says which answers have reached it."""
-    peer = dealer(address)
-    peer.send(hello("forgetful"))
-    for number in itertools.count(2):
-        peer.send(envelope("acquire", number, "life of forgetful", [0, [0, 0.0]]))
-        if number % 100 == 0:
-            drain(peer)
-            yield
+    return asking_without_end(address, "forgetful", "acquire", [0, 0.0])
 
 
 def deaf(address: str) -> Iterator[None]:

@@ -37,3 +37,10 @@ class Play:
         self.step += 1
         self.version += 1
         return plan, reply
+
+    def whole_step(self, slots: int = 16) -> None:
+        """The weights are served, groups made and trained."""
+        self.load()
+        for order in self.acquire(slots):
+            self.insert(order)
+        self.train()

@@ -69,10 +69,7 @@ def slow_group_play(policy: StalePolicy, **changes) -> tuple[Play, list]:
 def test_policy_mask_trains_what_is_fresh_of_a_late_group_and_counts_the_rest() -> None:
     play, (slow,) = slow_group_play(StalePolicy.MASK)
     for _ in range(2):
-        play.load()
-        order = play.acquire(1)[0]
-        play.insert(order)
-        play.train()
+        play.whole_step(1)
     play.insert(slow, (0, 6), (play.version, 2))
     play.load()
     plan, reply = play.train()
@@ -89,9 +86,7 @@ def test_policy_mask_trains_what_is_fresh_of_a_late_group_and_counts_the_rest() 
 def test_policy_drop_drops_the_late_group_whole(readmit) -> None:
     play, (slow,) = slow_group_play(StalePolicy.DROP, readmit_dropped=readmit)
     for _ in range(2):
-        play.load()
-        play.insert(play.acquire(1)[0])
-        play.train()
+        play.whole_step(1)
     play.insert(slow, (0, 6), (play.version, 2))
     assert play.core.lease(play.step) is None
     assert play.core.state.ledger.dropped[DropReason.STALE] == 1
@@ -134,10 +129,7 @@ def test_at_max_staleness_0_every_trained_token_is_of_the_newest_version() -> No
 def test_a_restored_learner_gets_the_same_batches_again() -> None:
     play = Play()
     for _ in range(3):
-        play.load()
-        for order in play.acquire():
-            play.insert(order)
-        play.train()
+        play.whole_step()
         if play.step == 1:
             play.core.commit(0)
     first = [play.core.lease(1), play.core.lease(2)]
@@ -190,10 +182,7 @@ def test_a_server_without_memory_is_filled_from_the_checkpoint() -> None:
 def test_memory_is_freed_by_giving_up_payloads_that_only_a_restore_would_need() -> None:
     play = Play(max_bytes=60)
     for _ in range(4):
-        play.load()
-        for order in play.acquire():
-            play.insert(order)
-        play.train()
+        play.whole_step()
     assert play.core.state.buffer.nbytes <= 60
     assert play.core.state.buffer.trained[0].evicted
     play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="second")
@@ -216,10 +205,7 @@ def test_credit_is_never_zero_while_the_learner_has_no_batch() -> None:
 def test_a_rollback_to_steps_whose_payloads_are_gone_leaves_credit_to_make_them_again() -> None:
     play = Play(max_bytes=60)
     for _ in range(4):
-        play.load()
-        for order in play.acquire():
-            play.insert(order)
-        play.train()
+        play.whole_step()
     play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="second")
     play.core.publish(policy_version=10, parent=NO_VERSION)
     play.load(10)
