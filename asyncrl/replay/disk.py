@@ -34,7 +34,9 @@ class Disk(Protocol):
         """A new file of `nbytes` zeros, the space for them taken."""
         ...
 
-    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None: ...
+    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """What lies behind the bytes, up to the next multiple of 4096, may be zeros afterwards."""
+        ...
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Up to `nbytes`; fewer at the end of the file."""
@@ -90,7 +92,9 @@ class FolderDisk:
         self._close_oldest()
 
     def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        self._writer.write(self._descriptor(name), offset, [memoryview(buffer) for buffer in buffers if len(buffer)])
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        if views:
+            self._writer.write(name, self._descriptor(name), offset, views)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         with (self._folder / name).open("rb", buffering=0) as file:

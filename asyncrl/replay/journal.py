@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ class SegmentLog:
     durable: int = 0
     problem: str = ""
     """Why nothing can be written just now; empty when all is well."""
+    sync_s: float = 0.0
+    """How long the last sync took, without the writes before it."""
     _offset: int = 0
     _limit: int = 0
     _number: int = 0
@@ -140,7 +143,9 @@ class SegmentLog:
             return True
         try:
             self._write(items)
+            started = time.monotonic()
             self.disk.sync(segment_name(self._current))
+            self.sync_s = time.monotonic() - started
             self._release([item for item in items if isinstance(item, _Roll)])
         except OSError as error:
             where = f"the journal file {segment_name(max(self._current, 0))}"

@@ -72,6 +72,8 @@ class Outbox:
     def overdue(self, before: float) -> list[tuple[Session, int]]:
         """Replies to the learner that have waited since `before`, given up. A worker can wait: nobody waits for it in
         a collective."""
+        if not self._held or self._held[0].since >= before:  # Asked after every turn of the loop.
+            return []
         given_up = [held for held in self._held if held.since < before and held.session.role == "learner"]
         for held in given_up:
             self._held.remove(held)

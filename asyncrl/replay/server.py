@@ -88,8 +88,11 @@ class ReplayServer:
                 self._tick(now)
                 if self._over(now):
                     return
-            if poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1):
+            ready = poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1)
+            if (self.socket, zmq.POLLIN) in ready:
                 self._drain()
+            if self.sync is not None and (self.sync.wake_fd, zmq.POLLIN) in ready:
+                self.sync.heard()
             self.waiting.settle()
             self._settle_promises()
 
@@ -97,7 +100,6 @@ class ReplayServer:
         if self.sync is None:
             return
         self.sync.nudge()
-        self.sync.heard()
         problem = self.sync.journal.problem
         if problem != self.core.paused:
             self.core.paused, self.waiting.changed = problem, True
