@@ -97,7 +97,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "model": [Path(config.model.path).name, config.model.lora_rank, config.model.lora_alpha],
         "data": [Path(config.data.path).name, config.data.shuffle, config.data.max_prompt_tokens],
-        "environment": config.environment.name,
+        "environment": [Path(config.environment.name).name, config.reference.from_rollout],
         "reward": [Path(config.reward.function).name, Path(config.reward.model).name, config.reward.timeout_s],
         "rollout": [
             config.rollout.group_size,

@@ -29,6 +29,10 @@ class FilterError(AsyncRLError, RuntimeError):
     """A function of `rollout.filters` raised, gave no answer that is one, timed out or killed its process."""
 
 
+class EpisodeError(AsyncRLError, RuntimeError):
+    """An environment of the user raised, or what it made cannot be trained on."""
+
+
 class IncompleteGroupError(AsyncRLError, RuntimeError):
     """Members of a group failed as often as a group may be tried, and too few are left to train on."""
 

@@ -124,7 +124,7 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
     if full_key:
         key = full_key.group(1)
         given = next((text for text in overrides if text.split("=", 1)[0] == key), key)
-        return f"`{given}` is refused: {reason}. Give `{key}` a value of the type asyncrl/config.py says"
+        return f"`{given}` is refused: {reason}. Give `{key}` a value of the type asyncrl/schema.py says"
     if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):
         return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}"
     return f"the settings could not be composed: {reason}. Compare with `configs/` and README.md"

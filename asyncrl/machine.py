@@ -28,7 +28,8 @@ def check_machine(config: Config, role: str) -> None:
     if role in ("local", "learner", "rollout"):
         problems += _missing_model("model.path", config.model.path)
     if role in ("local", "learner"):
-        for key, path in (("critic.path", config.critic.path), ("reference.path", config.reference.path)):
+        reference = "" if config.reference.from_rollout else config.reference.path
+        for key, path in (("critic.path", config.critic.path), ("reference.path", reference)):
             problems += _missing_model(key, path, tokenizer=False) if path else ()
     if role in ("local", "learner"):
         problems += _missing_extras(config)
@@ -43,11 +44,12 @@ def _missing_files(config: Config) -> Iterator[str]:
     for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
         if path and not Path(path).is_file():
             yield f"{key}={path}: there is no such file (looked from {Path.cwd()}). Give an existing JSONL file"
-    where, colon, _ = config.reward.function.rpartition(":")
-    if not colon:
+    if ":" not in config.reward.function:
         yield f"reward.function must be file.py:name or package.module:name; got {config.reward.function!r}"
-    elif where.endswith(".py") and not Path(where).is_file():
-        yield f"reward.function={config.reward.function}: there is no file {where} (looked from {Path.cwd()})"
+    for key, spec in (("reward.function", config.reward.function), ("environment.name", config.environment.name)):
+        where = spec.rpartition(":")[0]
+        if where.endswith(".py") and not Path(where).is_file():
+            yield f"{key}={spec}: there is no file {where} (looked from {Path.cwd()})"
 
 
 def _missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:

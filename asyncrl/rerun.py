@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +39,8 @@ from asyncrl.telemetry.run_folder import prepare_run_folder
 FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""
 FIXED = ("learner.groups_per_step", "learner.ranks")
+LONGEST_NAME = 58
+"""After `rerun-`, of a run's 64 letters."""
 LEFT_OUT = ("run", "resume", "overwrite", "engine", "replay", "eval", "telemetry", "ray", "weights", "experiment")
 """Recorded settings of parts that a rerun has not got; their defaults stand in."""
 
@@ -111,7 +114,11 @@ def written(value: Any) -> str:
 def name_of(overrides: Sequence[str]) -> str:
     """Of the rerun's folder, from what is different in it."""
     different = [text for text in overrides if not text.startswith("overwrite=")]
-    return re.sub(r"[^A-Za-z0-9.=]+", "-", "-".join(different)).replace("=", "-")[:80] or "same"
+    name = re.sub(r"[^A-Za-z0-9.=]+", "-", "-".join(different)).replace("=", "-") or "same"
+    if len(name) <= LONGEST_NAME:
+        return name
+    # A path is soon longer than a name may be, and two of them may begin alike.
+    return f"{name[: LONGEST_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
 
 def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, opened: ExitStack) -> None:

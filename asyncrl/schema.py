@@ -50,6 +50,7 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = "single_turn"
+    """Or one of your own, `file.py:Name` or `package.module:Name`: see docs/environments.md."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,7 +155,12 @@ class CriticConfig:
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
     path: str = ""
-    """Policy the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`."""
+    """Policy the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`. `rollout`: its
+    log-probs come with the trajectories, attached by the environment, and the learner loads no such model."""
+
+    @property
+    def from_rollout(self) -> bool:
+        return self.path == "rollout"
 
 
 @dataclass(kw_only=True, slots=True)

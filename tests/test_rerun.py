@@ -57,4 +57,6 @@ def test_what_is_no_run_or_has_no_journal_is_refused(tmp_path: Path) -> None:
 def test_names_and_values_are_written_as_one_would_type_them() -> None:
     assert name_of([]) == name_of(["overwrite=true"]) == "same"
     assert name_of(["loss=ppo", "learner.lr=1e-3"]) == "loss-ppo-learner.lr-1e-3"
+    long = [name_of([f"reference.path=/models/{'deep/' * 20}{name}"]) for name in ("a", "b")]
+    assert len(set(long)) == 2 and all(len(f"rerun-{name}") == 64 for name in long)
     assert [written(value) for value in (None, True, 0.5, "a b", [1, "c"])] == ["null", "true", "0.5", "'a b'", "[1,c]"]

@@ -63,7 +63,7 @@ def engine_processes_are_its_own(config: Config) -> Problems:
 
 ANOTHER_DISTRIBUTION = (
     "generation_config", "override_generation_config", "logits_processors", "logits_processor_pattern",
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "watermark_config",
 )  # fmt: skip
 """Under engine.vllm: what would change, or is meant to change, what tokens are drawn from."""
 
@@ -77,6 +77,35 @@ def tokens_are_drawn_from_the_policy(config: Config) -> Problems:
                 "have log-probs that are not the policy's, which biases every importance ratio. Leave it out; "
                 "rollout.temperature is the knob that stays exact"
             )
+
+
+DRAFTED = (
+    "tokens are drafted and then accepted or replaced; with vLLM 0.32 on a CPU the log-probs recorded for a quarter of "
+    "the tokens were not the model's"
+)
+KEPT_KEYS = (
+    "keys are kept where no update reaches them: tokens could be drawn over the keys of another version than the one "
+    "that they are recorded with"
+)
+MOVED_WEIGHTS = (
+    "vLLM's reload does not write weights that lie elsewhere than it put them: an update could leave old ones in use, "
+    "without an error"
+)
+UNPROVEN = {
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTED),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"), KEPT_KEYS),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "cpu_offload_params", "offload_group_size", "offload_params", "enable_eplb"), MOVED_WEIGHTS
+    ),
+}
+"""Under engine.vllm: what makes log-probs or versions wrong, or was never shown to leave them right, and why."""
+
+
+def versions_and_logprobs_stay_true(config: Config) -> Problems:
+    for key, reason in UNPROVEN.items():
+        value = config.engine.vllm.get(key)
+        if value:
+            yield f"engine.vllm.{key}={value}: {reason}. Leave it out"
 
 
 def gpus_hold_the_engine(config: Config) -> Problems:
@@ -101,6 +130,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     adapters_keep_their_keys,
     engine_processes_are_its_own,
     tokens_are_drawn_from_the_policy,
+    versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
     transport_has_deltas,
 )

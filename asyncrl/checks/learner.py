@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from asyncrl.checks.problem import Problems
+from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
 from asyncrl.schema import AdvantageConfig, Config
@@ -97,6 +98,12 @@ def _reference_has_a_use(config: Config) -> Problems:
         yield (
             f"reference.path={config.reference.path} does nothing while no KL is measured against it. Set loss.kl_coef "
             "(in the loss) or advantage.kl_coef (in the reward), or leave it out"
+        )
+    if config.reference.from_rollout and config.environment.name in ENVIRONMENTS:
+        yield (
+            "reference.path=rollout takes the reference's log-probs from the trajectories, and environment.name="
+            f"{config.environment.name} attaches none. Give an environment of your own that does (file.py:Name, see "
+            "docs/environments.md), or reference.path=MODEL (a folder named rollout: ./rollout)"
         )
     if config.advantage.kl_target > 0 and config.advantage.kl_coef == 0:
         yield (

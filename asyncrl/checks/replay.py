@@ -84,21 +84,24 @@ def order_can_be_kept(config: Config) -> Problems:
         )
 
 
+def bytes_per_token(config: Config) -> int:
+    return BYTES_PER_TOKEN + (4 if config.reference.from_rollout else 0)
+
+
 def store_bytes_needed(config: Config) -> int:
     """Most bytes of tokens the replay store can be asked to hold: the batch in training, one sealed ahead, the lead."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     sequences = config.learner.groups_per_step * config.rollout.group_size
-    return (config.replay.pipeline_depth + 2) * sequences * longest * BYTES_PER_TOKEN
+    return (config.replay.pipeline_depth + 2) * sequences * longest * bytes_per_token(config)
 
 
 def store_holds_a_batch(config: Config) -> Problems:
-    need = store_bytes_needed(config)
+    need, each = store_bytes_needed(config), bytes_per_token(config)
     if config.replay.max_bytes < need:
         yield (
             f"replay.max_bytes={config.replay.max_bytes} would deadlock: workers wait for bytes to be freed while the "
             f"learner waits for a batch that does not fit. (replay.pipeline_depth + 2) * learner.groups_per_step * "
-            f"rollout.group_size * longest sequence * {BYTES_PER_TOKEN} bytes = {need}. Set replay.max_bytes={need} or "
-            "more"
+            f"rollout.group_size * longest sequence * {each} bytes = {need}. Set replay.max_bytes={need} or more"
         )
 
 

@@ -10,6 +10,7 @@ from asyncrl.checks.problem import Problems
 from asyncrl.hints import nearest
 from asyncrl.schema import Config
 
+ENVIRONMENTS = ("single_turn",)
 ESTIMATORS = ("group", "gdpo", "reinforce_pp", "gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns")
 
 
@@ -17,7 +18,6 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Settings that are words: key -> (value, choices)."""
     return {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
-        "environment.name": (config.environment.name, ("single_turn",)),
         "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
         "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
         "advantage.estimator": (config.advantage.estimator, ESTIMATORS),
@@ -172,9 +172,22 @@ def reward_is_whole(config: Config) -> Problems:
         )
 
 
+SPEC = re.compile(r".+:[A-Za-z_]\w*")
+"""`file.py:name` or `package.module:name`."""
+
+
+def environment_is_one(config: Config) -> Problems:
+    name = config.environment.name
+    if name not in ENVIRONMENTS and not SPEC.fullmatch(name):
+        yield (
+            f"environment.name must be one of {', '.join(ENVIRONMENTS)}, or yours as file.py:Name or "
+            f"package.module:Name; got {name!r}.{nearest(name, ENVIRONMENTS)}"
+        )
+
+
 def filters_name_functions(config: Config) -> Problems:
     for spec in config.rollout.filters:
-        if not re.fullmatch(r".+:[A-Za-z_]\w*", spec):
+        if not SPEC.fullmatch(spec):
             yield (
                 f"rollout.filters names functions as file.py:name or package.module:name; got {spec!r}. Example: "
                 "rollout.filters=[my_filters.py:keep]"
@@ -197,6 +210,7 @@ RULES = (
     run_name_is_a_folder_name,
     resume_or_overwrite,
     reward_is_whole,
+    environment_is_one,
     filters_name_functions,
     evaluation_has_rows,
 )

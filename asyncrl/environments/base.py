@@ -18,6 +18,8 @@ Generate = Callable[[NDArray[np.int32], int], Awaitable[list[Completion]]]
 """`(token ids so far [P], n) -> n completions`; may raise GenerationError."""
 Decode = Callable[[Sequence[NDArray[np.int32]]], list[str]]
 """Texts of token sequences, special tokens left out."""
+Encode = Callable[[str], NDArray[np.int32]]
+"""Token ids [N] of a text as it stands: no special tokens are added, those written out in it are understood."""
 Score = Callable[[list[str], dict[str, Any]], Awaitable[list[Outcome]]]
 """`(completions [G], row) -> scores [G]`, a RewardError in the place of one that failed; may raise RewardError."""
 
@@ -28,6 +30,7 @@ class EpisodeTools:
 
     generate: Generate
     decode: Decode
+    encode: Encode
     score: Score
 
 
@@ -45,10 +48,12 @@ class Episodes:
 
 class Environment(Protocol):
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
-        """`size` sibling episodes of `prompt`. Sampled ids are kept as sampled, never tokenized again.
+        """`size` sibling episodes of `prompt`, failures included. Sampled ids are kept as sampled, never tokenized
+        again; each trajectory begins with the prompt's tokens. Evaluations call it with a `size` of 1.
 
         Raises:
             GenerationError: the engine could not produce any.
             RewardError: none could be scored.
+            EpisodeError: of an environment of the user (`GuardedEnvironment`): whatever else went wrong.
         """
         ...

@@ -18,6 +18,7 @@ from asyncrl.errors import (
     CheckpointMismatchError,
     ConfigError,
     DataError,
+    EpisodeError,
     RewardError,
     RunFolderError,
 )
@@ -119,7 +120,7 @@ def open_log(config: Config, run_dir: Path, start: Start) -> PrintingLog:
     )
 
 
-HOPELESS = (CheckpointMismatchError, ConfigError, DataError, RewardError, RunFolderError)
+HOPELESS = (CheckpointMismatchError, ConfigError, DataError, EpisodeError, RewardError, RunFolderError)
 """What would end the ranks in the same way after every restart."""
 
 

@@ -11,11 +11,12 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.errors import LedgerError
+from asyncrl.environments.faults import reference_fault
+from asyncrl.errors import EpisodeError, LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
 from asyncrl.replay.base import Lease
-from asyncrl.types import NO_VERSION, StepPlan, Trajectory
+from asyncrl.types import NO_VERSION, REF_LOGPROBS, StepPlan, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class MicroBatch:
     """From here on before the first update on the batch, where the settings need it (`scoring.py`)."""
     proximal_logprobs: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
+    """Or from `pack`, where they come with the trajectories; 0 outside loss_mask."""
     values: Float[Tensor, " tokens"] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -77,11 +79,15 @@ PLACEHOLDER = Trajectory(
 """What a rank without trajectories runs, so that it joins the collectives of the others."""
 
 
-def pack(lease: Lease, members: Sequence[Member], device: torch.device) -> MicroBatch:
+def pack(lease: Lease, members: Sequence[Member], device: torch.device, *, reference: bool = False) -> MicroBatch:
     """Pack `members` of the lease; with none, one masked token, so that this rank still joins the collectives.
+
+    Args:
+        reference: the log-probs of the reference come with the trajectories.
 
     Raises:
         LedgerError: the arrays of a trajectory do not have the fresh tokens that its header promised.
+        EpisodeError: a trajectory has not got the log-probs of the reference.
     """
     chosen = [lease.trajectories[member] for member in members] or [PLACEHOLDER]
     plan, packed_members, members = lease.plan, tuple(members), members or [(0, 0)]
@@ -111,12 +117,36 @@ def pack(lease: Lease, members: Sequence[Member], device: torch.device) -> Micro
         "behavior_logprobs": packed([t.behavior_logprobs for t in chosen]),
         "staleness": staleness,
     }
+    if reference:
+        carried = packed(reference_of(plan, packed_members, chosen))
+        # Anything may stand at the other tokens.
+        per_token["ref_logprobs"] = np.where(fresh, carried, np.float32(0))
     return MicroBatch(
         **{name: torch.from_numpy(array).to(device) for name, array in per_token.items()},
         members=packed_members,
         packing=plan_packing(layout.rows, layout.lengths, len(layout.source), device),
         truncated=sum(t.finish_reason == "length" for t in chosen),
     )
+
+
+def reference_of(plan: StepPlan, members: Sequence[Member], chosen: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
+    """[T] log-probs of the reference of each trajectory, as its environment attached them.
+
+    Raises:
+        EpisodeError: it attached none, or what are none.
+    """
+    if not members:
+        return [np.zeros(len(trajectory.token_ids), np.float32) for trajectory in chosen]
+    for (g, t), trajectory in zip(members, chosen, strict=True):
+        fault = reference_fault(trajectory)
+        if fault:
+            group = plan.groups[g]
+            raise EpisodeError(
+                f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. The "
+                "learner was told reference.path=rollout: start the workers with the same settings (a rerun: take a "
+                "run of such workers), or give reference.path=MODEL"
+            )
+    return [trajectory.extras[REF_LOGPROBS] for trajectory in chosen]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ def needs_current(config: Config) -> bool:
 
 
 def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Fill in `current_logprobs`, `proximal_logprobs`, `ref_logprobs` and `values` where the settings need them.
+    """Fill in `current_logprobs`, `proximal_logprobs`, `ref_logprobs` (but those that came with the trajectories) and
+    `values` where the settings need them.
 
     Collective over the ranks: each model runs over all micro-batches before the next does.
     """
@@ -57,7 +58,8 @@ def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> 
     if anchor == "average":
         assert roles.average is not None
         proximal = logprobs_under(roles.average)
-    reference = nothing if roles.reference is None else logprobs_under(roles.reference)
+    came = [batch.ref_logprobs for batch in batches]
+    reference = came if roles.reference is None else logprobs_under(roles.reference)
     if roles.base_is_reference:
         assert roles.policy.adapters is not None
         with roles.policy.adapters.off():

@@ -47,7 +47,12 @@ def train_step(
     minibatches = plan_minibatches(
         plan, rank=rank, updates=settings.updates_per_batch, budget=settings.max_tokens_per_microbatch
     )
-    batches = [pack(lease, members, device) for minibatch in minibatches for members in minibatch.micro_batches]
+    carried = config.reference.from_rollout
+    batches = [
+        pack(lease, members, device, reference=carried)
+        for minibatch in minibatches
+        for members in minibatch.micro_batches
+    ]
     batches = with_scores(config, roles, batches)
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
     reports: list[UpdateReport] = []

@@ -28,7 +28,7 @@ GroupReward = Callable[[list[str], Row], list[Outcome]]
 
 
 def load_function(spec: str, setting: str = "reward.function") -> Callable[..., Any]:
-    """The function named by `file.py:name` or `package.module:name`.
+    """The function, or class, named by `file.py:name` or `package.module:name`.
 
     Args:
         setting: which key named it, for the error.
@@ -43,11 +43,17 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable[..., 
     module = _load_file(Path(place), given) if place.endswith(".py") else _load_module(place, given)
     function = getattr(module, name, None)
     if function is None:
-        defined = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        defined = sorted(key for key, value in vars(module).items() if _is_of(module, value))
         raise ConfigError(f"{given}: {place} has no {name!r}. It defines: {', '.join(defined)}")
     if not callable(function):
         raise ConfigError(f"{given} is a {type(function).__name__}, not a function")
     return function
+
+
+def _is_of(module: ModuleType, value: Any) -> bool:
+    """Whether it is a function, or a class that the module itself defines."""
+    own = inspect.isclass(value) and value.__module__ == module.__name__
+    return own or inspect.isfunction(value)
 
 
 def make_reward(spec: str, model: str = "") -> GroupReward:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import Engine, GenerateRequest
-from asyncrl.environments.base import Decode, Environment, Episodes, EpisodeTools, Score
-from asyncrl.errors import AsyncRLError, GenerationError, IncompleteGroupError, RewardError
+from asyncrl.environments.base import Decode, Encode, Environment, Episodes, EpisodeTools, Score
+from asyncrl.environments.faults import FAILURES
+from asyncrl.errors import AsyncRLError, IncompleteGroupError
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.types import (
     NO_VERSION,
@@ -49,6 +50,7 @@ class EpisodeRunner:
     engine: Engine
     environment: Environment
     decode: Decode
+    encode: Encode
     score: Score
     parts: RewardParts = field(default_factory=RewardParts)
 
@@ -58,8 +60,8 @@ class EpisodeRunner:
         """The caller reports the attempt as failed with the reason that is raised.
 
         Raises:
-            GenerationError, RewardError: no member came to its end, no greedy completion did, however often it was
-                tried, or a part of the reward is missing.
+            GenerationError, RewardError, EpisodeError: no member came to its end, no greedy completion did, however
+                often it was tried, or something that the learner needs is missing.
             IncompleteGroupError: some members did, but fewer than are enough, however often the others were tried.
         """
         started_at = time.time()
@@ -100,7 +102,7 @@ class EpisodeRunner:
         for again in range(shape.tries):
             try:
                 made = await self._run(prompt, 1, self.parts.greedy, name=f"{name}.greedy{again}", seed=0)
-            except (GenerationError, RewardError) as error:  # counted as one of the tries
+            except FAILURES as error:  # counted as one of the tries
                 failures.append(error)
                 continue
             if made.trajectories:
@@ -121,7 +123,7 @@ class EpisodeRunner:
             fresh = (seed + again * NEXT_TRY) % 2**63
             try:
                 more = await self._run(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
-            except (GenerationError, RewardError) as error:  # counted as one of the tries
+            except FAILURES as error:  # counted as one of the tries
                 failures.append(error)
                 continue
             failures += more.failures
@@ -161,7 +163,7 @@ class EpisodeRunner:
         """`(version, score)` of one row; None when generation or reward failed. A version change inside it fails it."""
         try:
             episodes = await self._run(prompt, 1, sampling, name=name, seed=0, pinned=True)
-        except (GenerationError, RewardError):  # counted: rows without a score are the result's `failed`
+        except FAILURES:  # counted: rows without a score are the result's `failed`
             return None
         if not episodes.trajectories:
             return None
@@ -188,5 +190,5 @@ class EpisodeRunner:
             )
             return await self.engine.generate(request)
 
-        tools = EpisodeTools(generate=generate, decode=self.decode, score=self.score)
+        tools = EpisodeTools(generate=generate, decode=self.decode, encode=self.encode, score=self.score)
         return await self.environment.run(prompt, size, tools)

@@ -176,7 +176,8 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     for group, key in (("model", "path"), ("reward", "model")):
         if config[group][key] and Path(config[group][key]).is_dir():
             config[group][key] = str(Path(config[group][key]).resolve())
-    config["reward"]["function"] = _absolute_function(config["reward"]["function"])
+    for group, key in (("reward", "function"), ("environment", "name")):
+        config[group][key] = _absolute_function(config[group][key])
     config["rollout"]["filters"] = [_absolute_function(spec) for spec in config["rollout"]["filters"]]
     return config
 

@@ -42,6 +42,10 @@ def run_worker_process(spec: WorkerSpec) -> int:
     except (ConfigError, DataError, FencedError, ModelMismatchError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_REFUSED
+    except SystemExit:
+        # `sys.exit` in a task that an environment started: its code would tell the pool of a stop, or of a refusal.
+        traceback.print_exc()
+        return EXIT_FAILED
     except Exception as error:  # the end of the process: the log gets the whole story, the pool the exit code
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}", flush=True)

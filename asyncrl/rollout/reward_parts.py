@@ -1,6 +1,6 @@
-"""Named parts of the reward that the learner's advantage asks for.
+"""What the learner's settings ask of a trajectory: named parts of the reward, log-probs of the reference.
 
-They are found missing here, where the attempt can still fail: at the learner a missing part could only end the run, or
+They are found missing here, where the attempt can still fail: at the learner a missing one could only end the run, or
 pass for a 0 that moves its siblings' baseline.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
-from asyncrl.errors import RewardError
+from asyncrl.environments.faults import reference_fault
+from asyncrl.errors import EpisodeError, RewardError
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory
 
@@ -23,19 +24,28 @@ class RewardParts:
     """From the reward function."""
     greedy: SamplingParams | None = None
     """How the one completion per attempt is sampled whose reward is the baseline (ReMax); None: no such baseline."""
+    reference: bool = False
+    """Whether the environment attaches the reference's log-probs (`reference.path=rollout`)."""
 
     @classmethod
-    def of(cls, config: AdvantageConfig, sampling: SamplingParams) -> RewardParts:
+    def of(cls, config: AdvantageConfig, sampling: SamplingParams, *, reference: bool = False) -> RewardParts:
         greedy = replace(sampling, temperature=0.0) if config.baseline == "greedy" else None
-        return cls(required=tuple(config.components), greedy=greedy)
+        return cls(required=tuple(config.components), greedy=greedy, reference=reference)
 
     def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
         """The trajectories with the greedy completion's reward among their parts.
 
         Raises:
             RewardError: the reward function left a part out, or gave one the name of the baseline.
+            EpisodeError: the environment did not attach the reference's log-probs.
         """
-        for trajectory in trajectories:
+        for place, trajectory in enumerate(trajectories):
+            fault = reference_fault(trajectory) if self.reference else ""
+            if fault:
+                raise EpisodeError(
+                    f"trajectory {place}: {fault}. reference.path=rollout asks every environment for it; give "
+                    "reference.path=MODEL for a reference that the learner loads"
+                )
             lacking = [name for name in self.required if name not in trajectory.rewards]
             if lacking:
                 raise RewardError(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from asyncrl.environments.base import Decode
+from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
 
 
@@ -22,8 +22,8 @@ def load_tokenizer(model_path: str) -> Any:
         raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
 
 
-def check_vocabulary(model_path: str, tokenizer: Any) -> None:
-    """Is the tokenizer that of the model beside it?
+def check_vocabulary(model_path: str, tokenizer: Any) -> int:
+    """Is the tokenizer that of the model beside it? Returns how many token ids the model knows.
 
     Tokens added to a tokenizer may lie beyond the model's embeddings and never come up; its own ones, and the one that
     ends a text, may not.
@@ -42,6 +42,7 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> None:
             f"model.path={model_path}: its tokenizer uses token ids up to {needed - 1}, and its model's vocab_size is "
             f"{model.vocab_size}. They belong to different models: copy both from the same one"
         )
+    return int(model.vocab_size)
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -69,3 +70,10 @@ def make_decode(tokenizer: Any) -> Decode:
         return tokenizer.batch_decode([ids.tolist() for ids in sequences], skip_special_tokens=True)
 
     return decode
+
+
+def make_encode(tokenizer: Any) -> Encode:
+    def encode(text: str) -> NDArray[np.int32]:
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    return encode

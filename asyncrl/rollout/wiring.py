@@ -10,15 +10,18 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import OwnProcesses
 from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
+from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.registry import make_environment
 from asyncrl.replay.client import RolloutClient
+from asyncrl.replay.payload import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.filters import Filters, built_in_filters
+from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.rewards import make_rewards
-from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, stop_token_ids
+from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, make_encode, stop_token_ids
 from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.schema import Config, RolloutConfig
@@ -31,6 +34,8 @@ class _Texts:
     """What of a worker depends on the tokenizer and the data files."""
 
     tokenizer: Any
+    vocabulary: int
+    """Token ids are below it."""
     prompts: PromptSource
     evaluation_rows: PromptSource | None
     sampling: SamplingParams
@@ -44,6 +49,7 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
         AsyncRLError: anything else that ended it.
     """
     texts = _load_texts(config)
+    environment = make_environment(config.environment, texts.vocabulary)
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(make_rewards(config))
@@ -75,15 +81,18 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
         stack.callback(subscriber.close)
         for source in (engine.stats, rewards.stats, subscriber.stats, *(pool.stats for pool in own_filters)):
             report.add(source)
+        if isinstance(environment, GuardedEnvironment):
+            report.add(environment.stats)
         worker = RolloutWorker(
             name=name,
             replay=replay,
             runner=EpisodeRunner(
                 engine=engine,
-                environment=make_environment(config.environment),
+                environment=environment,
                 decode=make_decode(texts.tokenizer),
+                encode=make_encode(texts.tokenizer),
                 score=rewards.score,
-                parts=RewardParts.of(config.advantage, texts.sampling),
+                parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
             ),
             prompts=texts.prompts,
             evaluation_rows=texts.evaluation_rows,
@@ -99,7 +108,8 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
             report=report,
         )
         report.start_clocks()
-        await worker.run()
+        with LoopWatch(limit_s=config.replay.wait_timeout_s / 2):
+            await worker.run()
 
 
 def group_shape(rollout: RolloutConfig) -> GroupShape:
@@ -122,8 +132,7 @@ def slots_per_worker(config: Config) -> int:
 
 def _load_texts(config: Config) -> _Texts:
     tokenizer = load_tokenizer(config.model.path)
-    if config.engine.name != "fake":
-        check_vocabulary(config.model.path, tokenizer)
+    vocabulary = MAX_VOCABULARY if config.engine.name == "fake" else check_vocabulary(config.model.path, tokenizer)
     limit = config.data.max_prompt_tokens
     prompts = PromptSource(
         config.data.path, tokenizer, seed=config.seed, shuffle=config.data.shuffle, max_prompt_tokens=limit
@@ -136,4 +145,10 @@ def _load_texts(config: Config) -> _Texts:
         max_new_tokens=config.rollout.max_new_tokens,
         stop_token_ids=stop_token_ids(config.model.path, tokenizer),
     )
-    return _Texts(tokenizer=tokenizer, prompts=prompts, evaluation_rows=evaluation_rows, sampling=sampling)
+    return _Texts(
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        prompts=prompts,
+        evaluation_rows=evaluation_rows,
+        sampling=sampling,
+    )

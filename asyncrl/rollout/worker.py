@@ -19,7 +19,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import ConfigError, FilterError, GenerationError, IncompleteGroupError, NoProgress, RewardError
+from asyncrl.errors import (
+    ConfigError,
+    EpisodeError,
+    FilterError,
+    GenerationError,
+    IncompleteGroupError,
+    NoProgress,
+    RewardError,
+)
 from asyncrl.replay.base import Acquired, RolloutReplay
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.filters import Filters
@@ -140,9 +148,11 @@ class RolloutWorker:
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
                 raise
             return
-        except RewardError as error:
+        except (RewardError, EpisodeError) as error:
             self._report.count("groups_failed")
-            await self._replay.fail(assignment, DropReason.FAILED_REWARD, str(error))
+            reward = isinstance(error, RewardError)
+            reason = DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT
+            await self._replay.fail(assignment, reason, str(error))
             return
         self._failures_in_row = 0
         await self._wait_proven()
@@ -217,7 +227,8 @@ class RolloutWorker:
         elif now - self._progress[1] > self._wait_timeout_s:
             raise NoProgress(
                 f"{len(self._groups)} groups are being made, and the engine gave no token for "
-                f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). Waited for the engine of {self._name}"
+                f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). Waited for the engine of {self._name}, "
+                "or for an environment that waits for something else"
             )
 
     async def _cancel_all(self) -> None:

@@ -39,6 +39,7 @@ def run(score):
     tools = EpisodeTools(
         generate=generate,
         decode=lambda sequences: [bytes(i for i in ids.tolist() if i < 256).decode() for ids in sequences],
+        encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32),
         score=score,
     )
     return asyncio.run(make_environment(EnvironmentConfig()).run(PROMPT, 2, tools))

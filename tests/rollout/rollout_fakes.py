@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.data.byte_tokenizer import EOS_ID, byte_tokenizer
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.fake import FakeEngine
@@ -41,6 +44,10 @@ class ByteTokenizer:
 
     def decode(self, sequences) -> list[str]:
         return self._tokenizer.decode_batch([ids.tolist() for ids in sequences], skip_special_tokens=True)
+
+
+def encode_bytes(text: str) -> NDArray[np.int32]:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
 class ScriptedReplay:
@@ -136,8 +143,9 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
     report.add(engine.stats)
     runner = EpisodeRunner(
         engine=engine,
-        environment=SingleTurn(),
+        environment=changes.pop("environment", SingleTurn()),
         decode=ByteTokenizer().decode,
+        encode=encode_bytes,
         score=changes.pop("score", reward_length),
         parts=changes.pop("parts", RewardParts()),
     )

@@ -17,7 +17,7 @@ from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, Prompt, Trajectory, TrajectoryGroup
-from tests.rollout.rollout_fakes import SAMPLING, ByteTokenizer, assignment
+from tests.rollout.rollout_fakes import SAMPLING, ByteTokenizer, assignment, encode_bytes
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -83,6 +83,7 @@ async def group_of(environment: TwoSides) -> TrajectoryGroup:
     runner = EpisodeRunner(
         engine=FakeEngine(vocabulary=8),
         environment=environment,
+        encode=encode_bytes,
         decode=ByteTokenizer().decode,
         score=never_asked,
         parts=RewardParts.of(AdvantageConfig(baseline="greedy"), SAMPLING),

@@ -120,6 +120,7 @@ def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     config = make_config(tmp_path, workers=2)
+    config.environment.name = "own.py:Own"
     first, second = worker_specs(config)
     assert first.name != second.name
     assert first.log_path == str(tmp_path / "runs/r/logs/rollout-0.log")
@@ -127,6 +128,7 @@ def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monk
     assert rebuilt.data.path == rebuilt.eval.path == str(tmp_path / "rows.jsonl")
     assert rebuilt.model.path == str(tmp_path / "model")
     assert rebuilt.reward.function == f"{tmp_path}/rewards/mine.py:score"
+    assert rebuilt.environment.name == f"{tmp_path}/own.py:Own"
     assert rebuilt.rollout == config.rollout
     assert first.environment["OMP_NUM_THREADS"] == "1"
     assert config.data.path == "rows.jsonl"
@@ -188,3 +190,17 @@ def test_a_worker_ended_by_a_signal_was_not_stopped_by_the_run_and_is_worth_a_re
     (worker,) = worker_specs(make_config(tmp_path, workers=1))
     assert process.run_worker_process(worker) == EXIT_FAILED
     assert "signal" in capfd.readouterr().out
+
+
+def test_an_environment_that_exits_in_a_task_of_its_own_is_no_stop_of_the_run(tmp_path, monkeypatch, capfd):
+    async def leaving() -> None:
+        sys.exit(0)
+
+    async def leaves(config: Config, name: str, digest: str) -> None:
+        await asyncio.create_task(leaving())
+
+    monkeypatch.setattr(process, "run_worker", leaves)
+    monkeypatch.setattr(process, "redirect_output", lambda path: None)
+    (worker,) = worker_specs(make_config(tmp_path, workers=1))
+    assert process.run_worker_process(worker) == EXIT_FAILED
+    assert "leaving" in capfd.readouterr().err

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from transformers import Qwen2Config
 
 from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer
+from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_encode
 
 
 def folder(path, vocabulary: int) -> str:
@@ -18,7 +19,13 @@ def folder(path, vocabulary: int) -> str:
 
 @pytest.mark.parametrize("vocabulary", [VOCAB_SIZE, EOS_ID + 1, 10 * VOCAB_SIZE])
 def test_a_model_with_room_for_all_tokens_is_fine(tmp_path, vocabulary):
-    check_vocabulary(folder(tmp_path, vocabulary), load_tokenizer(str(tmp_path)))
+    assert check_vocabulary(folder(tmp_path, vocabulary), load_tokenizer(str(tmp_path))) == vocabulary
+
+
+def test_an_observation_is_encoded_as_it_stands_with_the_special_tokens_that_are_written_out(tmp_path):
+    save_byte_tokenizer(tmp_path)
+    ids = make_encode(load_tokenizer(str(tmp_path)))(" no!<|eos|>")
+    assert ids.tolist() == [*b" no!", EOS_ID] and ids.dtype == np.int32
 
 
 @pytest.mark.parametrize(("vocabulary", "id_"), [(200, EOS_ID), (EOS_ID, EOS_ID)])

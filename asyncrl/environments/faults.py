@@ -1,0 +1,102 @@
+"""What is wrong with the episodes of somebody else's environment, found where their group can still be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.environments.base import Episodes
+from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
+from asyncrl.replay.payload import MAX_LOGPROB, group_header
+from asyncrl.types import REF_LOGPROBS, Prompt, Trajectory, TrajectoryGroup
+
+FAILURES = (GenerationError, RewardError, EpisodeError)
+"""What may stand in the place of a trajectory."""
+DTYPES = {"token_ids": "int32", "loss_mask": "bool", "behavior_logprobs": "float32", "policy_versions": "int32"}
+FINISHED = ("stop", "length")
+
+
+def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> str:
+    """Empty when `episodes` are `size` siblings of `prompt` that can be trained on.
+
+    Args:
+        vocabulary: token ids are below it.
+    """
+    if not isinstance(episodes, Episodes):
+        return f"run() returned {episodes!r:.80}, not Episodes"
+    for name in ("trajectories", "texts", "failures"):
+        if not isinstance(getattr(episodes, name), tuple | list):
+            return f"{name} must be a tuple; a {type(getattr(episodes, name)).__name__} came"
+    made, failures = episodes.trajectories, episodes.failures
+    if len(made) + len(failures) != size:
+        return f"{len(made)} trajectories and {len(failures)} failures came, and {size} episodes were asked for"
+    if len(episodes.texts) != len(made) or not all(isinstance(text, str) for text in episodes.texts):
+        return f"texts has one str per trajectory; {len(episodes.texts)} for {len(made)}, or other than str, came"
+    for failure in failures:
+        if not isinstance(failure, FAILURES):
+            return f"a failure is a GenerationError, RewardError or EpisodeError; {failure!r:.80} came"
+    for place, trajectory in enumerate(made):
+        fault = trajectory_fault(trajectory, prompt.token_ids, vocabulary)
+        if fault:
+            return f"trajectory {place}: {fault}"
+    return _wire_fault(tuple(made))
+
+
+def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: int) -> str:
+    """Of one trajectory by itself; its siblings and the wire's own limits are others' concern."""
+    if not isinstance(trajectory, Trajectory):
+        return f"{trajectory!r:.80} came, not a Trajectory"
+    ids = trajectory.token_ids
+    for name, dtype in DTYPES.items():
+        array = getattr(trajectory, name)
+        if not isinstance(array, np.ndarray):
+            return f"{name} must be a numpy array of {dtype}; a {type(array).__name__} came"
+        if array.dtype != dtype or array.shape != np.shape(ids) or array.ndim != 1:
+            return f"{name} must be {dtype}[{np.size(ids)}]; {array.dtype}{list(array.shape)} came"
+    start = len(prompt)
+    if not np.array_equal(ids[:start], prompt) or trajectory.loss_mask[:start].any():
+        return f"it must begin with the prompt's {start} tokens, none of them in the loss mask"
+    if not trajectory.loss_mask.any():
+        return "its loss mask is empty: no token of it was sampled by the policy"
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return f"token ids must be in [0, {vocabulary}), the model's vocabulary; {ids.min()} to {ids.max()} came"
+    if (np.diff(trajectory.policy_versions[trajectory.loss_mask]) < 0).any():
+        return "policy_versions of sampled tokens went down: each turn is made by the weights of the last, or newer"
+    if trajectory.finish_reason not in FINISHED:
+        return f"finish_reason must be stop or length; {trajectory.finish_reason!r:.40} came"
+    if not isinstance(trajectory.extras, Mapping) or not isinstance(trajectory.rewards, Mapping):
+        return "extras and rewards must be dictionaries"
+    if not all(isinstance(name, str) for name in trajectory.rewards):
+        return f"rewards must be named by strings; {list(trajectory.rewards)!r:.80} came"
+    return ""
+
+
+def _wire_fault(made: tuple[Trajectory, ...]) -> str:
+    """What the replay would refuse, which ends the worker where the engine is to blame."""
+    group = TrajectoryGroup(group_id=0, prompt_index=0, attempt=0, worker="", trajectories=made)
+    try:
+        if made:
+            group_header(group)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def reference_fault(trajectory: Trajectory) -> str:
+    """Empty when the trajectory brings the reference's log-probs of its sampled tokens.
+
+    Those of other tokens may be anything, NaN included. A sampled one without would count as a KL of 0 in the loss, and
+    end every sum of the KL in the reward.
+    """
+    given = trajectory.extras.get(REF_LOGPROBS)
+    length = len(trajectory.token_ids)
+    if given is None:
+        return f"extras has no {REF_LOGPROBS!r}, the log-probs of the reference"
+    if given.dtype != np.float32 or given.shape != (length,):
+        return f"extras[{REF_LOGPROBS!r}] must be float32[{length}]; {given.dtype}{list(given.shape)} came"
+    read = given[trajectory.loss_mask]
+    if not np.isfinite(read).all() or (read > MAX_LOGPROB).any():
+        return f"extras[{REF_LOGPROBS!r}] must be finite and not above 0 at every sampled token"
+    return ""
