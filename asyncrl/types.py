@@ -5,6 +5,7 @@ Shape language: [T] tokens of one trajectory (prompt and completion), [N] tokens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,6 +19,9 @@ NO_VERSION = -1
 GREEDY_REWARD = "greedy_baseline"
 """Named component that workers add under `advantage.baseline=greedy`: the reward of the greedy completion."""
 
+REF_LOGPROBS = "ref_logprobs"
+"""Of `Trajectory.extras` under `reference.path=rollout`: log-probs [T] of the reference policy, float32."""
+
 
 class DropReason(str, Enum):
     """Why a group left the ledger without being trained."""
@@ -25,6 +29,8 @@ class DropReason(str, Enum):
     STALE = "stale"
     FAILED_GENERATION = "failed_generation"
     FAILED_REWARD = "failed_reward"
+    FAILED_ENVIRONMENT = "failed_environment"
+    """The user's environment raised, or made what cannot be trained on."""
     FILTERED_ZERO_VARIANCE = "filtered_zero_variance"
     OVER_LENGTH = "over_length"
     FILTERED = "filtered"
@@ -107,6 +113,10 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named components, where the reward function returned them."""
     finish_reason: str = "stop"
+    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Named arrays of any shape that an environment attaches: log-probs of a teacher, an image, routed experts. They
+    are stored and travel with the trajectory to the rank that trains it; the replay server never looks into them.
+    Large ones are sent without a copy: nobody writes to an array once it is attached."""
 
     @property
     def prompt_length(self) -> int:
@@ -132,6 +142,16 @@ class TrajectoryGroup:
     """Seconds since the epoch on the worker's clock; for metrics only."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraHeader:
+    """One of `Trajectory.extras` without its bytes."""
+
+    name: str
+    dtype: str
+    """As numpy writes it: `<f4`."""
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryHeader:
     """What the replay server and the batch planner know of a trajectory without touching its arrays."""
@@ -144,6 +164,8 @@ class TrajectoryHeader:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named components, as in `Trajectory`: a baseline needs those of siblings on other ranks, or too old to train."""
     finish_reason: str = "stop"
+    extras: tuple[ExtraHeader, ...] = ()
+    """By name, in the order of their bytes."""
 
     @property
     def loss_tokens(self) -> int:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -20,7 +21,21 @@ spawn = multiprocessing.get_context("spawn")
 Row = dict[str, float]
 
 
-def make_trajectory(tokens: int) -> Trajectory:
+@dataclass(frozen=True)
+class Size:
+    """Of a group: tokens of each of its trajectories, bytes of the extras of all of them together."""
+
+    tokens: int
+    extras: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """9 bytes per token: what the arrays hold that any of the contenders has to carry."""
+        return GROUP_SIZE * self.tokens * 9 + self.extras
+
+
+def make_trajectory(size: Size) -> Trajectory:
+    tokens, image = size.tokens, np.ones(size.extras // GROUP_SIZE, np.uint8)
     mask = np.arange(tokens) >= max(1, tokens // 4)
     return Trajectory(
         token_ids=np.arange(tokens, dtype=np.int32),
@@ -28,6 +43,7 @@ def make_trajectory(tokens: int) -> Trajectory:
         behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
         policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
         reward=1.0,
+        extras={"image": image} if len(image) else {},
     )
 
 
@@ -41,20 +57,16 @@ def make_group(trajectories: tuple[Trajectory, ...], order: Assignment | None = 
     )
 
 
-def make_trajectories(tokens: int) -> tuple[Trajectory, ...]:
+def make_trajectories(size: Size) -> tuple[Trajectory, ...]:
     """Eight of their own: pickle would carry one that is there eight times only once."""
-    return tuple(make_trajectory(tokens) for _ in range(GROUP_SIZE))
+    return tuple(make_trajectory(size) for _ in range(GROUP_SIZE))
 
 
-def rates(groups: float, elapsed: float, tokens: int) -> Row:
-    """9 bytes per token: what the arrays hold that any of the contenders has to carry."""
-    return {
-        "trajectories_per_s": groups * GROUP_SIZE / elapsed,
-        "mb_per_s": groups * GROUP_SIZE * tokens * 9 / elapsed / 1e6,
-    }
+def rates(groups: float, elapsed: float, size: Size) -> Row:
+    return {"trajectories_per_s": groups * GROUP_SIZE / elapsed, "mb_per_s": groups * size.nbytes / elapsed / 1e6}
 
 
-def timed(take: Callable[[], None], seconds: float, tokens: int, warm: int) -> tuple[Row, int, float]:
+def timed(take: Callable[[], None], seconds: float, size: Size, warm: int) -> tuple[Row, int, float]:
     """`(rates, groups, CPU seconds of this process and its children)`."""
     for _ in range(warm):
         take()
@@ -62,7 +74,7 @@ def timed(take: Callable[[], None], seconds: float, tokens: int, warm: int) -> t
     while time.perf_counter() - start < seconds:
         take()
         groups += 1
-    return rates(groups, time.perf_counter() - start, tokens), groups, family_cpu_seconds() - cpu
+    return rates(groups, time.perf_counter() - start, size), groups, family_cpu_seconds() - cpu
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import time
 
 import psutil
 import ray
-from measuring import GROUP_SIZE, Row, make_group, make_trajectories, rates
+from measuring import GROUP_SIZE, Row, Size, make_group, make_trajectories, rates
 from ray.util.queue import Queue
 
 WARM = 10
@@ -23,8 +23,8 @@ WARM = 10
 
 
 @ray.remote
-def produce(queue: Queue, tokens: int, each: bool) -> None:
-    trajectories = make_trajectories(tokens)
+def produce(queue: Queue, size: Size, each: bool) -> None:
+    trajectories = make_trajectories(size)
     items = trajectories if each else (make_group(trajectories),)
     while True:
         for item in items:
@@ -43,9 +43,9 @@ def cpu_seconds() -> float:
     return spent
 
 
-def measure(tokens: int, seconds: float, each: bool) -> Row:
+def measure(size: Size, seconds: float, each: bool) -> Row:
     queue = Queue(maxsize=64)
-    task = produce.remote(queue, tokens, each)
+    task = produce.remote(queue, size, each)
     for _ in range(WARM):
         queue.get()
     start, cpu, items = time.perf_counter(), cpu_seconds(), 0
@@ -56,17 +56,18 @@ def measure(tokens: int, seconds: float, each: bool) -> Row:
     ray.cancel(task, force=True)
     queue.shutdown(force=True)
     groups = items / GROUP_SIZE if each else items
-    return rates(groups, elapsed, tokens) | {"cpu_us_per_group": used / groups * 1e6}
+    return rates(groups, elapsed, size) | {"cpu_us_per_group": used / groups * 1e6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--extras", type=int, default=0, help="bytes of a group's")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--each", action="store_true")
     options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    print(json.dumps(measure(options.tokens, options.seconds, options.each)))
+    print(json.dumps(measure(Size(options.tokens, options.extras), options.seconds, options.each)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast do groups go from a rollout worker to the learner, and what does it cost the replay server?
 
-    python benchmarks/replay.py [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--only memory journal]
+    python benchmarks/replay.py [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--extras-mb 8] [--only memory]
 
 One producer, one consumer, something in between, each a process; interleaved repeats, medians. One JSON line. A
 producer encodes or pickles each group anew. Except with Ray it has many under way, and more are on their way to the
@@ -26,21 +26,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import zmq
 from measuring import (
     GROUP_SIZE,
     Row,
+    Size,
     cpu_seconds,
     family_cpu_seconds,
     free_address,
@@ -50,16 +50,13 @@ from measuring import (
     rss_mb,
     spawn,
     started,
-    timed,
 )
+from proxy import decode, measure_proxy, unpickle
 
 from asyncrl.learner.prefetch import LeasePrefetch
-from asyncrl.replay import wire
 from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.client import LearnerClient, RolloutClient
-from asyncrl.replay.columns import decode as decode_columns
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.payload import encode_group, split_frames
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.shard import run_shard
 from asyncrl.replay.socket_options import LOOPBACK_SEND_BUFFER
@@ -68,98 +65,24 @@ from asyncrl.types import NO_VERSION, TrajectoryGroup
 STEP_BYTES = 32 << 20
 """Of a batch; small groups go 64 to a batch."""
 WARM_STEPS = 3
-PIPES = 150
-"""Groups that can be under way in the pipes of a proxy, counted by messages: measured from when they have all left."""
-SYSTEM_BUFFER = -1
-"""What ZeroMQ leaves to the operating system."""
-IN_FLIGHT = 24
+IN_FLIGHT = 48
 """Groups that the producer has under way at once."""
 
 
-# ---- contenders without a replay
-
-
-def run_proxy(front: str, back: str, in_python: bool, send_buffer: int) -> None:
-    context = zmq.Context()
-    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    push.setsockopt(zmq.SNDBUF, send_buffer)
-    for end, address in ((pull, front), (push, back)):
-        end.set_hwm(64)
-        end.bind(address)
-    while in_python:
-        push.send_multipart(pull.recv_multipart(copy=False), copy=False)
-    zmq.proxy(pull, push)
-
-
-def run_pusher(front: str, tokens: int, pickled: bool, send_buffer: int) -> None:
-    push = zmq.Context().socket(zmq.PUSH)
-    push.set_hwm(64)
-    push.setsockopt(zmq.SNDBUF, send_buffer)
-    push.connect(front)
-    group = make_group(make_trajectories(tokens))
-    while True:
-        if pickled:
-            push.send(pickle.dumps(group, 5), copy=False)
-        else:
-            encoded = encode_group(group)
-            head = wire.pack(wire.encode_group_header(encoded.header))
-            push.send_multipart([head, *encoded.frames], copy=False)
-
-
-def unpickle(frames: list[zmq.Frame]) -> None:
-    pickle.loads(frames[0].buffer)
-
-
-def decode(frames: list[zmq.Frame]) -> None:
-    header = wire.decode_group_header(wire.unpack(frames[0].buffer))
-    stored = split_frames(header, [frame.buffer for frame in frames[1:]])
-    decode_columns(header.trajectories, stored.columns)
-
-
-def measure_proxy(
-    tokens: int,
-    seconds: float,
-    use: Callable[[list[zmq.Frame]], None] | None = None,
-    in_python: bool = False,
-    send_buffer: int = SYSTEM_BUFFER,
-) -> Row:
-    front, back = free_address(), free_address()
-    children = [
-        spawn.Process(target=run_proxy, args=(front, back, in_python, send_buffer), daemon=True),
-        spawn.Process(target=run_pusher, args=(front, tokens, use is unpickle, send_buffer), daemon=True),
-    ]
-    with started(children):
-        context = zmq.Context()
-        pull = context.socket(zmq.PULL)
-        pull.set_hwm(64)
-        pull.connect(back)
-
-        def take() -> None:
-            frames = pull.recv_multipart(copy=False)
-            if use is not None:
-                use(frames)
-
-        row, groups, cpu = timed(take, seconds, tokens, warm=PIPES)
-        context.destroy(linger=0)
-    return row | {"cpu_us_per_group": cpu / groups * 1e6}
-
-
-def measure_ray(tokens: int, seconds: float, *options: str) -> Row:
+def measure_ray(size: Size, seconds: float, *options: str) -> Row:
     """In a process of its own: Ray takes time from the others for as long as it runs."""
     script = Path(__file__).with_name("ray_queue.py")
-    command = [sys.executable, str(script), "--tokens", str(tokens), "--seconds", str(seconds), *options]
+    options = ("--tokens", str(size.tokens), "--extras", str(size.extras), "--seconds", str(seconds), *options)
+    command = [sys.executable, str(script), *options]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-# ---- the replay server
-
-
-async def produce(config: ReplayConfig, tokens: int, acks: Path) -> None:
+async def produce(config: ReplayConfig, size: Size, acks: Path) -> None:
     client = RolloutClient(config.address, worker="producer", run_digest="d", config=config)
     board = await client.watch(revision=0, wait_s=30)
     await client.served(int(board.values["version"]), "f")
     waits: list[float] = []
-    trajectories, free = make_trajectories(tokens), asyncio.Semaphore(IN_FLIGHT)
+    trajectories, free = make_trajectories(size), asyncio.Semaphore(IN_FLIGHT)
 
     async def insert(group: TrajectoryGroup) -> None:
         sent = time.perf_counter()
@@ -168,7 +91,9 @@ async def produce(config: ReplayConfig, tokens: int, acks: Path) -> None:
         free.release()
 
     async with asyncio.TaskGroup() as running:
-        while not (acquired := await client.acquire(slots=IN_FLIGHT, wait_s=1.0)).stop:
+        ahead = running.create_task(client.acquire(slots=IN_FLIGHT, wait_s=1.0))
+        while not (acquired := await ahead).stop:
+            ahead = running.create_task(client.acquire(slots=IN_FLIGHT, wait_s=1.0))
             for order in acquired.assignments:
                 await free.acquire()
                 running.create_task(insert(make_group(trajectories, order)))
@@ -176,8 +101,8 @@ async def produce(config: ReplayConfig, tokens: int, acks: Path) -> None:
     acks.write_text(json.dumps(waits))
 
 
-def run_producer(config: ReplayConfig, tokens: int, acks: Path) -> None:
-    asyncio.run(produce(config, tokens, acks))
+def run_producer(config: ReplayConfig, size: Size, acks: Path) -> None:
+    asyncio.run(produce(config, size, acks))
 
 
 def admission(groups_per_step: int, max_in_flight: int = 512) -> AdmissionSettings:
@@ -198,22 +123,24 @@ def serve_shard(config: ReplayConfig, number: int, folder: Path) -> None:
     run_shard(replace(config, shard_address=free_address()), number, "d", folder=folder)
 
 
-def measure_replay(tokens: int, seconds: float, folder: Path, *, journal: bool, shards: int = 0) -> Row:
+def measure_replay(size: Size, seconds: float, folder: Path, *, journal: bool, shards: int = 0) -> Row:
     config = ReplayConfig(address=free_address(), max_staleness=1 << 20, pipeline_depth=4, shards=shards)
-    groups_per_step = int(min(64, max(4, STEP_BYTES // (GROUP_SIZE * tokens * 9))))
+    groups_per_step = int(min(64, max(4, STEP_BYTES // size.nbytes)))
     place = folder / f"journal-{time.monotonic_ns()}" if journal else None
     server = spawn.Process(target=serve, args=(config, admission(groups_per_step), place), daemon=True)
-    producer = spawn.Process(target=run_producer, args=(config, tokens, folder / "acks.json"), daemon=True)
+    producer = spawn.Process(target=run_producer, args=(config, size, folder / "acks.json"), daemon=True)
     stores = [
         spawn.Process(target=serve_shard, args=(config, number, folder / f"{server.name}-{number}"), daemon=True)
         for number in range(shards)
     ]
     with started([server, *stores]):
         learner = begin(config)
+        fetch = LearnerClient(config.address, rank=1, run_digest="d", config=config)
         with started([producer]):
-            row = consume(learner, server, tokens, seconds, groups_per_step)
+            row = consume(learner, fetch, server, size, seconds, groups_per_step)
             learner.finish()
             producer.join(20)
+        fetch.close()
         learner.close()
         server.join(20)
     waits = sorted(json.loads((folder / "acks.json").read_text()))
@@ -229,61 +156,75 @@ def begin(config: ReplayConfig) -> LearnerClient:
     return learner
 
 
-def consume(learner: LearnerClient, server: BaseProcess, tokens: int, seconds: float, groups_per_step: int) -> Row:
-    """Two leases are under way, one more than a real learner has: that one trains while a batch comes and is decoded,
-    this one trains in no time and would wait for the one while it decodes the other."""
-    leases = tuple(LeasePrefetch(learner, rank=0, world=1, wait_s=30.0) for _ in range(2))
+def consume(
+    learner: LearnerClient,
+    fetch: LearnerClient,
+    server: BaseProcess,
+    size: Size,
+    seconds: float,
+    groups_per_step: int,
+) -> Row:
+    """What a learner does that trains in no time, so that the replay sets the pace and not how long one answer takes.
+
+    Two leases are under way, one more than a real learner has, which trains while a batch comes and is decoded. They
+    come on the connection of another rank than the one that reports, and no step waits for the commit of the one
+    before: a real learner commits once per checkpoint.
+    """
+    leases = tuple(LeasePrefetch(fetch, rank=0, world=1, wait_s=30.0) for _ in range(2))
     for ahead in (0, 1):
         leases[ahead].ask(ahead)
     step, start, cpu, all_cpu = 0, 0.0, 0.0, 0.0
-    while step <= WARM_STEPS or time.perf_counter() - start < seconds:
-        if step == WARM_STEPS:
-            start, cpu, all_cpu = time.perf_counter(), cpu_seconds(server.pid), family_cpu_seconds()
-        leases[step % 2].take(step)
-        learner.trained(step=step, policy_version=step + 1)
-        leases[step % 2].ask(step + 2)
-        learner.commit(step=step)
-        step += 1
+    with ThreadPoolExecutor(1) as commits:
+        committed: Future[None] | None = None
+        while step <= WARM_STEPS or time.perf_counter() - start < seconds:
+            if step == WARM_STEPS:
+                start, cpu, all_cpu = time.perf_counter(), cpu_seconds(server.pid), family_cpu_seconds()
+            leases[step % 2].take(step)
+            learner.trained(step=step, policy_version=step + 1)
+            leases[step % 2].ask(step + 2)
+            if committed is not None:
+                committed.result()
+            committed = commits.submit(learner.commit, step=step)
+            step += 1
     elapsed, used = time.perf_counter() - start, cpu_seconds(server.pid) - cpu
     all_used = family_cpu_seconds() - all_cpu
     for ahead in (step, step + 1):
         leases[ahead % 2].take(ahead)
     groups = (step - WARM_STEPS) * groups_per_step
     cost = {"cpu_us_per_group": all_used / groups * 1e6, "server_cpu_us_per_group": used / groups * 1e6}
-    return rates(groups, elapsed, tokens) | cost | {"server_rss_mb": rss_mb(server)}
+    return rates(groups, elapsed, size) | cost | {"server_rss_mb": rss_mb(server)}
 
 
-CONTENDERS: dict[str, Callable[[int, float, Path], Row]] = {
-    "two_hop": lambda tokens, seconds, folder: measure_proxy(tokens, seconds),
-    "two_hop_b": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, send_buffer=LOOPBACK_SEND_BUFFER),
-    "forward": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, in_python=True),
-    "decoded": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, decode),
-    "pickle": lambda tokens, seconds, folder: measure_proxy(tokens, seconds, unpickle),
-    "ray": lambda tokens, seconds, folder: measure_ray(tokens, seconds),
-    "ray_each": lambda tokens, seconds, folder: measure_ray(tokens, seconds, "--each"),
-    "memory": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=False),
-    "journal": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=True),
-    "shards": lambda tokens, seconds, folder: measure_replay(tokens, seconds, folder, journal=True, shards=2),
+CONTENDERS: dict[str, Callable[[Size, float, Path], Row]] = {
+    "two_hop": lambda size, seconds, folder: measure_proxy(size, seconds),
+    "two_hop_b": lambda size, seconds, folder: measure_proxy(size, seconds, send_buffer=LOOPBACK_SEND_BUFFER),
+    "forward": lambda size, seconds, folder: measure_proxy(size, seconds, in_python=True),
+    "decoded": lambda size, seconds, folder: measure_proxy(size, seconds, decode),
+    "pickle": lambda size, seconds, folder: measure_proxy(size, seconds, unpickle),
+    "ray": lambda size, seconds, folder: measure_ray(size, seconds),
+    "ray_each": lambda size, seconds, folder: measure_ray(size, seconds, "--each"),
+    "memory": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=False),
+    "journal": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True),
+    "shards": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True, shards=2),
 }
 
 
-def compare(names: list[str], sizes: list[int], seconds: float, repeats: int) -> dict[str, dict[str, Row]]:
+def compare(names: list[str], sizes: list[Size], seconds: float, repeats: int) -> dict[str, dict[str, Row]]:
     """Median of each number over the repeats, contenders taking turns so that the machine's moods hit all alike."""
-    rows: dict[tuple[int, str], list[Row]] = {}
+    rows: dict[tuple[Size, str], list[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
         for _ in range(repeats):
-            for tokens in sizes:
+            for size in sizes:
                 for name in names:
-                    rows.setdefault((tokens, name), []).append(CONTENDERS[name](tokens, seconds, Path(folder)))
+                    rows.setdefault((size, name), []).append(CONTENDERS[name](size, seconds, Path(folder)))
     return {
-        str(tokens): {
+        str(size.tokens): {
             name: {
-                key: round(statistics.median(row[key] for row in rows[tokens, name]), 2)
-                for key in rows[tokens, name][0]
+                key: round(statistics.median(row[key] for row in rows[size, name]), 2) for key in rows[size, name][0]
             }
             for name in names
         }
-        for tokens in sizes
+        for size in sizes
     }
 
 
@@ -292,9 +233,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--extras-mb", type=float, default=0.0, help="of one group, in one array of each trajectory")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args()
-    found = compare(options.only, options.tokens, options.seconds, options.repeats)
+    sizes = [Size(tokens, int(options.extras_mb * 1e6)) for tokens in options.tokens]
+    found = compare(options.only, sizes, options.seconds, options.repeats)
     print(json.dumps({"benchmark": "replay", "group_size": GROUP_SIZE, **found}))
 
 

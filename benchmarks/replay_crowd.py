@@ -12,7 +12,17 @@ import json
 import time
 
 import zmq
-from measuring import GROUP_SIZE, cpu_seconds, free_address, make_group, make_trajectories, rss_mb, spawn, started
+from measuring import (
+    GROUP_SIZE,
+    Size,
+    cpu_seconds,
+    free_address,
+    make_group,
+    make_trajectories,
+    rss_mb,
+    spawn,
+    started,
+)
 
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.replay import wire
@@ -58,7 +68,7 @@ class Crowd:
             peer.connect(address)
             self.names[peer], self.requests[peer], self.under_way[peer] = f"w{number}", 0, 0
             self.poller.register(peer, zmq.POLLIN)
-        template = encode_group(make_group(make_trajectories(16)))
+        template = encode_group(make_group(make_trajectories(Size(16))))
         self.frames, self.header = template.frames, template.header
 
     def run(self) -> None:

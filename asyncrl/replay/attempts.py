@@ -17,6 +17,7 @@ RETRIED = frozenset(
     {
         DropReason.FAILED_GENERATION,
         DropReason.FAILED_REWARD,
+        DropReason.FAILED_ENVIRONMENT,
         DropReason.FAILED_FILTER,
         DropReason.WORKER_LOST,
         DropReason.INCOMPLETE,

@@ -70,7 +70,7 @@ class Lease:
     trajectories: dict[tuple[int, int], Trajectory]
     """`(group position, trajectory position) -> Trajectory` for this rank's shard."""
     samples: tuple[TrajectoryGroup, ...] = ()
-    """Rank 0 only: a few whole groups with their texts, for `samples.jsonl`."""
+    """Rank 0 only: a few whole groups with their texts, for `samples.jsonl`; over the wire without their extras."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

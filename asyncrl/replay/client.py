@@ -216,16 +216,15 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
     Raises:
         WireError: something is missing or does not agree.
     """
-    encoded_plan, table, texts, elsewhere = wire.sequence(response.body, "lease", 4)
+    encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
     plan = wire.decode_plan(encoded_plan)
     unpacking = Unpacking(plan)
-    unpacking.open(table, texts, response.frames)
+    unpacking.open(parcel, response.frames)
     rows = [[*row, *_attempt_of(plan, row)] for row in wire.sequence(elsewhere, "elsewhere")]
     if rows and shards is None:
         raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
-    for parcel in shards.get(rows) if shards else ():
-        table, texts = wire.sequence(parcel.body, "parcel", 2)
-        unpacking.open(table, texts, parcel.frames)
+    for answer in shards.get(rows) if shards else ():
+        unpacking.open(answer.body, answer.frames)
     return unpacking.lease(rank)
 
 

@@ -42,7 +42,7 @@ def sizes_of(facts: TrajectoryHeader) -> Sizes:
     return _ITEM * facts.length, _ITEM * tail, 0 if facts.loss_tokens == tail else tail
 
 
-def own_sizes(rows: Iterable[Sizes]) -> list[int]:
+def own_sizes(rows: Iterable[tuple[int, ...]]) -> list[int]:
     """Bytes of each frame that holds one array."""
     return [size for row in rows for size in row if size >= LARGE_ARRAY]
 

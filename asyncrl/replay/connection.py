@@ -10,7 +10,6 @@ a new socket; silence past `wait_timeout_s` fails what is outstanding with NoPro
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import uuid
@@ -21,9 +20,10 @@ from typing import Any
 
 import zmq
 
-from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
-from asyncrl.replay import wire
+from asyncrl.errors import AsyncRLError, NoProgress, ReplayError, WireError
+from asyncrl.replay import wire, words
 from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.bell import Bell
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.heap import keep_heap
@@ -40,13 +40,9 @@ CONTROL_KEPT = 10_000
 GOODBYE_S = 2.0
 """How long `close` waits for the server to take note."""
 
-ERRORS: dict[str, type[AsyncRLError]] = {
-    "fenced": FencedError,
-    "wire": WireError,
-    "no_progress": NoProgress,
-    "replay": ReplayError,
-    "refused": ReplayError,
-}
+TURNED_AWAY = 1000
+"""Times in a row that a server asks for another hello, without an answer to anything else, before it is taken for
+broken. A server that knows its peers does it once."""
 
 
 class Connection:
@@ -79,17 +75,12 @@ class Connection:
         self._fatal: AsyncRLError | None = None
         self._run, self._boot = "", ""
         self._welcome = False
+        self._turned_away = 0
         self._control: dict[int, str] = {}
         """Verbs of hellos and heartbeats under way; they are never resent."""
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
-        # The wake-up pair is made here: an inproc peer that connects before the thread binds is fine, but a closed
-        # context in the thread would not be.
-        self._wake_out = self._context.socket(zmq.PAIR)
-        self._wake_in = self._context.socket(zmq.PAIR)
-        self._wake_in.bind("inproc://wake")
-        self._wake_out.connect("inproc://wake")
-        self._woken = False
+        self._bell = Bell(self._context)
         self._socket = self._open()
         self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
         self._thread.start()
@@ -104,7 +95,7 @@ class Connection:
                 return future
             number, self._next = self._next, self._next + 1
             self._inbox.append(Request(number, verb, body, frames, nbytes, future, self._clock()))
-            self._wake()
+            self._bell.ring()
         return future
 
     def close(self) -> None:
@@ -119,19 +110,11 @@ class Connection:
                 log.debug("%s did not answer the goodbye of %s", self.address, self.name)
         with self._lock:
             self._closing.set()
-            self._wake()
+            self._bell.ring()
         self._thread.join(timeout=5.0)
-        self._wake_out.close(0)
+        self._bell.close()
         if not self._thread.is_alive():  # Or the context would wait for its socket for ever.
             self._context.term()
-
-    def _wake(self) -> None:
-        """Once for all that the thread will find when it wakes up. The lock is held."""
-        if self._woken:
-            return
-        self._woken = True
-        with contextlib.suppress(zmq.Again):  # no peer: the thread has ended
-            self._wake_out.send(b"", zmq.DONTWAIT)
 
     # ---- the thread
 
@@ -147,7 +130,7 @@ class Connection:
         closed.__cause__ = error
         self._fail_all(closed)
         self._socket.close(0)
-        self._wake_in.close(0)
+        self._bell.inside.close(0)
 
     def _loop(self) -> None:
         next_beat = 0.0
@@ -157,10 +140,10 @@ class Connection:
                 next_beat = now + self._config.heartbeat_s
                 self._beat(now)
             poller = zmq.Poller()
-            poller.register(self._wake_in, zmq.POLLIN)
+            poller.register(self._bell.inside, zmq.POLLIN)
             poller.register(self._socket, zmq.POLLIN)
             ready = dict(poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
-            if self._wake_in in ready:
+            if self._bell.inside in ready:
                 self._take_inbox()
             if self._socket in ready:
                 self._receive()
@@ -204,9 +187,7 @@ class Connection:
         self._send(verb, number, body)
 
     def _take_inbox(self) -> None:
-        while self._wake_in.poll(0):
-            self._wake_in.recv()
-        self._woken = False  # Before the inbox is emptied: what comes from now on wakes up again.
+        self._bell.heard()
         while self._inbox:
             self._requests.add(self._inbox.popleft())
 
@@ -231,48 +212,73 @@ class Connection:
             except zmq.Again:
                 return
             try:
-                envelope = wire.decode_envelope(frames[0], max_bytes=wire.MAX_REPLY_BYTES)
+                replies = words.decode_replies(frames)
             except WireError as error:
                 self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
                 return
             self._contact = self._clock()
-            self._answered(envelope, frames[1:])
+            for envelope, payload in replies:
+                self._answered(envelope, payload)
 
-    def _answered(self, envelope: Envelope, frames: list[Frame]) -> None:
+    def _answered(self, envelope: Envelope, frames: Sequence[Frame]) -> None:
         request = self._requests.get(envelope.request)
         if envelope.verb == "unknown_peer":
-            if self._welcome:
-                self._welcome = False
-                self._hello()
+            self._introduce()
         elif request is not None:
+            self._turned_away = 0
             self._finish(request, envelope, frames)
-        elif envelope.request in self._control and envelope.verb == "ok":
-            self._hear(self._control.pop(envelope.request), envelope.body)
-        elif envelope.request in self._control and envelope.verb in ("fenced", "refused"):
-            self._die(ERRORS[envelope.verb](f"{self._server}: {envelope.body}"))
+        elif envelope.request in self._control:
+            self._hear(self._control.pop(envelope.request), envelope)
 
-    def _hear(self, verb: str, body: list[Any]) -> None:
-        """The reply to a hello `[run, boot, window]` or to a heartbeat `[lost requests, window, progress]`."""
-        if verb == "hello":
-            self._run, self._boot, self._requests.window = body
-            self._welcome = True
-            self._requests.resend_all()
+    def _introduce(self) -> None:
+        """The server does not know this client (any more)."""
+        if self._welcome:
+            self._welcome = False
+            self._turned_away += 1
+            self._hello()
+        if self._turned_away > TURNED_AWAY:
+            self._die(ReplayError(f"the {self._server} asked for a hello {self._turned_away} times and answered none"))
+
+    def _hear(self, verb: str, reply: Envelope) -> None:
+        """The reply to a hello or to a heartbeat. One that makes no sense leaves nothing to rely on."""
+        if reply.verb != "ok":
+            if verb == "hello" or reply.verb in ("fenced", "refused"):
+                self._die(words.error_of(self._server, reply))
             return
-        lost, self._requests.window, progress = body
-        self._requests.server_at(progress, self._contact)
-        self._requests.resend(lost)
+        try:
+            if verb == "hello":
+                self._welcomed(words.decode_welcome(reply.body))
+            else:
+                self._beaten(words.decode_pulse(reply.body))
+        except WireError as error:
+            self._die(WireError(f"{self._server}: {error}"))
 
-    def _finish(self, request: Request, envelope: Envelope, frames: list[Frame]) -> None:
+    def _welcomed(self, welcome: words.Welcome) -> None:
+        self._run, self._boot, self._requests.window = welcome.run, welcome.boot, welcome.window
+        self._welcome = True
+        self._requests.resend_all()
+
+    def _beaten(self, pulse: words.Pulse) -> None:
+        self._turned_away = 0
+        self._requests.window = pulse.window
+        self._requests.server_at(pulse.progress, self._contact)
+        self._requests.resend(pulse.lost)
+
+    def _finish(self, request: Request, envelope: Envelope, frames: Sequence[Frame]) -> None:
         self._requests.answered(request)
-        if envelope.verb == "ok":
-            if request.nbytes:
-                self._requests.window = envelope.body[-1]
-            request.future.set_result(Response(envelope.body, frames))
+        if envelope.verb != "ok":
+            error = words.error_of(self._server, envelope)
+            if envelope.verb == "refused":
+                self._die(error)
+            request.future.set_exception(error)
             return
-        error = ERRORS.get(envelope.verb, ReplayError)(f"{self._server}: {envelope.body}")
-        if envelope.verb == "refused":
-            self._die(error)
-        request.future.set_exception(error)
+        try:
+            if request.nbytes:
+                self._requests.window = words.window_after(envelope.body)
+        except WireError as error:
+            request.future.set_exception(WireError(f"{self._server}: {error} ({request.verb})"))
+            return
+        request.future.set_result(Response(envelope.body, frames))
 
     def _give_up(self, now: float) -> None:
         for request, waited in self._requests.take_overdue(now, self._contact, self._config.wait_timeout_s):

@@ -201,10 +201,10 @@ class Desk:
             self._plans = {key: value for key, value in self._plans.items() if key[0] >= plan.step - 1}
             self._plans[plan.step, world] = known
         sampled = list(range(min(samples, len(plan.groups))))
-        places = {(group, t) for group in sampled for t in range(len(plan.groups[group].trajectories))}
-        places.update(known[1].shards[rank])
+        places = set(known[1].shards[rank])
         entry = self.core.state.ledger.entry
-        kept = {group: entry(plan.groups[group].group_id).payload for group in {group for group, _ in places}}
+        wanted = {group for group, _ in places}.union(sampled)
+        kept = {group: entry(plan.groups[group].group_id).payload for group in wanted}
         body, forwarded = self.payloads.hand_out(kept, places, sampled)
         return Answer([known[2], *body], forwarded)
 

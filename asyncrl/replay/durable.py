@@ -123,36 +123,35 @@ def open_core(
     identity = {**run, "settings": _plain(settings)}
     if found:
         identity |= {name: found.run[name] for name in ("run_id", "boot")}
-        seconds = time.perf_counter() - started
-        stored = state.buffer.nbytes
-        log.info("recovered run %s in %.2f s: %d bytes of groups", identity["run_id"], seconds, stored)
-        if found.run["run_digest"] != run["run_digest"]:
-            log.warning("the journal was written with other settings (digest %s)", found.run["run_digest"])
-    writer = Journal(
-        disk,
-        journal,
-        identity,
-        state,
-        previous_end=found.end if found else -1,
-        places=found.places if found else {},
-    )
-
-    def record(event: ev.Event) -> None:
-        writer.append(event)
-        if listener is not None:
-            listener(event)
-
+        _tell(found, run, time.perf_counter() - started)
+    places, end = (found.places, found.end) if found else ({}, -1)
+    writer = Journal(disk, journal, identity, state, previous_end=end, places=places)
     core = ReplayCore(
         settings,
         clock,
         seed=seed,
         max_bytes=max_bytes,
         heartbeat_timeout_s=heartbeat_timeout_s,
-        journal=record,
+        journal=_recorder(writer, listener),
         state=state,
     )
     core.take_over(settle_s=2 * heartbeat_s if found else 0.0, resume_s=RESUME_S)
     return core, writer
+
+
+def _tell(found: Recovered, run: dict[str, Any], seconds: float) -> None:
+    log.info("recovered run %s in %.2f s: %d bytes of groups", found.run["run_id"], seconds, found.state.buffer.nbytes)
+    if found.run["run_digest"] != run["run_digest"]:
+        log.warning("the journal was written with other settings (digest %s)", found.run["run_digest"])
+
+
+def _recorder(writer: Journal, listener: Listener | None) -> Listener:
+    def record(event: ev.Event) -> None:
+        writer.append(event)
+        if listener is not None:
+            listener(event)
+
+    return record
 
 
 def _plain(settings: AdmissionSettings) -> dict[str, Any]:

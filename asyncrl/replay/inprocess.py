@@ -20,9 +20,10 @@ from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.balance import shard_step
 from asyncrl.replay.base import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.extras import plain_extras
 from asyncrl.replay.payload import group_header
 from asyncrl.replay.rollout_side import UnknownPeer
-from asyncrl.types import Assignment, DropReason, EvalResult, EvalSummary, StepPlan, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, EvalResult, EvalSummary, StepPlan, Trajectory, TrajectoryGroup
 
 Value = TypeVar("Value")
 
@@ -113,7 +114,9 @@ class InProcessRollout:
 
     async def insert(self, group: TrajectoryGroup) -> InsertReply:
         tokens = sum(len(trajectory.token_ids) for trajectory in group.trajectories)
-        header = group_header(replace(group, worker=self.worker), nbytes=tokens * BYTES_PER_TOKEN)
+        extras = sum(array.nbytes for trajectory in group.trajectories for array in trajectory.extras.values())
+        header = group_header(replace(group, worker=self.worker), nbytes=tokens * BYTES_PER_TOKEN + extras)
+        group = replace(group, trajectories=tuple(map(_with_plain_extras, group.trajectories)))
         with self._replay.changing() as core:
             self._alive(core)
             return core.insert(self.worker, self.incarnation, header, group)
@@ -239,3 +242,8 @@ class InProcessLearner:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def _with_plain_extras(trajectory: Trajectory) -> Trajectory:
+    """As the learner would get it over the wire."""
+    return replace(trajectory, extras=plain_extras(trajectory.extras)) if trajectory.extras else trajectory

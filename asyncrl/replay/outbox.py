@@ -19,8 +19,12 @@ import zmq
 from asyncrl.replay.columns import Frame
 from asyncrl.replay.session import Session
 from asyncrl.replay.socket_options import send
+from asyncrl.replay.wire import SEVERAL
 
 log = logging.getLogger(__name__)
+
+TOGETHER = 256
+"""Replies in one message."""
 
 
 class Promises(Protocol):
@@ -63,11 +67,20 @@ class Outbox:
         self._held.append(_Held(journal.promised, session, request, frames, self._clock()))
 
     def release(self) -> None:
-        """Send what has become durable, to wherever its peer is connected now."""
+        """Send what has become durable, to wherever its peer is connected now; short replies to one peer together."""
+        mail: dict[bytes, list[Sequence[Frame]]] = {}
         while self._journal is not None and self._held and self._held[0].position <= self._journal.durable:
             held = self._held.popleft()
             held.session.waiting.discard(held.request)
-            self.send(held.session.identity, held.frames)
+            mail.setdefault(held.session.identity, []).append(held.frames)
+        for identity, replies in mail.items():
+            short = [frames[0] for frames in replies if len(frames) == 1]
+            for start in range(0, len(short), TOGETHER):
+                part = short[start : start + TOGETHER]
+                self.send(identity, part if len(part) == 1 else [SEVERAL, *part])
+            for frames in replies:
+                if len(frames) > 1:
+                    self.send(identity, frames)
 
     def overdue(self, before: float) -> list[tuple[Session, int]]:
         """Replies to the learner that have waited since `before`, given up. A worker can wait: nobody waits for it in

@@ -1,56 +1,79 @@
-"""Trajectories on their way to a rank, both ends: a table, and frames with what it points to.
+"""Trajectories on their way to a rank, both ends: tables, and frames with what they point to.
 
     table row   [group, first trajectory, how many, frame, offset, size, first frame of their own, how many]
+    extras row  the same, of the extras of these neighbours
     text row    [group, frame]                                                              whole groups only
 
-A row is about neighbours of one group: their columns in one frame, which is the one received where they are the whole
-group. Small ones are joined in frame 0, large arrays keep their own frames.
+A row is about neighbours of one group: what they have in one frame, which is the one received where they are the whole
+group. Small parts are joined in frame 0, large arrays keep their own frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
 from asyncrl.replay.base import Lease
 from asyncrl.replay.columns import Frame, columns_of, decode
+from asyncrl.replay.extras import ALIGNED, Extras, decode_extras, row_of, side_frames_of
 from asyncrl.replay.payload import StoredGroup, decode_texts
-from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
+from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
 
 SEPARATE = 64 << 10
 """Bytes from which neighbours get a frame instead of being joined with others (a copy)."""
+Place = tuple[int, int]
+"""(group, trajectory) positions in a plan."""
 
 
 def pack_places(
-    stored: Mapping[int, StoredGroup], places: Iterable[tuple[int, int]], sampled: Sequence[int]
-) -> tuple[list[Any], list[Any], list[Frame]]:
-    """`(table, text rows, frames)` for the `(group, trajectory)` places, and the texts of the `sampled` groups. Groups
-    go by the numbers that `stored` has them under."""
-    small: list[Frame] = []
-    small_bytes = 0
-    frames: list[Frame] = [b""]
-    table = []
-    for group, first, count in _neighbours(places):
-        pieces, own = stored[group].columns.part(first, count)
+    stored: Mapping[int, StoredGroup], places: Iterable[Place], sampled: Sequence[int]
+) -> tuple[list[Any], list[Frame]]:
+    """`([table, extras, text rows], frames)` for the trajectories at `places`, and of the `sampled` groups all, with
+    texts and without extras: nobody looks at those. Groups go by the numbers that `stored` has them under."""
+    load, everything = _Load(), set(places)
+    sides = {group: kept.side for group, kept in stored.items() if kept.side is not None}
+    trained = [place for place in everything if place[0] in sides] if sides else []
+    everything.update((group, place) for group in sampled for place in range(len(stored[group].columns.rows)))
+    table, extras = [], []
+    for group, first, count in _neighbours(everything):
+        table.append([group, first, count, *load.add(*stored[group].columns.part(first, count))])
+    for group, first, count in _neighbours(trained):
+        extras.append([group, first, count, *load.add(*sides[group].part(first, count))])
+    frames = [b"".join(load.small), *load.frames]
+    texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
+    return [table, extras, texts], [*frames, *(stored[group].texts for group in sampled)]
+
+
+@dataclass(slots=True)
+class _Load:
+    """What was put into frames so far."""
+
+    small: list[Frame] = field(default_factory=list)
+    """Pieces of frame 0."""
+    small_bytes: int = 0
+    frames: list[Frame] = field(default_factory=list)
+    """From frame 1 on."""
+
+    def add(self, pieces: list[Frame], own: Sequence[Frame]) -> list[int]:
+        """`[frame, offset, size, first frame of their own, how many]`."""
         size = sum(map(len, pieces))
         if size < SEPARATE:
-            frame, offset = 0, small_bytes
-            small += pieces
-            small_bytes += size
+            gap = -self.small_bytes % ALIGNED
+            frame, offset = 0, self.small_bytes + gap
+            self.small += [bytes(gap), *pieces] if gap else pieces
+            self.small_bytes = offset + size
         else:
-            frame, offset = len(frames), 0
-            frames.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        table.append([group, first, count, frame, offset, size, len(frames), len(own)])
-        frames += own
-    frames[0] = b"".join(small)
-    texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
-    frames.extend(stored[group].texts for group in sampled)
-    return table, texts, frames
+            frame, offset = 1 + len(self.frames), 0
+            self.frames.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        first = 1 + len(self.frames)
+        self.frames += own
+        return [frame, offset, size, first, len(own)]
 
 
-def _neighbours(places: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _neighbours(places: Iterable[Place]) -> list[list[int]]:
     """Runs `[group, first trajectory, how many]`."""
     runs: list[list[int]] = []
     for group, position in sorted(places):
@@ -66,46 +89,70 @@ class Unpacking:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._found: dict[tuple[int, int], Trajectory] = {}
+        self._found: dict[Place, Trajectory] = {}
+        self._extras: dict[Place, Extras] = {}
         self._texts: dict[int, tuple[str, tuple[str, ...], float, float]] = {}
 
-    def open(self, table: Any, texts: Any, frames: Sequence[Frame]) -> None:
+    def open(self, parcel: Any, frames: Sequence[Frame]) -> None:
         """Decode a parcel, each trajectory checked against the header it was judged by.
 
         Raises:
             WireError: something does not agree.
         """
-        plan, views = self._plan, [memoryview(frame) for frame in frames]
+        views = [memoryview(frame) for frame in frames]
+        table, extras, texts = wire.sequence(parcel, "parcel", 3)
         for row in wire.sequence(table, "table", limit=wire.MAX_TOKENS):
-            group, first, count, frame, offset, size, own, owned = wire.sequence(row, "table row", 8)
-            wire.integer(group, "group", 0, len(plan.groups) - 1)
-            headers = plan.groups[group].trajectories
-            wire.integer(first, "trajectory", 0, len(headers) - 1)
-            wire.integer(count, "trajectories", 1, len(headers) - first)
-            wire.integer(frame, "frame", 0, len(views) - 1)
-            wire.integer(offset, "offset", 0, len(views[frame]))
-            wire.integer(size, "size", 0, len(views[frame]) - offset)
-            wire.integer(own, "first frame", 0, len(views))
-            wire.integer(owned, "frames", 0, len(views) - own)
-            neighbours = headers[first : first + count]
-            columns = columns_of(neighbours, views[frame][offset : offset + size], views[own : own + owned])
-            for position, trajectory in enumerate(decode(neighbours, columns), first):
+            group, first, facts, joined, own = self._cut(row, views)
+            columns = columns_of(facts, joined, own)
+            for position, trajectory in enumerate(decode(facts, columns), first):
                 self._found[group, position] = trajectory
+        for row in wire.sequence(extras, "extras table", limit=wire.MAX_TOKENS):
+            group, first, facts, joined, own = self._cut(row, views)
+            side = side_frames_of(tuple(map(row_of, facts)), [joined, *own])
+            for position, found in enumerate(decode_extras(facts, side), first):
+                self._extras[group, position] = found
         for row in wire.sequence(texts, "texts"):
             group, place = wire.sequence(row, "text row", 2)
-            wire.integer(group, "group", 0, len(plan.groups) - 1)
+            wire.integer(group, "group", 0, len(self._plan.groups) - 1)
             wire.integer(place, "text frame", 0, len(views) - 1)
             self._texts[group] = decode_texts(views[place])
 
+    def _cut(
+        self, row: Any, views: Sequence[memoryview]
+    ) -> tuple[int, int, tuple[TrajectoryHeader, ...], memoryview, Sequence[memoryview]]:
+        """`(group, first trajectory, headers, joined frame, own frames)` of the neighbours of one row."""
+        group, first, count, frame, offset, size, own, owned = wire.sequence(row, "table row", 8)
+        wire.integer(group, "group", 0, len(self._plan.groups) - 1)
+        headers = self._plan.groups[group].trajectories
+        wire.integer(first, "trajectory", 0, len(headers) - 1)
+        wire.integer(count, "trajectories", 1, len(headers) - first)
+        wire.integer(frame, "frame", 0, len(views) - 1)
+        wire.integer(offset, "offset", 0, len(views[frame]))
+        wire.integer(size, "size", 0, len(views[frame]) - offset)
+        wire.integer(own, "first frame", 0, len(views))
+        wire.integer(owned, "frames", 0, len(views) - own)
+        return (
+            group,
+            first,
+            headers[first : first + count],
+            views[frame][offset : offset + size],
+            views[own : own + owned],
+        )
+
     def lease(self, rank: int) -> Lease:
-        """Raises WireError when a trajectory of this rank, or of a sampled group, is missing."""
-        plan, found = self._plan, self._found
+        """Raises WireError when a trajectory of this rank, its extras, or one of a sampled group is missing."""
+        plan = self._plan
         wire.integer(rank, "rank", 0, len(plan.shards) - 1)
-        missing = [place for place in plan.shards[rank] if place not in found]
+        found, extras, places = self._found, self._extras, plan.shards[rank]
+        missing = [place for place in places if place not in found]
+        missing += [(g, t) for g, t in places if plan.groups[g].trajectories[t].extras and (g, t) not in extras]
         if missing:
             raise WireError(f"the lease of step {plan.step} lacks the trajectories {missing[:5]} of rank {rank}")
         samples = tuple(self._sample(group) for group in sorted(self._texts))
-        return Lease(plan=plan, trajectories={place: found[place] for place in plan.shards[rank]}, samples=samples)
+        trajectories = {place: found[place] for place in places}
+        for place in places if extras else ():
+            trajectories[place] = replace(found[place], extras=extras.get(place, {}))
+        return Lease(plan=plan, trajectories=trajectories, samples=samples)
 
     def _sample(self, group: int) -> TrajectoryGroup:
         header = self._plan.groups[group]

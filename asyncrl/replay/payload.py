@@ -1,9 +1,9 @@
 """Trajectory groups as frames, and the checks that a group must pass on either side.
 
-    insert:  [envelope] [texts] [joined columns of all trajectories] [large array] ...
+    insert:  [envelope] [texts] [joined columns of all trajectories] [large array] ... [joined extras] [large extra] ...
 
-What is in the frames follows from the header; see `columns.py`. The server checks every value as it comes in, and hands
-the frames on as they came.
+What is in the frames follows from the header; see `columns.py` and `extras.py`. The server checks every value as it
+comes in, but of extras the sizes only, and hands the frames on as they came.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
-from asyncrl.replay.columns import Columns, Frame, columns_of, join
+from asyncrl.replay.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
+from asyncrl.replay.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
 from asyncrl.types import GroupHeader, Trajectory, TrajectoryGroup, TrajectoryHeader
 
 MAX_LOGPROB = 1e-3
@@ -33,7 +34,7 @@ Sampled = tuple[NDArray[np.float32], NDArray[np.bool_] | None]
 class EncodedGroup:
     header: GroupHeader
     frames: list[Frame]
-    """Texts, joined columns, large arrays."""
+    """Texts, joined columns, large arrays, extras."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,21 @@ class StoredGroup:
 
     texts: Frame
     columns: Columns
+    side: SideFrames | None = None
+    """The extras, where there are any."""
 
     @property
     def frames(self) -> list[Frame]:
-        return [self.texts, self.columns.joined, *self.columns.own]
+        frames = [self.texts, self.columns.joined, *self.columns.own]
+        return frames if self.side is None else frames + self.side.frames
+
+    def trajectories(self, facts: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+        """All of them, decoded, extras included. Raises WireError for values that do not agree with their headers."""
+        decoded = decode(facts, self.columns)
+        if self.side is None:
+            return decoded
+        pairs = zip(decoded, decode_extras(facts, self.side), strict=True)
+        return [replace(trajectory, extras=extras) for trajectory, extras in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ def encode_group(group: TrajectoryGroup) -> EncodedGroup:
     texts = wire.pack(
         [group.prompt_text, list(group.completion_texts), float(group.started_at), float(group.finished_at)]
     )
-    frames: list[Frame] = [texts, columns.joined, *columns.own]
+    frames = StoredGroup(texts, columns, join_extras(group.trajectories, header.trajectories)).frames
     return EncodedGroup(replace(header, nbytes=sum(map(len, frames))), frames)
 
 
@@ -85,9 +97,15 @@ def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
     """
     if len(frames) < 2:
         raise WireError(f"a group needs at least 2 payload frames, got {len(frames)}")
+    _check_size(header.nbytes)
     if sum(map(len, frames)) != header.nbytes:
         raise WireError(f"the header announces {header.nbytes} payload bytes, the frames have another size")
-    return StoredGroup(frames[0], columns_of(header.trajectories, frames[1], frames[2:]))
+    side = rows_of(header.trajectories)
+    if not side:
+        return StoredGroup(frames[0], columns_of(header.trajectories, frames[1], frames[2:]))
+    end = 2 + len(own_sizes(map(sizes_of, header.trajectories)))
+    columns = columns_of(header.trajectories, frames[1], frames[2:end])
+    return StoredGroup(frames[0], columns, side_frames_of(side, frames[end:]))
 
 
 def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> None:
@@ -146,14 +164,24 @@ def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
     """Everything but the values of ids and log-probs is checked."""
     if not 1 <= len(group.trajectories) <= wire.MAX_TRAJECTORIES:
         raise WireError(f"a group has 1 to {wire.MAX_TRAJECTORIES} trajectories, not {len(group.trajectories)}")
+    facts = tuple(map(_facts_of, group.trajectories))
+    _check_size(sum([wire.extra_size(extra) for header in facts for extra in header.extras]))
     return GroupHeader(
         group_id=wire.integer(group.group_id, "group_id", 0, wire.MAX_ID),
         prompt_index=wire.integer(group.prompt_index, "prompt_index", 0, wire.MAX_ID),
         attempt=wire.integer(group.attempt, "attempt", 0, wire.MAX_VERSION),
         worker=group.worker,
-        trajectories=tuple(map(_facts_of, group.trajectories)),
+        trajectories=facts,
         nbytes=nbytes,
     )
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > wire.MAX_GROUP_BYTES:
+        raise WireError(
+            f"a group of {nbytes} bytes is over the limit of {wire.MAX_GROUP_BYTES}: attach smaller extras, or make "
+            "rollout.group_size smaller"
+        )
 
 
 def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
@@ -178,6 +206,7 @@ def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
         version_tokens=runs,
         rewards={name: wire.number(value, f"rewards[{name!r}]") for name, value in trajectory.rewards.items()},
         finish_reason=wire.text(trajectory.finish_reason, "finish_reason", wire.MAX_NAME),
+        extras=describe_extras(trajectory.extras) if trajectory.extras else (),
     )
 
 

@@ -32,7 +32,8 @@ class Payloads(Protocol):
     def hand_out(
         self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
-        """`([table, text rows, rows of what is elsewhere], frames)` of a lease, from what the core kept."""
+        """`([table, extras, text rows, rows of what is elsewhere], frames)` of a lease, from what the core kept: the
+        trajectories at `places`, and of the `sampled` groups all, with texts and without extras."""
         ...
 
 
@@ -49,8 +50,8 @@ class WithPlanner:
     def hand_out(
         self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
-        table, texts, frames = pack_places(stored, places, sampled)
-        return [table, texts, []], frames
+        parcel, frames = pack_places(stored, places, sampled)
+        return [*parcel, []], frames
 
 
 class Peer(Protocol):
@@ -98,11 +99,11 @@ class InShards:
     def hand_out(
         self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
-        positions: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {group: [] for group in sorted({g for g, _ in places}.union(sampled))}
         for group, position in sorted(places):
-            positions.setdefault(group, []).append(position)
+            positions[group].append(position)
         rows = [[group, *_where(stored[group]), at, group in sampled] for group, at in positions.items()]
-        return [[], [], rows], []
+        return [[], [], [], rows], []
 
     def enlist(self, shard: Any, address: Any, seal: Any, peer: Peer) -> int:
         """A shard says where it listens. Returns its number.

@@ -16,10 +16,11 @@ from asyncrl.errors import WireError
 from asyncrl.replay import events as ev
 from asyncrl.replay import wire
 from asyncrl.replay.columns import Columns, Frame, joined_sizes, own_sizes
+from asyncrl.replay.extras import SideFrames, joined_size
 from asyncrl.replay.payload import Elsewhere, StoredGroup
 from asyncrl.types import DropReason
 
-SCHEMA = 3
+SCHEMA = 4
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(ev.Event)}
 MAX_HEAD_BYTES = 1 << 30
 """The head of a snapshot lists every open group."""
@@ -87,19 +88,20 @@ def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) ->
 
 
 def _encode_payload(payload: Any, frames: list[Frame]) -> Any:
-    """None, bytes, or a group as the server stores it: `[texts, [ids, log-probs, mask, ...]]`, sizes in bytes, three of
-    each trajectory; of a group that a shard stores `[shard, tag, 0]`."""
+    """None, bytes, or a group as the server stores it: `[texts, [ids, log-probs, mask, ...], extras]`, sizes in bytes,
+    three of each trajectory, of extras a row of each if any has them; of a group that a shard stores `[shard, tag]`."""
     if payload is None:
         return None
     if isinstance(payload, Elsewhere):
-        return [payload.shard, payload.tag, 0]
+        return [payload.shard, payload.tag]
     if isinstance(payload, bytes):
         frames.append(payload)
         return len(payload)
     if not isinstance(payload, StoredGroup):
         raise WireError(f"a payload of type {type(payload).__name__} cannot be journalled: only encoded groups can")
     frames += payload.frames
-    return [len(payload.texts), [size for row in payload.columns.rows for size in row]]
+    extras = [list(row) for row in payload.side.rows] if payload.side else []
+    return [len(payload.texts), [size for row in payload.columns.rows for size in row], extras]
 
 
 def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
@@ -107,18 +109,33 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
         return None
     if type(value) is int:
         return bytes(tail.take(value))
-    if type(value) is list and len(value) == 3:
+    if type(value) is list and len(value) == 2:
         return Elsewhere(wire.integer(value[0], name, 0, wire.MAX_FRAMES), wire.text(value[1], name, wire.MAX_NAME))
-    size, flat = wire.sequence(value, name, 2)
+    size, flat, extras = wire.sequence(value, name, 3)
     texts = tail.take(size)
-    sizes = [
-        wire.integer(item, "array size", 0, tail.left) for item in wire.sequence(flat, name, limit=wire.MAX_TOKENS)
-    ]
+    sizes = _decode_sizes(flat, name, tail)
     if not sizes or len(sizes) % 3:
         raise WireError(f"{name} has {len(sizes)} array sizes, not three for each trajectory")
     rows = tuple(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
     joined = tail.take(sum(joined_sizes(rows)))
-    return StoredGroup(texts, Columns(rows, joined, tuple(tail.take(own) for own in own_sizes(rows))))
+    columns = Columns(rows, joined, tuple(tail.take(own) for own in own_sizes(rows)))
+    return StoredGroup(texts, columns, _decode_side(extras, name, tail))
+
+
+def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
+    """Not judged by a header: what the record holds was, when it came."""
+    rows = tuple(tuple(_decode_sizes(row, name, tail)) for row in wire.sequence(value, name, limit=wire.MAX_TOKENS))
+    if not all(rows):
+        raise WireError(f"{name} has a trajectory without even a size of its extras")
+    if not rows:
+        return None
+    joined = tail.take(joined_size(rows))
+    return SideFrames(rows, joined, tuple(tail.take(own) for own in own_sizes(rows)))
+
+
+def _decode_sizes(value: Any, name: str, tail: _Tail) -> list[int]:
+    items = wire.sequence(value, name, limit=wire.MAX_TOKENS)
+    return [wire.integer(item, "array size", 0, tail.left) for item in items]
 
 
 def _decode_reason(value: Any, name: str, tail: _Tail) -> DropReason:

@@ -8,7 +8,7 @@ history    snapshot of 41, then the events of all three
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,10 +59,19 @@ def segment_chain(disk: Disk) -> list[Begun]:
     nothing was ever durable.
 
     Raises:
+        JournalError: a segment that was durable has lost its beginning, or another version wrote it.
+    """
+    return chain_of(disk, begun_segments(disk))
+
+
+def chain_of(disk: Disk, whole: Iterable[Begun]) -> list[Begun]:
+    """`segment_chain`, of the disk's segments that have a whole first record.
+
+    Raises:
         JournalError: a segment that was durable has lost its beginning.
     """
     numbers = segment_numbers(disk)
-    begun = {segment.number: segment for segment in begun_segments(disk)}
+    begun = {segment.number: segment for segment in whole}
     for number in numbers:
         if number > max(begun, default=-1):
             collections.deque(scan(disk, number), maxlen=0)  # raises if it ever was durable
@@ -96,7 +105,11 @@ def unfinished_run(disk: Disk) -> str | None:
     Raises:
         JournalError: it is damaged, so that this cannot be said.
     """
-    chain = segment_chain(disk) if run_of(disk) != "" else []
+    try:
+        begun = begun_segments(disk)
+    except JournalError:
+        return None
+    chain = chain_of(disk, begun)
     finished = False
     for record in scan(disk, chain[-1].number) if chain else ():
         event = decode_record(record) if record.body else None

@@ -18,7 +18,7 @@ from asyncrl.replay.columns import Frame
 @dataclass(frozen=True, slots=True)
 class Response:
     body: Any
-    frames: list[Frame]
+    frames: Sequence[Frame]
 
 
 @dataclass(slots=True, eq=False)

@@ -105,7 +105,7 @@ class RetainedReplay:
         plan = replace(plan, shards=shard_step(plan, world))
         samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
         wanted = {g for g, _ in plan.shards[rank]}
-        decoded = {g: decode(plan.groups[g].trajectories, stored[g].columns) for g in wanted}
+        decoded = {g: stored[g].trajectories(plan.groups[g].trajectories) for g in wanted}
         return Lease(
             plan=plan,
             trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},

@@ -236,8 +236,8 @@ class ShardDesk:
                 places.append((group, wire.integer(position, "position", 0, last)))
             if with_texts is True:
                 sampled.append(group)
-        table, texts, found = pack_places(stored, places, sampled)
-        return Answer([table, texts], found)
+        parcel, found = pack_places(stored, places, sampled)
+        return Answer(parcel, found)
 
     def _find(self, key: Key) -> StoredGroup:
         found = self._host.store.find(key)

@@ -1,7 +1,7 @@
 """Bytes on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
 
     frame 0    msgpack map: schema, run, verb, request id, incarnation and the body
-    frame 1..  opaque to the server; it stores and forwards them (`columns.py` says what is where in them)
+    frame 1..  stored and forwarded as they came (`columns.py` and `extras.py` say what is where in them)
 
 Nothing that is received is believed: sizes, types and ranges are checked before use, and whatever is wrong with a
 message is a `WireError`.
@@ -17,15 +17,19 @@ from typing import Any
 import msgpack
 
 from asyncrl.errors import WireError
-from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
+from asyncrl.types import ExtraHeader, GroupHeader, StepPlan, TrajectoryHeader
 
-SCHEMA = 3
+SCHEMA = 4
+SEVERAL = b""
+"""First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
 MAX_REQUEST_BYTES = 8 << 20
 """Header frame of a request."""
 MAX_REPLY_BYTES = 256 << 20
 """Header frame of a reply: a step plan with its headers."""
 MAX_MESSAGE_BYTES = 1 << 30
 """Any one frame; libzmq drops a peer that sends more."""
+MAX_GROUP_BYTES = 3 << 30
+"""All frames of one group together: a journal record holds 4 GiB."""
 MAX_FRAMES = 65536
 MAX_TRAJECTORIES = 4096
 """In one group."""
@@ -35,6 +39,15 @@ MAX_ID = (1 << 62) - 1
 MAX_VERSION = (1 << 31) - 1
 MAX_NAME = 256
 MAX_TEXT = 1 << 16
+MAX_EXTRAS = 64
+"""Of one trajectory."""
+MAX_EXTRA_NAME = 64
+MAX_DIMENSIONS = 8
+EXTRA_DTYPES = {
+    "|b1": 1, "|u1": 1, "|i1": 1, "<u2": 2, "<i2": 2, "<f2": 2,
+    "<u4": 4, "<i4": 4, "<f4": 4, "<u8": 8, "<i8": 8, "<f8": 8,
+}  # fmt: skip
+"""What extras may be made of, and the bytes of one item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +165,57 @@ def flatten_runs(runs: Sequence[tuple[int, int]]) -> list[int]:
     return [value for run in runs for value in run]
 
 
+def extra_size(extra: ExtraHeader) -> int:
+    """Bytes of its array."""
+    return math.prod(extra.shape) * EXTRA_DTYPES[extra.dtype]
+
+
+def unsendable(name: Any, dtype: Any) -> str:
+    """Why an extra of this dtype is refused."""
+    return (
+        f"extra {short(name)} has dtype {short(str(dtype))}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
+        "it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
+    )
+
+
+def decode_extra_headers(value: Any) -> tuple[ExtraHeader, ...]:
+    """Raises WireError: too many, two of one name, a dtype that is not sent, or a shape that no message can carry."""
+    headers = tuple(_decode_extra(row) for row in sequence(value, "extras", limit=MAX_EXTRAS))
+    if len({header.name for header in headers}) != len(headers):
+        raise WireError(f"extras need different names, not {short(str([header.name for header in headers]))}")
+    return headers
+
+
+def _decode_extra(row: Any) -> ExtraHeader:
+    name, dtype, shape = sequence(row, "extra", 3)
+    if not text(name, "name of an extra", MAX_EXTRA_NAME) or not name.isprintable():
+        raise WireError(f"an extra needs a name of 1 to {MAX_EXTRA_NAME} printable characters, not {short(name)}")
+    if type(dtype) is not str or dtype not in EXTRA_DTYPES:
+        raise WireError(unsendable(name, dtype))
+    dimensions = sequence(shape, f"shape of extra {name!r}", limit=MAX_DIMENSIONS)
+    extra = ExtraHeader(name, dtype, tuple(integer(item, "dimension", 0, MAX_MESSAGE_BYTES) for item in dimensions))
+    if extra_size(extra) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"extra {name!r} of shape {list(extra.shape)} has {extra_size(extra)} bytes, over the limit of "
+            f"{MAX_MESSAGE_BYTES} for one array: attach it in parts"
+        )
+    return extra
+
+
 def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
+    """A field for extras is there where they are."""
     runs = flatten_runs(header.version_tokens)
-    return [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
+    row = [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
+    if header.extras:
+        row.append([[extra.name, extra.dtype, list(extra.shape)] for extra in header.extras])
+    return row
 
 
 def decode_trajectory_header(value: Any) -> TrajectoryHeader:
     """Raises WireError; see the checks."""
+    extras: tuple[ExtraHeader, ...] = ()
+    if type(value) is list and len(value) == 7:
+        value, extras = value[:6], decode_extra_headers(value[6])
     length, prompt_length, reward, flat, rewards, finish_reason = sequence(value, "trajectory header", 6)
     integer(length, "length", 1, MAX_TOKENS)
     integer(prompt_length, "prompt_length", 0, length)
@@ -178,6 +235,7 @@ def decode_trajectory_header(value: Any) -> TrajectoryHeader:
         version_tokens=runs,
         rewards={name: number(part, "rewards") for name, part in mapping(rewards, "rewards").items()},
         finish_reason=text(finish_reason, "finish_reason", MAX_NAME),
+        extras=extras,
     )
 
 

@@ -58,7 +58,7 @@ def groups_of(lease: Lease) -> list[dict[str, Any]]:
                 "attempt": header.attempt,
                 "size": len(header.trajectories),
                 "content": sorted({int(t.token_ids[2]) for t in found}),
-                "nonces": sorted({int(t.token_ids[0]) for t in found}),
+                "nonces": sorted({int(nonce) for t in found for nonce in (t.token_ids[0], *t.extras["nonce"].flat)}),
                 "members": [int(t.token_ids[1]) for t in found],
                 "versions": sorted(v for v in versions if lease.plan.staleness[v] <= lease.plan.max_staleness),
             }

@@ -35,6 +35,7 @@ def trajectory(nonce: int, member: int, group_id: int, versions: list[int]) -> T
         behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
         policy_versions=sampled,
         reward=float(member),
+        extras={"nonce": np.full((member + 1, 2), nonce)},
     )
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from .cluster import Cluster
+from .helpers import replay_config, running_server, settings
+from .lives import Server
+from .served import Run
 
 
 @pytest.fixture
@@ -16,3 +19,24 @@ def cluster() -> Iterator[Cluster]:
     made.start()
     with contextlib.closing(made):
         yield made
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    config = replay_config()
+    with running_server(config, settings()):
+        made = Run(config)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(**getattr(request, "param", {}))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()

@@ -68,7 +68,8 @@ class Corpus:
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
             ("columns", frames[1], lambda raw: decode(facts, columns_of(facts, raw, ()))),
-            ("joined", frames[1], lambda raw: self._checked(encoded, [frames[0], raw])),
+            ("joined", frames[1], lambda raw: self._checked(encoded, [frames[0], raw, frames[2]])),
+            ("extras", frames[2], lambda raw: self._checked(encoded, [*frames[:2], raw])),
             ("texts", frames[0], decode_texts),
             ("plan", wire.pack(wire.encode_plan(plan)), lambda raw: wire.decode_plan(wire.unpack(raw))),
             (
@@ -82,7 +83,7 @@ class Corpus:
         stored, headers = split_frames(encoded.header, frames), encoded.header.trajectories
         check_stored(encoded.header, stored, VOCABULARY)
         # What passed the door must not fail at the learner.
-        for facts, arrived in zip(headers, decode(headers, stored.columns), strict=True):
+        for facts, arrived in zip(headers, stored.trajectories(headers), strict=True):
             assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
             assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < VOCABULARY
             assert arrived.prompt_length == facts.prompt_length and arrived.reward == facts.reward

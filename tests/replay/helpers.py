@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from asyncrl.replay.serving import run_server
 from asyncrl.types import (
     NO_VERSION,
     Assignment,
+    ExtraHeader,
     GroupHeader,
     StalePolicy,
     Trajectory,
@@ -44,9 +46,10 @@ def settings(**changes) -> AdmissionSettings:
 
 
 def header(assignment: Assignment, *runs: tuple[int, int], group_size: int = 2, nbytes: int = 10) -> GroupHeader:
-    """Every trajectory with these runs and a prompt of 3 tokens."""
+    """Every trajectory with these runs, a prompt of 3 tokens and an image."""
     length = 3 + sum(count for _, count in runs)
-    trajectory = TrajectoryHeader(length=length, prompt_length=3, reward=1.0, version_tokens=runs)
+    image = (ExtraHeader("image", "|u1", (2, 3)),)
+    trajectory = TrajectoryHeader(length=length, prompt_length=3, reward=1.0, version_tokens=runs, extras=image)
     return GroupHeader(
         group_id=assignment.group_id,
         prompt_index=assignment.prompt_index,
@@ -75,6 +78,17 @@ def trajectory(versions: list[int], prompt: int = 2, reward: float = 0.5, first_
     )
 
 
+def extras(seed: int, tokens: int) -> dict[str, np.ndarray]:
+    """Of a trajectory; what no check of log-probs would let in is among them."""
+    teacher = np.arange(seed, seed + tokens, dtype=np.float32)
+    teacher[::2] = np.nan
+    return {
+        "teacher": teacher,
+        "image": np.arange(seed, seed + 30).astype(np.uint8).reshape(5, 2, 3),
+        "seen": np.arange(seed, seed + 3) % 2 == 0,
+    }
+
+
 def group(assignment: Assignment, versions: list[int], size: int = 2, worker: str = "w") -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id=assignment.group_id,
@@ -82,7 +96,11 @@ def group(assignment: Assignment, versions: list[int], size: int = 2, worker: st
         attempt=assignment.attempt,
         worker=worker,
         trajectories=tuple(
-            trajectory(versions, reward=float(n), first_token=10 * n + assignment.group_id) for n in range(size)
+            replace(
+                trajectory(versions, reward=float(n), first_token=10 * n + assignment.group_id),
+                extras=extras(10 * n + assignment.group_id, len(versions)) if n % 3 == 0 else {},
+            )
+            for n in range(size)
         ),
         prompt_text="what?",
         completion_texts=tuple(f"answer {n} ü" for n in range(size)),
@@ -91,9 +109,17 @@ def group(assignment: Assignment, versions: list[int], size: int = 2, worker: st
     )
 
 
+def same_extras(a: Trajectory, b: Trajectory) -> bool:
+    """Byte for byte."""
+    one, other = (
+        [(name, x.dtype, x.shape, x.tobytes()) for name, x in trajectory.extras.items()] for trajectory in (a, b)
+    )
+    return one == other
+
+
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
     arrays = ("token_ids", "loss_mask", "behavior_logprobs", "policy_versions")
-    equal = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
+    equal = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays) and same_extras(a, b)
     return equal and (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
 
 

@@ -24,6 +24,7 @@ from .oracle import Oracle
 FAILURES = (
     DropReason.FAILED_GENERATION,
     DropReason.FAILED_REWARD,
+    DropReason.FAILED_ENVIRONMENT,
     DropReason.FAILED_FILTER,
     DropReason.OVER_LENGTH,
     DropReason.FILTERED_ZERO_VARIANCE,

@@ -8,119 +8,19 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent import futures
 
 import pytest
 
-from asyncrl.errors import FencedError, JournalError, NoProgress
-from asyncrl.replay.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import JournalConfig, ReplayConfig
+from asyncrl.errors import FencedError, NoProgress
+from asyncrl.replay.client import RolloutClient
 from asyncrl.replay.durable import recover
-from asyncrl.replay.serving import run_server
 from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
 
 from .cluster import begin, fill
-from .helpers import SOON_SILENT_S, group, replay_config, same_trajectory, settings
-from .memory_disk import MemoryDisk
+from .helpers import SOON_SILENT_S, group, same_trajectory
+from .lives import ADMISSION, Server
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
-
-ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
-
-
-class SlowDisk(MemoryDisk):
-    """Syncs wait until `open` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-        self.open.set()
-        self.waiting = threading.Event()
-        """Something is written and waits for its sync."""
-        self.written = 0
-        """Times that something was."""
-        self._free = -1
-
-    def hold(self) -> None:
-        """Syncs of what is written from now on wait; one of what came before would be taken for theirs."""
-        self._free = self.written
-        self.waiting.clear()
-        self.open.clear()
-
-    def write(self, name: str, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
-        super().write(name, offset, buffers)
-        self.written += 1
-
-    def sync(self, name: str) -> None:
-        if self.written > self._free:
-            if not self.open.is_set():
-                self.waiting.set()
-            self.open.wait(60)
-        super().sync(name)
-
-    def copy(self) -> SlowDisk:
-        after = SlowDisk()
-        after.__dict__.update({k: v for k, v in super().copy().__dict__.items() if k not in ("open", "waiting")})
-        return after
-
-
-class Server:
-    """Killed and started again at one address, each life on what the one before left on the disk."""
-
-    def __init__(self, disk: SlowDisk | None = None, **config) -> None:
-        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0), **config)
-        self.disk = disk or SlowDisk()
-        self._clients: list = []
-
-    def start(self, *, run_id: str = "run", fresh: bool = False) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=run_server,
-            args=(self.config, ADMISSION, run_id, "d", 7, self._stop),
-            kwargs={"disk": self.disk, "fresh": fresh},
-            daemon=True,
-        )
-        self._thread.start()
-
-    def kill(self) -> None:
-        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
-        left = self.disk.copy()
-        self._stop.set()
-        self.disk.open.set()
-        self._thread.join(40)
-        self.disk = left
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
-    def learner(self, rank: int = 0) -> LearnerClient:
-        return self._kept(LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config))
-
-    def worker(self, name: str = "w") -> RolloutClient:
-        return self._kept(RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config))
-
-    def _kept(self, client):
-        self._clients.append(client)
-        return client
-
-    def close(self) -> None:
-        for client in self._clients:
-            closed = client.close()
-            if closed is not None:
-                asyncio.run(closed)
-        self.kill()
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    made = Server(**getattr(request, "param", {}))
-    made.start()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
@@ -277,70 +177,6 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
         assert all(same_trajectory(both[place], old) for place, old in first[step].trajectories.items())
         assert max(halves[0].plan.staleness.values()) <= 2
         resumed.trained(step=step, policy_version=4 + step)
-
-
-def test_a_server_that_is_started_again_with_overwrite_keeps_the_journal_of_the_run_whose_learner_is_there(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    learner, worker = begin(server)
-    made = asyncio.run(fill(worker, 2))
-    server.kill()
-    server.start(run_id="other", fresh=True)
-    lease = learner.lease(step=0, rank=0, world=1, wait_s=30)
-    assert {header.group_id for header in lease.plan.groups} == set(made)
-    said = next(record.getMessage() for record in caplog.records if "overwrite=true, but" in record.getMessage())
-    assert "learner" in said and learner._connection.incarnation in said and "resume=auto" in said
-
-
-def journal_is_of(server: Server, run_id: str) -> bool:
-    found = recover(server.disk.copy(), ADMISSION.max_staleness)
-    return found is not None and found.run["run_id"] == run_id and found.state.next_group_id == 0
-
-
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
-def test_a_worker_that_is_left_over_keeps_no_journal_from_a_new_run_with_overwrite(server: Server) -> None:
-    learner, worker = begin(server)
-    asyncio.run(fill(worker, 2))
-    learner.close()
-    server.kill()
-    server.start(run_id="other", fresh=True)
-    begin(server)
-    assert journal_is_of(server, "other")
-
-
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": 1000.0}], indirect=True)
-def test_the_journal_of_a_finished_run_is_deleted_at_once_whoever_is_still_there(server: Server) -> None:
-    learner, worker = begin(server)
-    asyncio.run(fill(worker, 2))
-    learner.finish()
-    server.kill()
-    server.start(run_id="other", fresh=True)
-    begin(server)  # Long before the server could have heard nobody.
-    assert journal_is_of(server, "other")
-
-
-def test_a_damaged_journal_is_kept_and_named_while_a_learner_of_some_run_is_there(server: Server) -> None:
-    _, worker = begin(server)
-    asyncio.run(fill(worker, 2))
-    server.kill()
-    names = server.disk.names()
-    server.disk.flip(names[0], 40)
-    stop, kept = threading.Event(), {"disk": server.disk, "fresh": True}
-    with futures.ThreadPoolExecutor() as pool, pytest.raises(JournalError, match=r"damaged at byte 0"):
-        pool.submit(run_server, server.config, ADMISSION, "other", "d", 7, stop, **kept).result(90)
-    assert server.disk.names() == names
-
-
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
-def test_a_damaged_journal_that_no_learner_asks_for_is_deleted_by_a_new_run_with_overwrite(server: Server) -> None:
-    learner, worker = begin(server)
-    asyncio.run(fill(worker, 2))
-    learner.close()
-    server.kill()
-    server.disk.flip(server.disk.names()[0], 40)
-    server.start(run_id="other", fresh=True)
-    begin(server)
-    assert journal_is_of(server, "other")
 
 
 def test_an_evaluation_that_a_restarted_server_has_made_again_is_returned_once(server: Server) -> None:

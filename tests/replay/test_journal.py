@@ -18,7 +18,7 @@ from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.durable import open_core, recover
 from asyncrl.replay.image import load_image, state_image
 from asyncrl.replay.journal import Journal, JournalSettings
-from asyncrl.replay.records import KINDS, decode_event, encode_event
+from asyncrl.replay.records import KINDS, SCHEMA, decode_event, encode_event
 from asyncrl.replay.recovery import read_history, segment_chain
 from asyncrl.replay.segments import segment_name, segment_numbers
 from asyncrl.replay.state import ReplayState
@@ -294,11 +294,12 @@ def test_every_event_survives_its_record_and_unknown_ones_are_refused() -> None:
         assert decode_event(b"".join(encode_event(event))) == event
     assert len(kinds) > 8
     with pytest.raises(WireError, match="unknown kind 'Exploded'"):
-        decode_event(framed([3, "Exploded", []]))
-    with pytest.raises(WireError, match="has schema 1, this asyncrl reads schema 3"):
-        decode_event(framed([1, "Finished", []]))
+        decode_event(framed([SCHEMA, "Exploded", []]))
+    for other in (1, SCHEMA - 1, SCHEMA + 1):
+        with pytest.raises(WireError, match=f"has schema {other}, this asyncrl reads schema {SCHEMA}"):
+            decode_event(framed([other, "Finished", []]))
     with pytest.raises(WireError):
-        decode_event(framed([3, "Trained", [1]]))
+        decode_event(framed([SCHEMA, "Trained", [1]]))
     assert set(KINDS) == {kind.__name__ for kind in ev.Event.__args__}
     assert segment_numbers(disk) == [0]
 

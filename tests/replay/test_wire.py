@@ -53,7 +53,7 @@ def through_the_wire(made):
 
 
 def arrived(header, stored):
-    return decode(header.trajectories, stored.columns)
+    return stored.trajectories(header.trajectories)
 
 
 def test_a_group_arrives_as_it_was_sent() -> None:
@@ -249,7 +249,7 @@ def test_another_schema_version_is_refused_by_name() -> None:
             wire.decode_envelope(wire.pack(bad))
 
 
-HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3], {"style": 0.25}, "stop"]]]
+HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3], {"style": 0.25}, "stop", [["f", "<f4", [2, 3]]]]]]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,11 @@ HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3], {"style": 0.25}, "stop"]]]
         ((5, 0), [1]), ((5, 0, 0), 0), ((5, 0, 1), 6), ((5, 0, 2), float("nan")), ((5, 0, 3), [1]),
         ((5, 0, 3), [1, 0]), ((5, 0, 3), [-1, 1]), ((5, 0, 3), [1, 4]), ((5, 0, 3), None), ((5, 0, 3), [1, 1.0]),
         ((5, 0, 4), None), ((5, 0, 4), {"style": "good"}), ((5, 0, 4), {1: 0.5}),
-        ((5, 0, 5), None), ((5, 0, 5), "x" * 300),
+        ((5, 0, 5), None), ((5, 0, 5), "x" * 300), ((5, 0, 6), None), ((5, 0, 6), [["f", "<f4"]]),
+        ((5, 0, 6), [["f", "<f4", [1]]] * 2), ((5, 0, 6), [[f"f{n}", "|u1", []] for n in range(65)]),
+        ((5, 0, 6, 0, 0), ""), ((5, 0, 6, 0, 0), "f" * 65), ((5, 0, 6, 0, 0), b"f"), ((5, 0, 6, 0, 1), ">f4"),
+        ((5, 0, 6, 0, 1), "|O"), ((5, 0, 6, 0, 1), 4), ((5, 0, 6, 0, 2), 6), ((5, 0, 6, 0, 2), [1] * 9),
+        ((5, 0, 6, 0, 2), [-1]), ((5, 0, 6, 0, 2), [True]), ((5, 0, 6, 0, 2), [1 << 30, 1 << 30]),
     ],
 )  # fmt: skip
 def test_a_group_header_with_an_impossible_field_is_refused(place, value) -> None:

@@ -1,0 +1,100 @@
+"""A server with a journal, killed and started again at one address."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.config import JournalConfig, ReplayConfig
+from asyncrl.replay.serving import run_server
+
+from .helpers import replay_config, settings
+from .memory_disk import MemoryDisk
+
+ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
+
+
+class SlowDisk(MemoryDisk):
+    """Syncs wait until `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.waiting = threading.Event()
+        """Something is written and waits for its sync."""
+        self.written = 0
+        """Times that something was."""
+        self._free = -1
+
+    def hold(self) -> None:
+        """Syncs of what is written from now on wait; one of what came before would be taken for theirs."""
+        self._free = self.written
+        self.waiting.clear()
+        self.open.clear()
+
+    def write(self, name: str, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        super().write(name, offset, buffers)
+        self.written += 1
+
+    def sync(self, name: str) -> None:
+        if self.written > self._free:
+            if not self.open.is_set():
+                self.waiting.set()
+            self.open.wait(60)
+        super().sync(name)
+
+    def copy(self) -> SlowDisk:
+        after = SlowDisk()
+        after.__dict__.update({k: v for k, v in super().copy().__dict__.items() if k not in ("open", "waiting")})
+        return after
+
+
+class Server:
+    """Killed and started again at one address, each life on what the one before left on the disk."""
+
+    def __init__(self, disk: SlowDisk | None = None, **config) -> None:
+        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0), **config)
+        self.disk = disk or SlowDisk()
+        self._clients: list = []
+
+    def start(self, *, run_id: str = "run", fresh: bool = False) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=run_server,
+            args=(self.config, ADMISSION, run_id, "d", 7, self._stop),
+            kwargs={"disk": self.disk, "fresh": fresh},
+            daemon=True,
+        )
+        self._thread.start()
+
+    def kill(self) -> None:
+        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
+        left = self.disk.copy()
+        self._stop.set()
+        self.disk.open.set()
+        self._thread.join(40)
+        self.disk = left
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def learner(self, rank: int = 0) -> LearnerClient:
+        return self._kept(LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config))
+
+    def worker(self, name: str = "w") -> RolloutClient:
+        return self._kept(RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config))
+
+    def _kept(self, client):
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._clients:
+            closed = client.close()
+            if closed is not None:
+                asyncio.run(closed)
+        self.kill()

@@ -1,0 +1,95 @@
+"""A server in a thread and its clients, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.types import NO_VERSION
+
+from .helpers import settings
+
+
+class Run:
+    """A server in a thread, a learner client, and workers as they are asked for."""
+
+    def __init__(self, config, admission=None) -> None:
+        self.config = config
+        self.admission = admission or settings()
+        self.learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
+        self.clients: list = [self.learner]
+
+    def worker(self, name: str = "w", **options) -> RolloutClient:
+        client = RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config, **options)
+        self.clients.append(client)
+        return client
+
+    def start(self) -> int:
+        version = self.learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
+        self.learner.publish(policy_version=version, parent=NO_VERSION)
+        return version
+
+    def close(self) -> None:
+        for client in self.clients:
+            closed = client.close()
+            if closed is not None:
+                asyncio.run(closed)
+
+
+async def ready(client: RolloutClient, slots: int = 4):
+    await client.served(0, "f")
+    return (await client.acquire(slots=slots, wait_s=30)).assignments
+
+
+class Proxy:
+    """TCP between clients and server that cuts every connection now and then."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.removeprefix("tcp://").split(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._closed = threading.Event()
+        self.dropped = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # The server does not listen yet; who asks will come again.
+                    near.close()
+                    continue
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            end.close()
+
+    def keep_dropping(self) -> None:
+        while not self._closed.wait(0.25):
+            self.dropped += self._cut()
+
+    def _cut(self) -> bool:
+        cut, self._sockets = self._sockets, []
+        for end in cut:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        return bool(cut)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # Closed alone, a thread that waits for a peer would wait on.
+        self._listener.close()
+        self._cut()

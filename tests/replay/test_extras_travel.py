@@ -1,0 +1,184 @@
+"""Extras on their way through a whole replay: a desk, one process, the journal and a rerun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import WireError
+from asyncrl.replay import wire
+from asyncrl.replay.base import Lease
+from asyncrl.replay.client import decode_lease
+from asyncrl.replay.columns import LARGE_ARRAY
+from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.desk import Desk
+from asyncrl.replay.disk import FolderDisk
+from asyncrl.replay.durable import open_core, recover
+from asyncrl.replay.inprocess import BYTES_PER_TOKEN, InProcessReplay
+from asyncrl.replay.journal import Journal, JournalSettings
+from asyncrl.replay.parcel import SEPARATE
+from asyncrl.replay.payload import EncodedGroup, StoredGroup, encode_group
+from asyncrl.replay.requests import Response
+from asyncrl.replay.retained import RetainedReplay, read_surviving
+from asyncrl.replay.session import Answer, Session
+from asyncrl.types import NO_VERSION, Trajectory, TrajectoryGroup
+
+from .helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
+
+RUN = {"run_id": "r", "run_digest": "d", "boot": "b", "settings": {}}
+
+
+def pair(extras: Mapping[str, Any]) -> tuple[Trajectory, ...]:
+    """Two trajectories, the first of them with extras."""
+    return replace(trajectory([0, 0, 0]), extras=extras), trajectory([0, 0, 0])
+
+
+class Unread:
+    """A frame that has a size; whoever looks into it fails."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class Desks:
+    """A desk with a worker, a learner and two orders."""
+
+    def __init__(self, core: ReplayCore | None = None) -> None:
+        self.core = core or ReplayCore(settings(groups_per_step=2, group_size=2), Clock())
+        self.desk = Desk(self.core)
+        self.worker = Session("worker", "w", "a", b"id", 0.0)
+        self.learner = Session("learner", "rank", "l", b"id2", 0.0)
+        self.core.hello("w", "a")
+        self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="l")
+        self.core.publish(policy_version=0, parent=NO_VERSION)
+        self.core.served("w", "a", 0, "f")
+        self.orders = self.core.acquire("w", "a", 2).assignments
+
+    def insert(self, encoded: EncodedGroup, frames: list[Any] | None = None) -> str:
+        body = [wire.encode_group_header(encoded.header), None]
+        reply = self.desk.handle(self.worker, "insert", body, frames or encoded.frames)
+        assert isinstance(reply, Answer)
+        return reply.body[0]
+
+    def lease(self, rank: int = 0, world: int = 1, samples: int = 0) -> Answer:
+        reply = self.desk.handle(self.learner, "lease", [0, rank, world, 0.0, samples], ())
+        assert isinstance(reply, Answer)
+        return reply
+
+
+def decoded(answer: Answer, rank: int = 0) -> Lease:
+    body = wire.unpack(wire.pack(answer.body))
+    return decode_lease(Response(body, [bytes(frame) for frame in answer.frames]), rank)
+
+
+def test_the_server_takes_in_and_hands_out_extras_without_looking_into_them() -> None:
+    desks = Desks()
+    extras = {"image": np.zeros(LARGE_ARRAY, bool), **{f"x{n}": np.zeros(SEPARATE, np.uint8) for n in range(2)}}
+    for order in desks.orders:
+        made = replace(group(order, [0]), trajectories=pair(extras))
+        encoded = encode_group(made)
+        unread = [Unread(len(frame)) for frame in encoded.frames[2:]]
+        assert desks.insert(encoded, [*encoded.frames[:2], *unread]) == "accepted"
+    assert sum(isinstance(frame, Unread) for frame in desks.lease().frames) == 4
+
+
+def test_a_bool_that_is_neither_true_nor_false_passes_the_server_and_not_the_learner() -> None:
+    desks = Desks()
+    for order in desks.orders:
+        encoded = encode_group(group(order, [0, 0]))
+        *frames, side = encoded.frames
+        assert desks.insert(encoded, [*frames, b"\xff" * len(side)]) == "accepted"
+    with pytest.raises(WireError, match=r"'seen' has dtype \|b1: its bytes must be 0 or 1, not 255"):
+        decoded(desks.lease())
+
+
+def test_a_group_with_bad_extras_is_refused_and_its_maker_goes_on() -> None:
+    desks = Desks()
+    first, second = (encode_group(group(order, [0])) for order in desks.orders)
+    longer = replace(first, header=replace(first.header, nbytes=first.header.nbytes + 8))
+    with pytest.raises(WireError, match="extras of"):
+        desks.insert(longer, [*first.frames[:-1], bytes(first.frames[-1]) + bytes(8)])
+    assert desks.core.state.in_flight == 1
+    assert desks.insert(second) == "accepted"
+    assert desks.insert(second) == "duplicate"
+
+
+def test_a_rank_gets_the_extras_of_its_own_trajectories_and_samples_come_without() -> None:
+    desks = Desks()
+    sent = {order.group_id: group(order, [0] * (LARGE_ARRAY // 4)) for order in desks.orders}
+    for made in sent.values():
+        encoded = encode_group(made)
+        assert desks.insert(encoded) == "accepted"
+    assert encoded.header.nbytes == sum(map(len, encoded.frames)) > 5 * LARGE_ARRAY
+    leases = [decoded(desks.lease(rank, 2, samples=2 if rank == 0 else 0), rank) for rank in range(2)]
+    for lease in leases:
+        for (place, member), found in lease.trajectories.items():
+            assert same_trajectory(sent[lease.plan.groups[place].group_id].trajectories[member], found)
+    assert [sample.group_id for sample in leases[0].samples] == [0, 1]
+    assert not any(t.extras for sample in leases[0].samples for t in sample.trajectories)
+    nbytes = [sum(map(len, desks.lease(rank, 2).frames)) for rank in range(2)]
+    assert sum(nbytes) < 2 * encoded.header.nbytes
+
+
+def test_a_run_in_one_process_gets_extras_as_over_the_wire() -> None:
+    replay = InProcessReplay(settings(groups_per_step=1))
+    learner, worker = replay.learner(), replay.rollout("w")
+    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+    learner.publish(policy_version=0, parent=NO_VERSION)
+    worker.served_now(0, "f")
+    extras = {"x": np.arange(6, dtype=">i4").reshape(2, 3).T}
+
+    async def work() -> None:
+        (order,) = (await worker.acquire(slots=1, wait_s=30)).assignments
+        with pytest.raises(WireError, match="has dtype"):
+            await worker.insert(replace(group(order, [0]), trajectories=pair({"x": np.array(["a"])})))
+        made = replace(group(order, [0]), trajectories=pair(extras))
+        assert (await worker.insert(made)).status == "accepted"
+
+    asyncio.run(work())
+    lease = learner.lease(step=0, rank=0, world=1, wait_s=30)
+    found = lease.trajectories[0, 0].extras["x"]
+    assert found.dtype == "<i4" and found.flags.c_contiguous and not found.flags.writeable
+    assert np.array_equal(found, extras["x"])
+    assert lease.plan.groups[0].nbytes == 2 * 5 * BYTES_PER_TOKEN + found.nbytes
+    assert lease.trajectories[0, 1].extras == {}
+
+
+def journalled(folder: Path) -> tuple[dict[int, TrajectoryGroup], Journal]:
+    """One step of a run with extras, trained."""
+    journal = JournalSettings(retain="all")
+    core, log = open_core(FolderDisk(folder, locked=True), settings(), Clock(), journal=journal, run=RUN)
+    desks = Desks(core)
+    sent = {order.group_id: group(order, [0] * 20) for order in desks.orders}
+    for made in sent.values():
+        assert desks.insert(encode_group(made)) == "accepted"
+    assert core.lease(0) is not None
+    core.trained(step=0, policy_version=1)
+    log.write_batch()
+    return sent, log
+
+
+def test_extras_are_in_the_journal_for_a_recovery_and_a_rerun(tmp_path: Path) -> None:
+    sent, log = journalled(tmp_path)
+    found = recover(FolderDisk(tmp_path, locked=False), 2)
+    assert found is not None
+    for group_id, made in sent.items():
+        entry = found.state.ledger.entry(group_id)
+        assert isinstance(entry.payload, StoredGroup) and entry.header is not None
+        assert all(map(same_trajectory, made.trajectories, entry.payload.trajectories(entry.header.trajectories)))
+    log.close()
+    replay = RetainedReplay(tmp_path, read_surviving(tmp_path), max_staleness=2)
+    lease = replay.lease(step=0, rank=0, world=1, wait_s=0)
+    replay.close()
+    for (place, member), one in lease.trajectories.items():
+        assert same_extras(sent[lease.plan.groups[place].group_id].trajectories[member], one)
+    assert any(isinstance(one, Trajectory) and one.extras for one in lease.trajectories.values())
