@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, RunFolderError
 
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What the user's disk or its owner says, and no program can mend."""
 
 COMMANDS = {
     "local": ("asyncrl.local", "everything on this machine: replay server, rollout workers, learner"),
@@ -72,27 +77,44 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the role; 2 with the reason when a setting was refused."""
+    """Exit code of the role; 2 with the reason when a setting was refused, 130 after Ctrl-C."""
     given = parse(arguments)
-    # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
     try:
-        if given.command == "keys":
-            importlib.import_module("asyncrl.replay.security").make_keys(given.directory)
-            print(f"keys in {given.directory}: copy it to the learner's and the workers' machines, and keep it private")
-            return 0
-        if given.command == "verify":
-            return importlib.import_module("asyncrl.verify").main(given.path, given.overrides)
-        if given.command == "audit":
-            return importlib.import_module("asyncrl.replay.audit").main(given.run, as_json=given.json)
-        if given.command == "rerun":
-            return importlib.import_module("asyncrl.rerun").main(given.run, given.overrides)
-        if given.dry_run and given.command != "quickstart":
-            return importlib.import_module("asyncrl.dry_run").main(given.command, given.overrides)
-        role = importlib.import_module(COMMANDS[given.command][0])
-        return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
+        return run(given)
     except AsyncRLError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except KeyboardInterrupt:
+        print("asyncrl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in PLACES:
+            raise
+        print(f"asyncrl: {error}. Free space, or give a folder that can be written", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def run(given: argparse.Namespace) -> int:
+    # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
+    if given.command == "keys":
+        importlib.import_module("asyncrl.replay.security").make_keys(given.directory)
+        print(f"keys in {given.directory}: copy it to the learner's and the workers' machines, and keep it private")
+        return 0
+    if given.command in ("audit", "rerun") and not given.run.is_dir():
+        raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
+    if given.command == "verify":
+        # `org/name` is a name on the hub; anything that starts like a path is meant as one.
+        if given.path.startswith(("/", ".", "~")) and not Path(given.path).is_dir():
+            raise RunFolderError(f"{given.path} is no folder here. Give a run folder, or a Hugging Face model")
+        return importlib.import_module("asyncrl.verify").main(given.path, given.overrides)
+    if given.command == "audit":
+        return importlib.import_module("asyncrl.replay.audit").main(given.run, as_json=given.json)
+    if given.command == "rerun":
+        return importlib.import_module("asyncrl.rerun").main(given.run, given.overrides)
+    if given.dry_run and given.command != "quickstart":
+        return importlib.import_module("asyncrl.dry_run").main(given.command, given.overrides)
+    role = importlib.import_module(COMMANDS[given.command][0])
+    return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.commands import learner_command, local_commands, replay_command, rollout_command, shard_command
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.environments.registry import find_environment
 from asyncrl.losses.config import required_inputs
 from asyncrl.machine import check_machine
 from asyncrl.replay.shard import shard_config
@@ -95,9 +96,11 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
         "replay": "1 process, CPU",
         "shard": f"stores the payloads of every {shards}th group, CPU",
         "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
-        f"{config.engine.device} ({config.engine.dtype}), {config.reward.workers} reward process(es) "
+        f"{config.engine.device} ({config.engine.dtype}), environment {config.environment.name}, "
+        f"{config.reward.workers} reward process(es) "
         f"{'shared by all, in a Ray actor' if config.reward.host == 'ray' else 'each'}",
-        "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})",
+        "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})"
+        f"{', no reference model: its log-probs come with the trajectories' if config.reference.from_rollout else ''}",
     }
     alone = {"replay": replay_command, "rollout": rollout_command}
     if command == "local":
@@ -203,8 +206,8 @@ def role_lines(config: Config, parameters: int) -> list[str]:
     ranks = config.learner.ranks
     trained = 16 if config.advantage.uses_critic else 0
     in_loss = "ref_logprobs" in required_inputs(config.loss)
-    own_base = config.model.lora_rank > 0 and not config.reference.path
-    frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not own_base else 0
+    no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)
+    frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not no_model else 0
     lines = []
     for role, path, width in (
         ("critic", config.critic.path, trained),
@@ -245,6 +248,8 @@ def main(command: str, overrides: Sequence[str]) -> int:
     """Raises ConfigError and RunFolderError as the real start would."""
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
     check_machine(config, command)
+    if command in ("local", "rollout"):
+        find_environment(config.environment)
     if command in ("local", "learner"):
         refuse_used_folder(config)
     print(plan_text(config, command, overrides))

@@ -10,6 +10,7 @@ the others wait.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 import uuid
@@ -20,13 +21,15 @@ from rich.console import Console
 
 from asyncrl.commands import Command, local_commands
 from asyncrl.config import load_config
+from asyncrl.environments.registry import find_environment
+from asyncrl.errors import RunFolderError
 from asyncrl.machine import check_machine
 from asyncrl.schema import Config
 from asyncrl.supervisor import Role, Supervisor
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, suggestions, summary
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.run_folder import occupied, prepare_run_folder
 
 TURN_S = 0.2
 EXIT_REFUSED = 2
@@ -45,8 +48,15 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     """
     config = load_config(overrides)
     check_machine(config, "local")
+    find_environment(config.environment)
+    with occupied(config):
+        return _run(config, overrides, typed)
+
+
+def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     run_id = uuid.uuid4().hex[:12]
     folder = prepare_run_folder(config, run_id)
+    check_room(config, folder)
     commands = local_commands(config, overrides, run_id)
     console = Console()
     if not Path(config.model.path).is_dir():
@@ -59,6 +69,21 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     code = supervise(commands, folder, config.learner.steps, console, replay_restarts=restarts)
     show_report(config, folder, console, typed)
     return code
+
+
+def check_room(config: Config, folder: Path) -> None:
+    """A server whose journal does not fit waits for space, and nobody looks for the reason in its log.
+
+    Raises:
+        RunFolderError: there is less room in `folder` than the first file of the journal takes.
+    """
+    wanted_mb = config.replay.journal.segment_mb if config.replay.durability == "journal" else 0
+    free_mb = shutil.disk_usage(folder).free >> 20
+    if free_mb < wanted_mb:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} has {free_mb} MiB free, and the journal begins with a file of "
+            f"replay.journal.segment_mb={wanted_mb} MiB. Free space there, lower it, or give another run.dir"
+        )
 
 
 def supervise(
@@ -82,6 +107,8 @@ def supervise(
             supervisor.wait_for("rollout", FINISH_S)
         signalled = supervisor.signal
         failed = supervisor.failed()
+        # The replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
+        supervisor.stop([name for name in supervisor.roles if not _has_journal(name)])
         supervisor.stop(list(supervisor.roles))
     for role in failed:
         _show_failure(role, console)
@@ -123,8 +150,12 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
         again = f"run folder: {folder}  (nothing in it to keep: overwrite=true starts again in it)"
         console.print(again, markup=False, highlight=False, soft_wrap=True)
         return
-    plot_curves(rows, folder / CURVES_FILE, config.run.name)
-    console.print(f"run folder: {folder}  (curves: {CURVES_FILE})", markup=False, highlight=False, soft_wrap=True)
+    try:
+        plot_curves(rows, folder / CURVES_FILE, config.run.name)
+        drawn = CURVES_FILE
+    except OSError as error:  # a full disk: the run's own end and exit code say more
+        drawn = f"not drawn, {error}"
+    console.print(f"run folder: {folder}  (curves: {drawn})", markup=False, highlight=False, soft_wrap=True)
     console.print("now try:", highlight=False)
     for line in suggestions(config, typed):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

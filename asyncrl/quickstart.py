@@ -1,4 +1,4 @@
-"""`python -m asyncrl.quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
+"""`asyncrl quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
 
 The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
 `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl import dry_run
@@ -32,8 +33,15 @@ NAMES_A_RUN = ("run.", "resume=", "overwrite=")
 
 
 def cache_folder(recipe: WarmupRecipe) -> Path:
-    """One folder per recipe and task: a changed one never meets the model of an older one."""
-    root = Path(os.environ.get("ASYNCRL_CACHE", Path.home() / ".cache" / "asyncrl")).expanduser()
+    """One folder per recipe and task: a changed one never meets the model of an older one.
+
+    Raises:
+        AsyncRLError: there is no home folder to keep it in.
+    """
+    try:
+        root = Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser()
+    except RuntimeError as error:
+        raise AsyncRLError(f"no folder for the quickstart's model: {error}. Set ASYNCRL_CACHE=DIR") from error
     text = json.dumps([dataclasses.asdict(recipe), LETTERS, WORD_LENGTH, REVERSE_SHARE], sort_keys=True)
     return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -47,18 +55,34 @@ def prepare(recipe: WarmupRecipe) -> Path:
     folder = cache_folder(recipe)
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
-        made = Path(scratch) / folder.name
+    with scratch_beside(folder) as made:
         write_modes(made, seed=recipe.seed)
         warm_up(made / "model", recipe)
-        try:
-            made.rename(folder)
-        except OSError:
-            # Another quickstart was faster: same recipe, same content.
-            if not folder.is_dir():
-                raise
     return folder
+
+
+@contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """Where to make what becomes `folder` at the end, whole.
+
+    Raises:
+        AsyncRLError: nothing can be written there.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+            made = Path(scratch) / folder.name
+            yield made
+            try:
+                made.rename(folder)
+            except OSError:
+                # Another quickstart was faster: same recipe, same content.
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise AsyncRLError(
+            f"{folder} cannot be made: {error}. Set ASYNCRL_CACHE=DIR to a folder that can be written"
+        ) from error
 
 
 def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
@@ -67,16 +91,9 @@ def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
     target = folder / f"reward-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if target.is_dir():
         return target
-    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as scratch:
-        made = Path(scratch) / target.name
+    with scratch_beside(target) as made:
         print("training a reward model on right and wrong answers (once, then cached) ...", flush=True)
         make("asyncrl.learner.reward_warmup", str(folder / "model"), str(made), text)
-        try:
-            made.rename(target)
-        except OSError:
-            # As above.
-            if not target.is_dir():
-                raise
     return target
 
 
@@ -88,13 +105,13 @@ def warm_up(target: Path, recipe: WarmupRecipe) -> None:
 def make(module: str, *arguments: str) -> None:
     """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=WARMUP_TIMEOUT_S,
-    )
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WARMUP_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AsyncRLError(f"the warm-up was not done after {WARMUP_TIMEOUT_S:.0f} s: is the machine busy?") from error
     if done.returncode:
         raise AsyncRLError(f"the warm-up failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
     print(f"{done.stdout.strip().splitlines()[-1]} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -123,11 +140,3 @@ def main(overrides: Sequence[str]) -> int:
 def plan(overrides: Sequence[str]) -> int:
     """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
     return dry_run.main("local", quickstart_overrides(prepare(WarmupRecipe()), overrides))
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except AsyncRLError as error:
-        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)

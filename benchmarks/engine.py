@@ -31,7 +31,8 @@ from asyncrl.types import SamplingParams
 from asyncrl.weights.broadcast_publisher import BroadcastSender
 from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
 from asyncrl.weights.snapshot import BackgroundPublisher
-from benchmarks.weights import TIMEOUT_S, BoardManager, Rendezvous
+from benchmarks.board import BoardManager, Rendezvous
+from benchmarks.weights import TIMEOUT_S
 
 
 def tiny_model() -> torch.nn.Module:

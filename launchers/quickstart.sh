@@ -15,4 +15,4 @@ for setting in "$@"; do
     [[ "$setting" != *=lora ]] || extras="[lora]"
 done
 asyncrl_install "$extras" "$engine"
-exec "$PYTHON" -m asyncrl.quickstart "$@"
+exec "$PYTHON" -m asyncrl.cli quickstart "$@"

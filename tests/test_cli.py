@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl import quickstart
+from asyncrl import local, quickstart
 from asyncrl.cli import COMMANDS, main
 from asyncrl.config import config_dir
 from asyncrl.data.warmup_recipe import WarmupRecipe
@@ -65,6 +66,39 @@ def test_the_plan_of_one_role_shows_only_its_process(files: list[str], capsys: p
     assert "-m asyncrl.learner" not in plan
 
 
+OWN = (
+    "class Own:\n    async def run(self, prompt, size, tools):\n        raise NotImplementedError\n\nclass NoRun: ...\n"
+)
+
+
+def test_the_plan_names_an_environment_of_the_user_and_where_the_reference_is(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(OWN)
+    settings = [*files, "environment.name=own.py:Own", "advantage.kl_coef=0.1", "reference.path=rollout"]
+    assert main(["local", *settings, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "environment own.py:Own" in plan
+    assert "no reference model: its log-probs come with the trajectories" in plan
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "says"),
+    [
+        (["local"], "own.py:NoRun", "NoRun has no run"),
+        (["rollout", "--dry-run"], "own.py:Onw", "own.py has no 'Onw'. It defines: NoRun, Own"),
+    ],
+)
+def test_an_environment_that_could_not_run_is_refused_before_a_start(
+    files: list[str], capsys: pytest.CaptureFixture[str], command: list[str], name: str, says: str
+) -> None:
+    Path("own.py").write_text(OWN)
+    assert main([*command, *files, f"environment.name={name}"]) == 2
+    said = capsys.readouterr().err
+    assert "environment.name=" in said and says in said
+    assert not Path("runs").exists()
+
+
 def test_settings_may_follow_options(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["local", *files, "--dry-run", "seed=7"]) == 0
     assert "seed 7" in capsys.readouterr().out
@@ -117,6 +151,40 @@ def test_a_used_run_folder_is_refused_before_anything_starts(
     assert "resume=auto" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a/logs"), 2, "runs/a/logs"),
+    ],
+)
+def test_ctrl_c_and_a_full_disk_end_a_command_with_one_line(
+    raised: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(local, "main", ends)
+    assert main(["local"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_any_other_error_of_the_system_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(_: object) -> int:
+        raise ConnectionResetError("of some socket")
+
+    monkeypatch.setattr(local, "main", ends)
+    with pytest.raises(ConnectionResetError):
+        main(["local"])
+
+
+@pytest.mark.parametrize("command", ["audit", "rerun", "verify"])
+def test_a_run_that_is_not_there_is_said_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path / "no run")]) == 2
+    assert "no run is no folder here" in capsys.readouterr().err
+
+
 def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", str(tmp_path / "keys")]) == 0
     assert (tmp_path / "keys" / "server.key_secret").stat().st_mode & 0o077 == 0
@@ -164,6 +232,15 @@ def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
     assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"}
     assert list(tmp_path.iterdir()) == [first], "nothing half-made is left"
     assert quickstart.cache_folder(WarmupRecipe(seed=1)) != first
+
+
+@pytest.mark.parametrize("cache", ["~nobody-of-this-name/x", "d.jsonl/x"])
+def test_a_cache_that_cannot_be_made_is_an_error_with_the_variable_to_set(
+    cache: str, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", cache)
+    assert main(["quickstart"]) == 2
+    assert "Set ASYNCRL_CACHE=DIR" in capsys.readouterr().err
 
 
 def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ REFUSED = [
     (["replay.stale_policy=maks"], ["replay.stale_policy must be one of mask, drop, wait", "'maks'", "`mask`"]),
     (["model.dtype=bf16"], ["model.dtype must be one of float32, bfloat16", "'bf16'", "`bfloat16`"]),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
+    (["environment.name=own.py"], ["yours as file.py:Name or package.module:Name; got 'own.py'"]),
+    (
+        ["loss=grpo", "loss.kl_coef=0.1", "reference.path=rollout"],
+        ["environment.name=single_turn attaches none", "file.py:Name", "./rollout"],
+    ),
     (["engine.name=transformer"], ["engine.name must be one of vllm, transformers, fake", "`transformers`?"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute"], ["weights.on_update=recompute needs engine=vllm", "on_update=keep"]),
@@ -248,6 +253,15 @@ REFUSED = [
     ),
     (["engine=vllm", "engine.vllm.top_k=20"], ["engine.vllm.top_k", "biases every importance ratio"]),
     (["engine=vllm", "engine.vllm.logits_processors=[mine:P]"], ["engine.vllm.logits_processors=['mine:P']"]),
+    (["engine=vllm", "engine.vllm.watermark_config={gamma:0.5}"], ["engine.vllm.watermark_config"]),
+    (
+        ["engine=vllm", "engine.vllm.speculative_config={method:ngram,num_speculative_tokens:4}"],
+        ["engine.vllm.speculative_config={'method': 'ngram'", "a quarter of the tokens", "Leave it out"],
+    ),
+    (["engine=vllm", "engine.vllm.spec_tokens=4"], ["engine.vllm.spec_tokens=4", "a quarter of the tokens"]),
+    (["engine=vllm", "engine.vllm.kv_offloading_size=4"], ["engine.vllm.kv_offloading_size=4", "no update reaches"]),
+    (["engine=vllm", "engine.vllm.cpu_offload_gb=4"], ["engine.vllm.cpu_offload_gb=4", "without an error"]),
+    (["engine=vllm", "engine.vllm.enable_eplb=true"], ["engine.vllm.enable_eplb=True", "without an error"]),
     (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
     (["telemetry.wandb_key=x"], ["keys never go into settings", "WANDB_API_KEY"]),
     (["max_staleness=1"], ["no setting `max_staleness`", "Did you mean `replay.max_staleness`?"]),
@@ -456,6 +470,25 @@ def test_a_missing_model_of_another_role_is_refused(key: str, tmp_path: Path) ->
 def test_a_reward_without_a_function_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name; got 'score'"):
         check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")
+
+
+def test_an_environment_whose_file_is_missing_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    config = load_config([*REQUIRED, f"environment.name={tmp_path}/own.py:Own", f"model.path={model_folder(tmp_path)}"])
+    for role in ("local", "rollout"):
+        with pytest.raises(ConfigError, match=r"environment\.name=.*/own\.py:Own: there is no file"):
+            check_machine(config, role)
+    check_machine(config, "learner")
+
+
+def test_a_reference_that_comes_with_the_trajectories_is_no_folder_to_look_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollout").mkdir()
+    own = [*REQUIRED, f"model.path={model_folder(tmp_path)}", "environment.name=own.py:Own", "advantage.kl_coef=0.1"]
+    check_machine(load_config([*own, "reference.path=rollout"]), "learner")
+    with pytest.raises(ConfigError, match=r"reference\.path=\./rollout has no config\.json"):
+        check_machine(load_config([*own, "reference.path=./rollout"]), "learner")
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_a_start(tmp_path: Path) -> None:

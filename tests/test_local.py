@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,7 +19,8 @@ from rich.console import Console
 from asyncrl import local
 from asyncrl.commands import Command, learner_command, local_commands, quoted
 from asyncrl.config import load_config
-from asyncrl.local import show_report, supervise
+from asyncrl.errors import RunFolderError
+from asyncrl.local import check_room, show_report, supervise
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -107,6 +110,36 @@ def test_a_pool_that_does_not_end_is_stopped_without_failing_the_run(
     assert code == 0
 
 
+LEAVING = """
+import pathlib, signal, sys, time
+here = pathlib.Path({here!r})
+def leave(*_):
+    {leave}
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+(here / {name!r}).touch()
+time.sleep(600)
+"""
+WAITING = """
+import pathlib, time
+while not all((pathlib.Path({here!r}) / name).exists() for name in ("replay", "rollout")):
+    time.sleep(0.02)
+exit(3)
+"""
+
+
+def test_the_replay_server_is_there_until_everybody_else_has_left(tmp_path: Path) -> None:
+    here = str(tmp_path)
+    told = "time.sleep(1); (here / 'alone').write_text(str((here / 'gone').exists()))"
+    commands = roles(
+        replay=LEAVING.format(here=here, name="replay", leave="(here / 'gone').touch()"),
+        rollout=LEAVING.format(here=here, name="rollout", leave=told),
+        learner=WAITING.format(here=here),
+    )
+    assert run(commands, tmp_path)[0] == 1
+    assert (tmp_path / "alone").read_text() == "False" and (tmp_path / "gone").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_stops_all_roles_with_the_code_of_the_signal(number: int, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
@@ -144,6 +177,19 @@ def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
     assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
 
 
+def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local, "plot_curves", full)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    out = io.StringIO()
+    show_report(load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED])
+    assert "not drawn" in out.getvalue() and "now try" in out.getvalue()
+
+
 def test_every_role_gets_the_overrides_unchanged_plus_address_and_run_folder(tmp_path: Path) -> None:
     overrides = [*REQUIRED, "run.name='x'", f"run.dir={tmp_path}/a b"]
     commands = local_commands(load_config(overrides), overrides, "id")
@@ -154,6 +200,19 @@ def test_every_role_gets_the_overrides_unchanged_plus_address_and_run_folder(tmp
     composed = load_config(settings[0])
     assert composed.run.dir == f"{tmp_path}/a b"
     assert composed.replay.address.startswith("tcp://127.0.0.1:")
+
+
+def test_a_disk_without_room_for_the_journal_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=100 << 20)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda folder: free)
+    config = load_config([*REQUIRED, "replay.journal.segment_mb=101"])
+    with pytest.raises(RunFolderError, match=r"100 MiB free, .*segment_mb=101 MiB. Free space"):
+        check_room(config, tmp_path)
+    check_room(load_config([*REQUIRED, "replay.journal.segment_mb=100"]), tmp_path)
+    free.free = 0
+    check_room(load_config([*REQUIRED, "replay.durability=memory"]), tmp_path)
 
 
 def test_two_local_runs_get_different_ports() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -31,14 +32,17 @@ from asyncrl.engines.vllm_admission import AdmissionQueue, AdmissionWindow, KvLo
 from asyncrl.engines.vllm_client import VllmClient
 from asyncrl.engines.vllm_loop import LoopThread
 from asyncrl.engines.vllm_receiver import StagedInWorkers, VllmReceiver
-from asyncrl.engines.vllm_requests import Sibling, completion_of, sampling_of, version_label
+from asyncrl.engines.vllm_requests import Sibling, check_request, completion_of, sampling_of, version_label
 from asyncrl.engines.vllm_settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm_stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, Completion
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 900.0
+SHUT_DOWN_S = 60.0
 
 
 def make_vllm_engine(config: Config) -> VllmEngine:
@@ -95,7 +99,11 @@ class VllmEngine:
         async def start() -> VllmClient:
             return VllmClient(args, self._meter)
 
-        self._client = self._loop.call(start(), START_TIMEOUT_S)
+        try:
+            self._client = self._loop.call(start(), START_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
 
     @property
     def policy_version(self) -> int:
@@ -167,8 +175,14 @@ class VllmEngine:
         return self._loop.call(self._client.call_workers(method, arguments), timeout_s or self._timeout_s)
 
     def _close(self) -> None:
-        self._loop.call(self._client.shut_down(), 60.0)
-        self._loop.close()
+        try:
+            self._loop.call(self._client.shut_down(), SHUT_DOWN_S)
+        # Whatever vLLM raises when its processes are gone already: the caller is often on its way out with the error
+        # that they died of, which must be the one that is seen.
+        except Exception as error:
+            log.warning("vLLM did not shut down in order: %s: %s", type(error).__name__, error)
+        finally:
+            self._loop.close()
 
     def _after_step(self, load: KvLoad) -> None:
         self._queue.window.observe(load, self._queue.in_flight)
@@ -273,19 +287,4 @@ class VllmEngine:
     def _check_request(self, request: GenerateRequest) -> None:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
-        ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
-        if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
-            raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
-        if not (int(ids.min()) >= 0 and int(ids.max()) < self._vocabulary):
-            raise GenerationError(
-                f"prompt token ids must be in [0, {self._vocabulary}), the model's vocabulary; got {ids.max()}. "
-                "Is the tokenizer that of the model?"
-            )
-        if sampling.temperature < 0:
-            raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
-        longest = len(ids) + sampling.max_new_tokens
-        if longest > self.max_length:
-            raise GenerationError(
-                f"prompt and max_new_tokens together are {longest} tokens, the engine holds {self.max_length}. "
-                "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
-            )
+        check_request(request, self._vocabulary, self.max_length)

@@ -29,6 +29,26 @@ class Sibling:
     """Weights were loaded while it was with vLLM and had no token: it starts again under the new version."""
 
 
+def check_request(request: GenerateRequest, vocabulary: int, max_length: int) -> None:
+    """Raises GenerationError for what an engine of `vocabulary` tokens, that holds `max_length` of them, cannot do."""
+    ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
+    if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
+        raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
+    if not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+        raise GenerationError(
+            f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}. "
+            "Is the tokenizer that of the model?"
+        )
+    if sampling.temperature < 0:
+        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
+    longest = len(ids) + sampling.max_new_tokens
+    if longest > max_length:
+        raise GenerationError(
+            f"prompt and max_new_tokens together are {longest} tokens, the engine holds {max_length}. "
+            "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
+        )
+
+
 def sampling_of(sibling: Sibling) -> VllmSampling:
     """Without a seed: tokens are drawn from the engine's own generator.
 

@@ -67,6 +67,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
         self._folder, self._rank, self._keep = folder, rank, keep
+        self._verified: Path | None = None
+        """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
 
     def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
         """Write the checkpoint of `state`; on return it is durable on every rank's view.
@@ -113,9 +115,7 @@ class Checkpoints:
                 return newest
         if resume == "never":
             return None
-        path = Path(resume)
-        durable.verify(path)
-        return path.resolve()
+        return self._proven(Path(resume).resolve())
 
     def newest(self) -> Path | None:
         """The checkpoint `latest` points to, verified; None if there is none.
@@ -129,8 +129,7 @@ class Checkpoints:
         path = self._folder / latest.readlink()
         if not path.exists():  # a kill while it was being replaced
             path = (self._finished() or [path])[-1]
-        durable.verify(path)
-        return path
+        return self._proven(path)
 
     def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:
         """Fill `roles` in place from a checkpoint saved with any number of ranks.
@@ -170,13 +169,21 @@ class Checkpoints:
         """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
         damage = ""
         if self._rank == 0:
+            chosen, self._verified = self._verified, None
             try:
-                durable.verify(path)
+                if path != chosen:
+                    durable.verify(path)
             except CheckpointError as error:
                 damage = str(error)
         damage = text_of_rank_zero(damage, device)
         if damage:
             raise CheckpointError(damage)
+
+    def _proven(self, path: Path) -> Path:
+        """Raises CheckpointError."""
+        durable.verify(path)
+        self._verified = path
+        return path
 
     def _commit(self, aside: Path, target: Path) -> None:
         durable.seal(aside)

@@ -5,6 +5,7 @@ consumes: a row of floats per trained step · waits for: nothing but the disk ·
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.telemetry.run_folder import redacted
 
 METRICS_FILE = "metrics.jsonl"
@@ -60,7 +61,7 @@ class MetricsLog:
         """Append one row. A value that is no finite number becomes null: JSON has no NaN."""
         values = {name: _number(value) for name, value in row.items()}
         line = {"step": step, "policy_version": policy_version, "time": round(time.time(), 3), **values}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        _append(self._metrics, json.dumps(line, allow_nan=False))
         finite = {name: value for name, value in values.items() if value is not None}
         for sink in self._sinks:
             sink.write(step, {"policy_version": policy_version, **finite})
@@ -68,13 +69,24 @@ class MetricsLog:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append some trajectories of this step: prompt, completion, reward."""
         for row in rows:
-            self._samples.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
+            _append(self._samples, json.dumps({"step": step, **row}, ensure_ascii=False, default=str))
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples):
+            with contextlib.suppress(OSError):  # the write that failed has told, and its text is still in here
+                file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def _append(file: TextIO, line: str) -> None:
+    """Raises RunFolderError when the disk does not take it."""
+    try:
+        file.write(line + "\n")
+    except OSError as error:
+        raise RunFolderError(
+            f"{file.name} cannot be written: {error.strerror or error}. Free space there, then go on with resume=auto"
+        ) from error
 
 
 def _number(value: float) -> float | int | None:

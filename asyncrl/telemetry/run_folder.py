@@ -9,15 +9,22 @@ and the others find it prepared.
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import json
+import logging
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import JOURNAL_DIR, config_to_dict, to_yaml
 from asyncrl.errors import RunFolderError
 from asyncrl.schema import Config
+
+log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 LOG_DIR = "logs"
@@ -30,12 +37,18 @@ def prepare_run_folder(config: Config, run_id: str, *, keep: tuple[str, ...] = (
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
-            something that no run left there.
+            something that no run left there, or it cannot be written.
     """
     folder = Path(config.run.dir).resolve()
     if owner_of(folder) == run_id:
         return folder
     refuse_used_folder(config)
+    with _writing(config):
+        _prepare(config, folder, run_id, keep)
+    return folder
+
+
+def _prepare(config: Config, folder: Path, run_id: str, keep: tuple[str, ...]) -> None:
     if config.overwrite and owner_of(folder) is not None:
         for entry in folder.iterdir():
             if entry.name not in keep:
@@ -43,7 +56,46 @@ def prepare_run_folder(config: Config, run_id: str, *, keep: tuple[str, ...] = (
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
     (folder / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n")
     write_config(config, folder)
-    return folder
+
+
+@contextmanager
+def occupied(config: Config) -> Iterator[None]:
+    """`run.dir` belongs to the caller for as long as this lasts: a second run in it on this machine would write into
+    the files of the first, or delete them.
+
+    Raises:
+        RunFolderError: another run is going on in it, or it cannot be made.
+    """
+    folder = Path(config.run.dir).resolve()
+    if folder.exists() and not folder.is_dir():
+        refuse_used_folder(config)
+    with _writing(config):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(
+                f"run.dir={config.run.dir} belongs to a run that is going on right now. Stop that one first, or give "
+                "another run.name"
+            ) from None
+        except OSError as error:  # a file system that has no such locks
+            log.debug("%s cannot be locked: %s", folder, error)
+        yield
+    finally:
+        os.close(handle)  # gives the lock back, and so does the end of this process, however it comes
+
+
+@contextmanager
+def _writing(config: Config) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} cannot be written: {error.strerror or error}. Free space there, or give another "
+            "run.dir"
+        ) from error
 
 
 def refuse_used_folder(config: Config) -> None:

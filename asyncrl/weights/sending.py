@@ -36,35 +36,57 @@ def encode_deltas(snapshot: Snapshot, previous: Snapshot) -> Deltas:
 
 
 def send_whole(group: WeightGroup, snapshot: Snapshot) -> int:
-    """Each piece as soon as it has been copied; returns the bytes sent."""
-    for index in passed(group, _copied(group, snapshot)):
-        if snapshot.on_device:
-            snapshot.fingerprint(index)  # while the next one is on the wire
+    """Each piece as soon as it has been copied; returns the bytes sent.
+
+    Raises:
+        RuntimeError: a member is gone or too slow; WeightsError where the copy had taken half of its time or all of it.
+    """
+    copied = _Copied(group, snapshot)
+    try:
+        for index in passed(group, copied):
+            if snapshot.on_device:
+                snapshot.fingerprint(index)  # while the next one is on the wire
+    except WeightsError:
+        raise
+    except RuntimeError as error:  # the group only knows that bytes did not come through, and blames a subscriber
+        if copied.stood_s < group.timeout_s / 2:
+            raise
+        raise WeightsError(f"{copied.why()} What is said of subscribers came after that: {error}") from error
     snapshot.filling.wait()
     return snapshot.manifest.nbytes
 
 
-def _copied(group: WeightGroup, snapshot: Snapshot) -> Iterator[tuple[int, torch.Tensor]]:
+class _Copied:
     """Bucket and piece, each when it is final.
 
     Raises:
         WeightsError: within one stretch the copy stood still for the time that the members wait for all of it.
     """
-    done = 0
-    for index, buffer in enumerate(snapshot.buffers):
-        for stretch in buffer.split(STRETCH):
-            stood_s = 0.0
-            for piece in group.pieces(stretch):
-                done += len(piece)
-                began = time.monotonic()
-                snapshot.filling.wait(done)
-                stood_s += time.monotonic() - began
-                if stood_s >= group.timeout_s:  # the group would blame a subscriber
-                    raise WeightsError(
-                        f"the copy out of the learner stood still for {stood_s:.1f} s, longer than weights.timeout_s: "
-                        "a learner rank is slow in the gather. See its log, or raise weights.timeout_s"
-                    )
-                yield index, piece
+
+    def __init__(self, group: WeightGroup, snapshot: Snapshot) -> None:
+        self._group, self._snapshot = group, snapshot
+        self.stood_s = 0.0
+        """Of the stretch that is on its way: how long there was nothing to send."""
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        done = 0
+        for index, buffer in enumerate(self._snapshot.buffers):
+            for stretch in buffer.split(STRETCH):
+                self.stood_s = 0.0
+                for piece in self._group.pieces(stretch):
+                    done += len(piece)
+                    began = time.monotonic()
+                    self._snapshot.filling.wait(done)
+                    self.stood_s += time.monotonic() - began
+                    if self.stood_s >= self._group.timeout_s:
+                        raise WeightsError(self.why())
+                    yield index, piece
+
+    def why(self) -> str:
+        return (
+            f"the copy out of the learner stood still for {self.stood_s:.1f} s of weights.timeout_s="
+            f"{self._group.timeout_s:g}: a learner rank is slow in the gather. See its log, or raise weights.timeout_s."
+        )
 
 
 def send_deltas(group: WeightGroup, deltas: Sequence[Encoded]) -> int:

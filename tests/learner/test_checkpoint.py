@@ -98,6 +98,22 @@ def test_what_a_killed_save_left_behind_is_never_chosen(tmp_path: Path):
     assert checkpoints.choose("auto", restarted=False) == tmp_path / "step_2"
 
 
+def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    roles = learner(0, updates=1)
+    path = Checkpoints(tmp_path, rank=0, keep=2).save(state(0), roles, {})
+    read: list[Path] = []
+    monkeypatch.setattr(durable, "verify", read.append)
+    for resume in ("auto", str(path)):
+        checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+        chosen = checkpoints.choose(resume, restarted=False)
+        assert chosen is not None
+        checkpoints.load(chosen, roles)
+        assert read == [path]
+        checkpoints.load(chosen, roles)
+        assert read == [path, path], "another load proves it again"
+        read.clear()
+
+
 def test_a_damaged_checkpoint_is_refused_by_file_name(tmp_path: Path):
     roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.telemetry.metrics import MetricsLog
 
 
@@ -89,3 +89,12 @@ def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.Mo
     log.write(1, 1, {"reward/mean": 0.5})
     log.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_way_on(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    with open("/dev/full", "a", buffering=1) as full:
+        log._metrics = full
+        with pytest.raises(RunFolderError, match=r"/dev/full cannot be written: No space left.*resume=auto"):
+            log.write(1, 1, {"x": 1.0})
+        log.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import RunFolderError
 from asyncrl.schema import Config
-from asyncrl.telemetry.run_folder import prepare_run_folder, redacted
+from asyncrl.telemetry.run_folder import occupied, prepare_run_folder, redacted
 
 
 def config_for(folder: Path, *overrides: str) -> Config:
@@ -63,6 +64,36 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(RunFolderError, match="is a file"):
         prepare_run_folder(config_for(tmp_path / "a"), "one")
+
+
+@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
+def test_a_second_run_cannot_begin_in_the_folder_of_one_that_goes_on(setting: str, tmp_path: Path) -> None:
+    with occupied(config_for(tmp_path / "a")):
+        prepare_run_folder(config_for(tmp_path / "a"), "one")
+        with pytest.raises(RunFolderError, match="going on right now"), occupied(config_for(tmp_path / "a", setting)):
+            pass
+        with occupied(config_for(tmp_path / "b")):
+            assert (tmp_path / "a" / "run.json").exists()
+    with occupied(config_for(tmp_path / "a", setting)):
+        prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "two")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunFolderError, match=r"cannot be written: .*another run\.dir"),
+        occupied(config_for(tmp_path / "file" / "a")),
+    ):
+        pass
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunFolderError, match="No space left"):
+        prepare_run_folder(config_for(tmp_path / "b"), "one")
 
 
 @pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])

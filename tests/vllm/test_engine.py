@@ -17,6 +17,8 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 from asyncrl import machine
 from asyncrl.engines import vllm_settings
 from asyncrl.engines.factory import make_engine
+from asyncrl.engines.vllm import VllmEngine
+from asyncrl.engines.vllm_loop import LoopThread
 from asyncrl.engines.vllm_requests import Sibling, sampling_of
 from asyncrl.errors import ConfigError, EngineDiedError
 from asyncrl.weights.factory import make_publisher, make_subscriber
@@ -164,3 +166,21 @@ def test_an_engine_of_two_processes_does_not_outlive_a_killed_worker(tmp_path):
     for process in alive:
         process.kill()
     assert not alive
+
+
+class GoneClient:
+    async def shut_down(self) -> None:
+        raise RuntimeError("no such process")
+
+
+def test_an_engine_whose_processes_are_gone_closes_without_hiding_why(caplog):
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._closed, engine._loop = False, LoopThread("gone")
+    engine._client = GoneClient()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(EngineDiedError, match="the first"):
+        try:
+            raise EngineDiedError("the first")
+        finally:
+            asyncio.run(engine.close())
+    assert "no such process" in caplog.text
+    assert not engine._loop._thread.is_alive()

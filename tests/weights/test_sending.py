@@ -81,6 +81,23 @@ def test_a_copy_that_stands_still_is_named_and_no_subscriber_is_blamed():
         assert not slow.filling.failed, "it can be sent again"
 
 
+class LateWire(Wire):
+    """Its second piece comes too late, whoever that is due to."""
+
+    def wait(self, work: None) -> None:
+        raise RuntimeError("one of its 1 subscribers is silent or too slow")
+
+
+@pytest.mark.parametrize(
+    ("rest_s", "blamed"), [(0.75 * TIMEOUT_S, "the copy out of the learner"), (0.5, "^one of its")]
+)
+def test_whoever_used_up_the_time_is_named_when_bytes_do_not_come_through(monkeypatch, rest_s, blamed):
+    clock = Clock()
+    monkeypatch.setattr(sending, "time", clock)
+    with pytest.raises(RuntimeError, match=blamed):
+        send_whole(LateWire(), snapshot_of(0, SlowFilling(clock, rest_s)))  # pyright: ignore[reportArgumentType]
+
+
 def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(monkeypatch):
     clock, told = Clock(), []
     monkeypatch.setattr(sending, "time", clock)
