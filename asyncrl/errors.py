@@ -41,6 +41,10 @@ class GenerationError(AsyncRLError, RuntimeError):
     """An engine could not produce the completions it was asked for."""
 
 
+class RequestError(GenerationError):
+    """A request that the engine can never serve, however often it is asked: prompt and new tokens are too many."""
+
+
 class EngineDiedError(AsyncRLError, RuntimeError):
     """The processes of an engine are gone or mute: its worker ends with this, and the pool starts another."""
 

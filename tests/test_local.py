@@ -130,7 +130,7 @@ exit(3)
 
 def test_the_replay_server_is_there_until_everybody_else_has_left(tmp_path: Path) -> None:
     here = str(tmp_path)
-    told = "time.sleep(1); (here / 'alone').write_text(str((here / 'gone').exists()))"
+    told = "time.sleep(0.3); (here / 'alone').write_text(str((here / 'gone').exists()))"
     commands = roles(
         replay=LEAVING.format(here=here, name="replay", leave="(here / 'gone').touch()"),
         rollout=LEAVING.format(here=here, name="rollout", leave=told),
@@ -213,6 +213,8 @@ def test_a_disk_without_room_for_the_journal_is_refused_with_the_numbers(
     check_room(load_config([*REQUIRED, "replay.journal.segment_mb=100"]), tmp_path)
     free.free = 0
     check_room(load_config([*REQUIRED, "replay.durability=memory"]), tmp_path)
+    (tmp_path / "journal").mkdir()
+    check_room(config, tmp_path)  # a resume: its files have their room already
 
 
 def test_two_local_runs_get_different_ports() -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.errors import GenerationError
+from asyncrl.errors import GenerationError, RequestError
 from asyncrl.types import Completion
 
 _PREFILL_PROMPTS = 32
@@ -149,11 +149,11 @@ def check_request(request: GenerateRequest, *, vocabulary: int, max_length: int,
     if request.sampling.temperature < 0:
         raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {request.sampling.temperature}")
     if longest > max_length:
-        raise GenerationError(
+        raise RequestError(
             f"prompt and max_new_tokens together are {longest} tokens, the model holds {max_length}. Shorten either."
         )
     if n > max_sequences:
-        raise GenerationError(f"n={n} siblings never fit engine.max_sequences={max_sequences}. Raise it, or lower n.")
+        raise RequestError(f"n={n} siblings never fit engine.max_sequences={max_sequences}. Raise it, or lower n.")
 
 
 def check_ids(ids: NDArray[np.int32], vocabulary: int) -> None:

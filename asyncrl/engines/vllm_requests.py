@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSampling
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.errors import GenerationError
+from asyncrl.errors import GenerationError, RequestError
 from asyncrl.types import NO_VERSION, Completion
 
 _FIRST_AND_LAST = 1 << 30
@@ -43,7 +43,7 @@ def check_request(request: GenerateRequest, vocabulary: int, max_length: int) ->
         raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
     longest = len(ids) + sampling.max_new_tokens
     if longest > max_length:
-        raise GenerationError(
+        raise RequestError(
             f"prompt and max_new_tokens together are {longest} tokens, the engine holds {max_length}. "
             "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
         )

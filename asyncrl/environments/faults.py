@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
+from asyncrl.replay import wire
 from asyncrl.replay.payload import MAX_LOGPROB, group_header
 from asyncrl.types import REF_LOGPROBS, Prompt, Trajectory, TrajectoryGroup
 
@@ -41,7 +42,7 @@ def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> 
         fault = trajectory_fault(trajectory, prompt.token_ids, vocabulary)
         if fault:
             return f"trajectory {place}: {fault}"
-    return _wire_fault(tuple(made))
+    return _wire_fault(tuple(made), tuple(episodes.texts))
 
 
 def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: int) -> str:
@@ -73,12 +74,13 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: 
     return ""
 
 
-def _wire_fault(made: tuple[Trajectory, ...]) -> str:
+def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:
     """What the replay would refuse, which ends the worker where the engine is to blame."""
     group = TrajectoryGroup(group_id=0, prompt_index=0, attempt=0, worker="", trajectories=made)
     try:
         if made:
-            group_header(group)
+            wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(group_header(group)))))
+            wire.pack(texts)
     except WireError as error:
         return str(error)
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +13,13 @@ from numpy.typing import NDArray
 
 from asyncrl.environments.base import Environment, Episodes, EpisodeTools, Generate
 from asyncrl.environments.faults import find_fault
-from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RewardError
+from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RequestError, RewardError
 from asyncrl.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
 PASSED_ON = (GenerationError, RewardError, EngineDiedError)
-"""Of the tools an environment was given: no fault of its own."""
+"""Of the tools an environment was given: no fault of its own, but for a request that no engine like this can serve."""
 
 
 class GuardedEnvironment:
@@ -37,27 +38,34 @@ class GuardedEnvironment:
         """
         Raises:
             GenerationError, RewardError, EngineDiedError: a tool of the environment raised it.
-            EpisodeError: anything else went wrong.
+            EpisodeError: anything else went wrong, a request too long for the engine included.
         """
         given = prompt.token_ids.view()
         given.flags.writeable = False  # The array is cached: written to, it would be another prompt ever after.
+        # The row is that of the next try too.
+        own = replace(prompt, token_ids=given, columns=deepcopy(prompt.columns))
         try:
             checked = replace(tools, generate=self._checked(tools.generate))
-            episodes = await self._inner.run(replace(prompt, token_ids=given), size, checked)
+            episodes = await self._inner.run(own, size, checked)
+            fault = find_fault(episodes, prompt, size, self._vocabulary)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Of something of its own. Passed on, it would end this task as if nobody waited for its group.
             raise self._failed("a task of it was cancelled", error) from error
-        except (Exception, SystemExit) as error:  # user code: whatever it raises fails one group
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        # User code: whatever it raises fails one group. A panic of an extension (a tokenizer) is no Exception, and what
+        # it returned may raise where it is looked at.
+        except BaseException as error:
             known = next((cause for cause in causes(error) if isinstance(cause, PASSED_ON)), None)
+            if known is None or isinstance(known, RequestError):
+                why = known or f"{type(error).__name__}: {error}"
+                raise self._failed(str(why), error) from error
             if known is error:
                 raise
-            if known is not None:
-                raise known from error
-            raise self._failed(f"{type(error).__name__}: {error}", error) from error
-        fault = find_fault(episodes, prompt, size, self._vocabulary)
+            raise known from error
         if fault:
             raise self._failed(fault)
         return Episodes(
@@ -92,7 +100,10 @@ class GuardedEnvironment:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what is in it where it is a group (of an `asyncio.TaskGroup`), and what each was raised from."""
+    """`error`, what is in it where it is a group (of an `asyncio.TaskGroup`), and what each was raised `from`.
+
+    Not what was merely being handled: a bug in `except RewardError:` would pass for that error and never be seen.
+    """
     seen: set[int] = set()
     open_ = [error]
     while open_:
@@ -102,4 +113,4 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         inside = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        open_ += [cause for cause in (*inside, one.__cause__, one.__context__) if cause is not None]
+        open_ += [cause for cause in (*inside, one.__cause__) if cause is not None]

@@ -36,8 +36,11 @@ class Transcript:
         self._completions.append(completion)
 
     def add_observation(self, token_ids: NDArray[np.int32] | Sequence[int]) -> None:
-        """[N] tokens that the policy reads and is not trained on."""
-        self._ids.append(np.asarray(token_ids, np.int32))
+        """[N] tokens that the policy reads and is not trained on. Raises ValueError when they are none."""
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(f"an observation is token ids [N]; {ids.dtype}{list(ids.shape)} came")
+        self._ids.append(ids.astype(np.int32))
         self._completions.append(None)
 
     def trajectory(self, score: RewardScore | float, *, extras: Mapping[str, NDArray[Any]] | None = None) -> Trajectory:

@@ -173,7 +173,8 @@ def _load_file(path: Path, given: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         location.loader.exec_module(module)
-    except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
+    # User code at a process boundary: whatever it raises is one refused setting, the exit of a script included.
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}") from error
     return module
 
@@ -181,5 +182,5 @@ def _load_file(path: Path, given: str) -> ModuleType:
 def _load_module(name: str, given: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}") from error

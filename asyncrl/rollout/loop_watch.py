@@ -26,9 +26,9 @@ WARN_S = 10.0
 """Standstill after which the log says who holds the loop."""
 
 
-def end_process(said: str) -> None:
+def end_process(said: str, code: int = EXIT_FAILED) -> None:
     print(said, flush=True)
-    os._exit(EXIT_FAILED)
+    os._exit(code)
 
 
 class LoopWatch:

@@ -18,6 +18,7 @@ import torch
 
 from asyncrl.config import config_from_dict
 from asyncrl.errors import ConfigError, DataError, FencedError, ModelMismatchError
+from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
 from asyncrl.rollout.wiring import run_worker
 from asyncrl.schema import Config
@@ -27,13 +28,14 @@ def run_worker_process(spec: WorkerSpec) -> int:
     """Run one worker to its end in this process, whose output goes to the worker's log from here on."""
     redirect_output(Path(spec.log_path))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ending = EndWatch()
     print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}", flush=True)
     try:
         config = config_from_dict(spec.config)
         torch.set_num_threads(config.engine.threads)
         # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
-        asyncio.run(_run_until_signal(config, spec))
+        asyncio.run(_run_until_signal(config, spec, ending))
     except asyncio.CancelledError:
         # Not EXIT_STOPPED: when the pool sent it, the pool is closing and asks for no code; from anybody else (a node
         # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
@@ -50,16 +52,18 @@ def run_worker_process(spec: WorkerSpec) -> int:
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_FAILED
+    finally:
+        ending.over()
     return EXIT_STOPPED
 
 
-async def _run_until_signal(config: Config, spec: WorkerSpec) -> None:
+async def _run_until_signal(config: Config, spec: WorkerSpec, ending: EndWatch) -> None:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    await run_worker(config, spec.name, spec.run_digest)
+    await run_worker(config, spec.name, spec.run_digest, ending)
 
 
 def redirect_output(path: Path) -> None:

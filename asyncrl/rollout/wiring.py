@@ -15,6 +15,7 @@ from asyncrl.environments.registry import make_environment
 from asyncrl.replay.client import RolloutClient
 from asyncrl.replay.payload import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.filters import Filters, built_in_filters
 from asyncrl.rollout.loop_watch import LoopWatch
@@ -41,7 +42,7 @@ class _Texts:
     sampling: SamplingParams
 
 
-async def run_worker(config: Config, name: str, digest: str) -> None:
+async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -> None:
     """One rollout worker, from nothing to the server's stop.
 
     Raises:
@@ -108,7 +109,7 @@ async def run_worker(config: Config, name: str, digest: str) -> None:
             report=report,
         )
         report.start_clocks()
-        with LoopWatch(limit_s=config.replay.wait_timeout_s / 2):
+        with LoopWatch(limit_s=config.replay.wait_timeout_s / 2), ending:
             await worker.run()
 
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 TURN_S = 1.0
 """Longest wait of one turn of the loop; the subscriber and the engine are looked after once a turn."""
 PROOF_POLL_S = 0.002
+CANCEL_S = 30.0
+"""Longest wait for groups that were cancelled."""
 MAX_GENERATION_FAILURES = 8
 """Failed generations in a row after which the engine, not the prompts, is taken for broken."""
 
@@ -235,4 +237,8 @@ class RolloutWorker:
         tasks = [*self._groups, *self._evaluations]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        _, left = await asyncio.wait(tasks, timeout=CANCEL_S) if tasks else ((), ())
+        if left:  # waited for, they would keep a worker that has failed from saying so
+            log.warning(
+                "%d groups were cancelled and go on after %g s: an environment catches that", len(left), CANCEL_S
+            )

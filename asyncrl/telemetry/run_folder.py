@@ -54,7 +54,10 @@ def _prepare(config: Config, folder: Path, run_id: str, keep: tuple[str, ...]) -
             if entry.name not in keep:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
-    (folder / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n")
+    # Not in place: half written on a full disk, it would make a folder of nobody's, which is never touched again.
+    aside = folder / LOG_DIR / RUN_FILE
+    aside.write_text(json.dumps({"run_id": run_id}) + "\n")
+    aside.replace(folder / RUN_FILE)
     write_config(config, folder)
 
 

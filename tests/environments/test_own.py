@@ -1,25 +1,23 @@
-"""Environments of the user: how they are found, and that nothing they do costs more than their group."""
+"""Environments of the user: nothing they do costs more than their group."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.requests import check_request
 from asyncrl.environments.base import Episodes, EpisodeTools
 from asyncrl.environments.guard import GuardedEnvironment
-from asyncrl.environments.registry import find_environment, make_environment
-from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.environments.transcript import Transcript
 from asyncrl.errors import ConfigError, EngineDiedError, EpisodeError, GenerationError, RewardError
 from asyncrl.rewards.score import RewardScore
-from asyncrl.schema import EnvironmentConfig
-from asyncrl.types import Completion, Prompt, Trajectory
+from asyncrl.types import Completion, Prompt, SamplingParams, Trajectory
 
 PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.array([97, 62], np.int32), text="a>", columns={"prompt": "a>"})
 VOCABULARY = 264
@@ -94,6 +92,15 @@ def test_a_transcript_keeps_every_turn_in_step() -> None:
     assert (made.reward, type(made.reward), made.prompt_length) == (0.5, float, 2)
 
 
+@pytest.mark.parametrize("ids", [[[100]], [1.5], "text"])
+def test_an_observation_that_is_no_token_ids_is_refused(ids: Any) -> None:
+    transcript = Transcript(PROMPT)
+    transcript.add_observation([])
+    with pytest.raises(ValueError, match=r"an observation is token ids \[N\]"):
+        transcript.add_observation(ids)
+    assert transcript.token_ids.tolist() == [97, 62]
+
+
 def test_what_is_sound_passes_as_it_is() -> None:
     extras = {"teacher": np.zeros((2, 3), np.float16)}
     given = episodes(replace(sound(), extras=extras), failures=[RewardError("no")])
@@ -145,6 +152,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an extra of objects": (episodes(replace(sound(), extras={"x": np.array([None])})), "dtype"),
     "rewards by number": (episodes(replace(sound(), rewards={1: 0.5})), r"rewards must be named by strings; \[1\]"),
+    "a reward beyond all bounds": (episodes(replace(sound(), reward=10**400)), "OverflowError"),
+    "an ending of several words": (episodes(replace(sound(), finish_reason=np.array(["a", "b"]))), "ValueError"),
+    "a text that is none": (episodes(sound(), texts=("\ud800",)), "cannot be sent: .*surrogates"),
+    "a part that has no name": (episodes(replace(sound(), rewards={"\ud800": 0.5})), "cannot be sent: .*surrogates"),
     "extras that are none": (episodes(replace(sound(), extras=None)), "extras and rewards must be dictionaries"),
 }
 
@@ -157,8 +168,14 @@ def test_what_cannot_be_trained_on_fails_the_group_with_the_fault(name: str) -> 
     assert "environment.name=mine.py:Own" in str(raised.value)
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it, tokenizers among them."""
+
+
 @pytest.mark.parametrize(
-    "error", [KeyError("a bug"), SystemExit(3), ConfigError("x"), asyncio.CancelledError()], ids=repr
+    "error",
+    [KeyError("a bug"), SystemExit(3), ConfigError("x"), asyncio.CancelledError(), Panic("a bug")],
+    ids=repr,
 )
 def test_whatever_is_raised_fails_the_group_alone(error: BaseException) -> None:
     with pytest.raises(EpisodeError, match=r"environment\.name=mine\.py:Own"):
@@ -177,6 +194,35 @@ def test_a_failure_of_a_tool_stays_what_it_is(error: Exception, wrapped: bool) -
 
     with pytest.raises(type(error), match=str(error)):
         run(lambda prompt, tools: in_a_task_group() if wrapped else raises(error)(prompt, tools))
+
+
+def test_a_bug_in_the_handling_of_a_failed_reward_is_seen() -> None:
+    def act(prompt: Prompt, tools: EpisodeTools) -> Any:
+        try:
+            raise RewardError("none")
+        except RewardError:
+            return {}["a bug"]
+
+    with pytest.raises(EpisodeError, match="KeyError: 'a bug'"):
+        run(act)
+
+
+def test_an_episode_too_long_for_the_engine_is_the_environment_s_fault() -> None:
+    async def too_long(token_ids: Any, n: int) -> list[Completion]:
+        ids, sampling = np.asarray(token_ids, np.int32), SamplingParams(temperature=1.0, max_new_tokens=4)
+        request = GenerateRequest(request_id="r", prompt_ids=ids, n=n, sampling=sampling, seed=0)
+        check_request(request, vocabulary=VOCABULARY, max_length=12, max_sequences=8)
+        return await generate(token_ids, n)
+
+    async def episode(prompt: Prompt, tools: EpisodeTools) -> Episodes:
+        transcript = Transcript(prompt)
+        while True:
+            for answer in await tools.generate(transcript.token_ids, 1):
+                transcript.add_completion(answer)
+
+    guarded = GuardedEnvironment("mine.py:Own", Own(episode), VOCABULARY)
+    with pytest.raises(EpisodeError, match=r"mine\.py:Own: prompt and max_new_tokens together are 14 tokens"):
+        asyncio.run(guarded.run(PROMPT, 1, replace(TOOLS, generate=too_long)))
 
 
 @pytest.mark.parametrize(
@@ -208,86 +254,9 @@ def test_cancelling_the_worker_s_task_is_no_failure() -> None:
 
 def test_the_prompt_cannot_be_written_to() -> None:
     def act(prompt: Prompt, tools: EpisodeTools) -> Any:
+        prompt.columns.clear()
         prompt.token_ids[0] = 1
 
     with pytest.raises(EpisodeError, match="read-only"):
         run(act)
-    assert PROMPT.token_ids.tolist() == [97, 62]
-
-
-FILE = """
-class Sound:
-    async def run(self, prompt, size, tools):
-        raise NotImplementedError
-
-
-class NoRun:
-    pass
-
-
-class Needy(Sound):
-    def __init__(self, level):
-        pass
-
-
-class Broken(Sound):
-    def __init__(self):
-        raise OSError("no GPU")
-
-
-def factory():
-    return Sound()
-
-
-def wrong_factory():
-    return 3
-
-
-number = 3
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    (tmp_path / "own.py").write_text(FILE)
-    return tmp_path / "own.py"
-
-
-@pytest.mark.parametrize("name", ["Sound", "factory"])
-def test_a_class_or_factory_is_found_and_guarded(own: Path, name: str) -> None:
-    assert callable(find_environment(EnvironmentConfig(name=f"{own}:{name}")))
-    assert isinstance(make_environment(EnvironmentConfig(name=f"{own}:{name}")), GuardedEnvironment)
-
-
-def test_a_module_s_class_is_found_and_ours_is_not_guarded() -> None:
-    spec = EnvironmentConfig(name="asyncrl.environments.single_turn:SingleTurn")
-    assert find_environment(spec) is SingleTurn
-    assert isinstance(make_environment(EnvironmentConfig()), SingleTurn)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("Nobody", r"has no 'Nobody'. It defines: Broken, Needy, NoRun, Sound, factory, wrong_factory"),
-        ("number", "is a int, not a function"),
-        ("NoRun", r"NoRun has no run. Give it `async def run\(self, prompt, size, tools\) -> Episodes`"),
-        ("Needy", "cannot be called without arguments: .*level"),
-    ],
-)
-def test_a_name_that_is_no_environment_is_refused_before_a_start(own: Path, name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as raised:
-        find_environment(EnvironmentConfig(name=f"{own}:{name}"))
-    assert "environment.name=" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("wrong_factory", "the int it made has no run"), ("Broken", "OSError: no GPU")]
-)
-def test_what_cannot_be_made_is_a_refused_setting(own: Path, name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        make_environment(EnvironmentConfig(name=f"{own}:{name}"))
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.name=.*there is no file"):
-        find_environment(EnvironmentConfig(name=f"{tmp_path}/none.py:Own"))
+    assert (PROMPT.token_ids.tolist(), PROMPT.columns) == ([97, 62], {"prompt": "a>"})

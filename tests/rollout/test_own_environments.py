@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from asyncrl.environments.base import Environment, Episodes, EpisodeTools
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.registry import make_environment
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import RewardError
+from asyncrl.errors import NoProgress, RewardError
 from asyncrl.rewards.score import Outcome, RewardScore
+from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.episode import GroupShape
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.schema import EnvironmentConfig
@@ -37,6 +39,40 @@ def work(environment: Environment, tmp_path: Path, **changes: Any) -> ScriptedRe
         return replay
 
     return asyncio.run(scenario())
+
+
+class Deaf:
+    """Waits for something that does not come, and catches its cancellation."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+
+    async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
+        while not self.came.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.came.wait()
+        raise KeyError("what came is of no use")
+
+
+def test_an_environment_that_catches_its_cancellation_does_not_keep_a_failed_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "TURN_S", 0.01)
+    monkeypatch.setattr(worker_module, "CANCEL_S", 0.05)
+
+    async def scenario() -> None:
+        deaf = Deaf()
+        path = rows_file(tmp_path / "rows.jsonl", GROUPS)
+        guarded = GuardedEnvironment("deaf.py:Deaf", deaf, 264)
+        worker = make_worker(ScriptedReplay(GROUPS), path, environment=guarded, wait_timeout_s=0.1)
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(NoProgress, match="or for an environment that waits for something else"):
+                    await worker.run()
+        finally:
+            deaf.came.set()
+
+    asyncio.run(scenario())
 
 
 class Wrong(SingleTurn):

@@ -14,6 +14,7 @@ from asyncrl.config import config_from_dict, config_to_dict
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rollout import pool as pool_module
 from asyncrl.rollout import process
+from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import RolloutPool, last_line, pool_number, restart_delay_s, run_pool, worker_specs
 from asyncrl.schema import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
@@ -181,7 +182,7 @@ def test_the_pool_loads_neither_torch_nor_ray():
 
 
 def test_a_worker_ended_by_a_signal_was_not_stopped_by_the_run_and_is_worth_a_restart(tmp_path, monkeypatch, capfd):
-    async def until_signal(config: Config, name: str, digest: str) -> None:
+    async def until_signal(config: Config, name: str, digest: str, ending: EndWatch) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(10)
 
@@ -196,7 +197,7 @@ def test_an_environment_that_exits_in_a_task_of_its_own_is_no_stop_of_the_run(tm
     async def leaving() -> None:
         sys.exit(0)
 
-    async def leaves(config: Config, name: str, digest: str) -> None:
+    async def leaves(config: Config, name: str, digest: str, ending: EndWatch) -> None:
         await asyncio.create_task(leaving())
 
     monkeypatch.setattr(process, "run_worker", leaves)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,15 @@ from asyncrl.schema import Config
 from asyncrl.telemetry.run_folder import occupied, prepare_run_folder, redacted
 
 
+@cache
+def composed(*overrides: str) -> Config:
+    return load_config(["model.path=m", "data.path=d", "reward.function=r.py:f", *overrides])
+
+
 def config_for(folder: Path, *overrides: str) -> Config:
-    return load_config(["model.path=m", "data.path=d", "reward.function=r.py:f", f"run.dir={folder}", *overrides])
+    config = deepcopy(composed(*overrides))
+    config.run.dir = str(folder)
+    return config
 
 
 def test_a_new_folder_gets_logs_and_the_resolved_config(tmp_path: Path) -> None:
@@ -88,12 +97,15 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
     ):
         pass
 
-    def full(*_: object) -> None:
+    def full(path: Path, *_: object) -> None:
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(RunFolderError, match="No space left"):
-        prepare_run_folder(config_for(tmp_path / "b"), "one")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(RunFolderError, match="No space left"):
+            prepare_run_folder(config_for(tmp_path / "b"), "one")
+    prepare_run_folder(config_for(tmp_path / "b"), "two")  # after space was freed
 
 
 @pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
