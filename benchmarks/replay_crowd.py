@@ -133,7 +133,7 @@ def measure_crowd(workers: int, groups: int) -> dict[str, float | list[float]]:
         crowd = spawn.Process(target=run_crowd, args=(config.address, workers, "bench"), daemon=True)
         with started([crowd]):
             leases = LeasePrefetch(learner, rank=0, world=1, wait_s=120.0)
-            steps, memory = max(2, groups // GROUPS_PER_STEP), []
+            steps, memory = max(WARM_STEPS + 2, groups // GROUPS_PER_STEP), []
             for step in range(steps):
                 leases.take(step)
                 leases.ask(step + 1)

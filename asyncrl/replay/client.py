@@ -220,7 +220,8 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
     plan = wire.decode_plan(encoded_plan)
     unpacking = Unpacking(plan)
     unpacking.open(parcel, response.frames)
-    rows = [[*row, *_attempt_of(plan, row)] for row in wire.sequence(elsewhere, "elsewhere")]
+    where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]
+    rows = [[*row, *_attempt_of(plan, row)] for row in where]
     if rows and shards is None:
         raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
     for answer in shards.get(rows) if shards else ():
@@ -228,9 +229,9 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
     return unpacking.lease(rank)
 
 
-def _attempt_of(plan: StepPlan, row: Any) -> tuple[int, int]:
+def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:
     """(group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
-    group = wire.integer(wire.sequence(row, "elsewhere row", 5)[0], "group", 0, len(plan.groups) - 1)
+    group = wire.integer(row[0], "group", 0, len(plan.groups) - 1)
     return plan.groups[group].group_id, plan.groups[group].attempt
 
 

@@ -135,7 +135,7 @@ class Desk:
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, reason, detail = wire.sequence(body, "fail", 3)
         assignment = messages.decode_record(Assignment, row)
-        said = wire.text(detail, "detail")
+        said, reason = wire.text(detail, "detail"), wire.text(reason, "reason")
         try:
             why = DropReason(reason)
         except ValueError as error:

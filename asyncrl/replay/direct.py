@@ -62,11 +62,11 @@ class DirectWriter:
         write_all(descriptor, offset, buffers)
 
     def _before(self, name: str, descriptor: int, start: int, size: int) -> memoryview:
-        """The `size` bytes at `start`."""
+        """The `size` bytes at `start`; zeros beyond the end of the file."""
         known, at, content = self._tail
         if known != name or at != start or len(content) < size:
             content = os.pread(descriptor, size, start) if size else b""
-        return memoryview(content)[:size]
+        return memoryview(content[:size].ljust(size, b"\0"))
 
     def _write_blocks(self, name: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> bool:
         """False when not all of it was written: the ordinary way says why."""

@@ -97,7 +97,8 @@ class FolderDisk:
             self._writer.write(name, self._descriptor(name), offset, views)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        with (self._folder / name).open("rb", buffering=0) as file:
+        # Buffered, which asks again: the system gives less than 2 GiB at once, and the rest would pass for missing.
+        with (self._folder / name).open("rb") as file:
             file.seek(offset)
             return file.read(nbytes)
 

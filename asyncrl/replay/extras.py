@@ -126,11 +126,7 @@ def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> 
 
 
 def decode_extras(facts: Sequence[TrajectoryHeader], side: SideFrames) -> list[Extras]:
-    """Of each trajectory, as they were attached. Read-only: views of the frames, as far as those are aligned.
-
-    Raises:
-        WireError: a bool is neither 0 nor 1.
-    """
+    """Of each trajectory, as they were attached. Read-only: views of the frames, as far as those are aligned."""
     own, start = iter(side.own), 0
     decoded: list[Extras] = []
     for header, row in zip(facts, side.rows, strict=True):
@@ -152,12 +148,11 @@ def decode_extras(facts: Sequence[TrajectoryHeader], side: SideFrames) -> list[E
 
 
 def _array(extra: ExtraHeader, frame: Frame, offset: int) -> NDArray[Any]:
-    if extra.dtype == "|b1":
-        raw = np.ndarray(extra.shape, np.uint8, frame, offset)
-        # Any other byte would be true for one operation and false for the next.
-        if raw.size and raw.max() > 1:
-            raise WireError(f"extra {extra.name!r} has dtype |b1: its bytes must be 0 or 1, not {raw.max()}")
     view = np.require(np.ndarray(extra.shape, extra.dtype, frame, offset), requirements="A")
+    # An environment can make bools of any bytes (`view`), which are true for one operation and false for the next. Here
+    # nobody could refuse them any more: the step would be planned with this trajectory again.
+    if extra.dtype == "|b1" and view.size and (raw := view.view(np.uint8)).max() > 1:
+        view = np.asarray(raw != 0)
     view.setflags(write=False)
     return view
 

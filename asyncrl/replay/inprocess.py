@@ -23,6 +23,7 @@ from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.extras import plain_extras
 from asyncrl.replay.payload import group_header
 from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.wire import extra_size
 from asyncrl.types import Assignment, DropReason, EvalResult, EvalSummary, StepPlan, Trajectory, TrajectoryGroup
 
 Value = TypeVar("Value")
@@ -113,9 +114,10 @@ class InProcessRollout:
         return self._replay.wait_for(ask, wait_s) or last
 
     async def insert(self, group: TrajectoryGroup) -> InsertReply:
-        tokens = sum(len(trajectory.token_ids) for trajectory in group.trajectories)
-        extras = sum(array.nbytes for trajectory in group.trajectories for array in trajectory.extras.values())
-        header = group_header(replace(group, worker=self.worker), nbytes=tokens * BYTES_PER_TOKEN + extras)
+        header = group_header(replace(group, worker=self.worker))
+        extras = sum(extra_size(extra) for facts in header.trajectories for extra in facts.extras)
+        tokens = sum(facts.length for facts in header.trajectories)
+        header = replace(header, nbytes=tokens * BYTES_PER_TOKEN + extras)
         group = replace(group, trajectories=tuple(map(_with_plain_extras, group.trajectories)))
         with self._replay.changing() as core:
             self._alive(core)

@@ -167,10 +167,10 @@ class SegmentLog:
 
     def close(self) -> None:
         """Make all durable that can be, give back the unused end of the last segment."""
-        if self.write_batch() and self._current >= 0:
-            self.disk.truncate(segment_name(self._current), self._offset)
-            self.disk.sync(segment_name(self._current))
-        self.disk.close()
+        with contextlib.closing(self.disk):
+            if self.write_batch() and self._current >= 0:
+                self.disk.truncate(segment_name(self._current), self._offset)
+                self.disk.sync(segment_name(self._current))
 
     def _add(self, body: Sequence[Bytes]) -> _Piece:
         """Frame and queue one record. The lock is held."""

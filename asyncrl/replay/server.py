@@ -217,8 +217,7 @@ class ReplayServer:
                 del session.replies[answered]
             session.acknowledged = max(session.acknowledged, acknowledged)
             # A late copy of what was answered: run again, an acquire would give orders to nobody.
-            overtaken = request < session.acknowledged and verb != "heartbeat"
-            if overtaken or request in session.waiting:
+            if (request < session.acknowledged and verb != "heartbeat") or request in session.waiting:
                 return
             if request in session.replies:
                 self.replies.again(session, request)
@@ -228,7 +227,8 @@ class ReplayServer:
                 self._goodbye(session, request)
             else:
                 self._run(session, request, verb, body, frames)
-        except AsyncRLError as error:
+        except (AsyncRLError, RecursionError) as raised:  # The second: lists in lists that cannot even be shown.
+            error = raised if isinstance(raised, AsyncRLError) else WireError(f"{wire.short(verb)} is nested too deep")
             if isinstance(error, WireError):
                 self._malformed(session.identity, error, session)
             self.replies.error(session, request, error)

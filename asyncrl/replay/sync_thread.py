@@ -61,10 +61,14 @@ class SyncThread:
         self._stopping.set()
         self._work.set()
         self._thread.join()
-        if self.failure is None:
-            self.journal.close()
-        for descriptor in (self.wake_fd, self._wake):
-            os.close(descriptor)
+        try:
+            if self.failure is None:
+                self.journal.close()
+            else:
+                self.journal.disk.close()
+        finally:
+            for descriptor in (self.wake_fd, self._wake):
+                os.close(descriptor)
 
     def _main(self) -> None:
         rested_at = 0.0
@@ -72,19 +76,28 @@ class SyncThread:
             self._work.wait()
             self._work.clear()
             self._stopping.wait(max(0.0, rested_at - time.monotonic()))
-            try:
-                done = self.journal.write_batch()
-            except JournalError as error:
-                self.failure = error
-                self._tell()
-                return
+            done = self._write()
             # On a fast disk short groups cost little, and who waits for one reply after the other is served sooner.
             rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
             self._tell()
+            if self.failure is not None:
+                return
             if not done:
                 self._complain()
                 self._stopping.wait(RETRY_S)
                 self._work.set()
+
+    def _write(self) -> bool:
+        """As `write_batch`; an error ends the thread."""
+        try:
+            return self.journal.write_batch()
+        except JournalError as error:
+            self.failure = error
+        # The boundary of the thread: what ends it must reach the loop, or every reply would wait for ever.
+        except Exception as error:
+            log.exception("the thread of the journal failed")
+            self.failure = JournalError(f"the journal could not be written: {type(error).__name__}: {error}")
+        return False
 
     def _complain(self) -> None:
         if time.monotonic() - self._said_at > SAY_S:

@@ -173,7 +173,7 @@ def extra_size(extra: ExtraHeader) -> int:
 def unsendable(name: Any, dtype: Any) -> str:
     """Why an extra of this dtype is refused."""
     return (
-        f"extra {short(name)} has dtype {short(str(dtype))}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
+        f"extra {short(name)} has dtype {short(dtype)}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
         "it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
     )
 
@@ -194,9 +194,11 @@ def _decode_extra(row: Any) -> ExtraHeader:
         raise WireError(unsendable(name, dtype))
     dimensions = sequence(shape, f"shape of extra {name!r}", limit=MAX_DIMENSIONS)
     extra = ExtraHeader(name, dtype, tuple(integer(item, "dimension", 0, MAX_MESSAGE_BYTES) for item in dimensions))
-    if extra_size(extra) > MAX_MESSAGE_BYTES:
+    # A dimension of 0 hides nothing: numpy refuses what the others would not fit in, and the learner would end of that.
+    nbytes = math.prod(max(1, size) for size in extra.shape) * EXTRA_DTYPES[dtype]
+    if nbytes > MAX_MESSAGE_BYTES:
         raise WireError(
-            f"extra {name!r} of shape {list(extra.shape)} has {extra_size(extra)} bytes, over the limit of "
+            f"extra {name!r} of shape {list(extra.shape)} spans {nbytes} bytes, over the limit of "
             f"{MAX_MESSAGE_BYTES} for one array: attach it in parts"
         )
     return extra

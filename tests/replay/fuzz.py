@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import zmq
@@ -34,7 +36,7 @@ from asyncrl.replay.payload import (
     split_frames,
 )
 from asyncrl.replay.wire import Envelope
-from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, StepPlan
+from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, GroupHeader, StepPlan
 
 from .helpers import group, replay_config, running_server, settings
 
@@ -42,6 +44,8 @@ ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version
 VOCABULARY = 512
 NASTY = (b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xd6\xff\0\0\0\0", b"")
 Decoder = Callable[[bytes], object]
+TOO_DEEP = wire.unpack(b"\x91" * 1005 + b"\x90")
+"""Legal msgpack, which Python cannot show."""
 
 
 def envelope(body: object, verb: str = "insert", run: str = "run", request: int = 7, incarnation: str = "i") -> bytes:
@@ -68,8 +72,8 @@ class Corpus:
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
             ("columns", frames[1], lambda raw: decode(facts, columns_of(facts, raw, ()))),
-            ("joined", frames[1], lambda raw: self._checked(encoded, [frames[0], raw, frames[2]])),
-            ("extras", frames[2], lambda raw: self._checked(encoded, [*frames[:2], raw])),
+            ("joined", frames[1], lambda raw: checked(encoded.header, [frames[0], raw, frames[2]])),
+            ("extras", frames[2], lambda raw: checked(encoded.header, [*frames[:2], raw])),
             ("texts", frames[0], decode_texts),
             ("plan", wire.pack(wire.encode_plan(plan)), lambda raw: wire.decode_plan(wire.unpack(raw))),
             (
@@ -79,20 +83,40 @@ class Corpus:
             ),
         )
 
-    def _checked(self, encoded: EncodedGroup, frames: Sequence[bytes]) -> None:
-        stored, headers = split_frames(encoded.header, frames), encoded.header.trajectories
-        check_stored(encoded.header, stored, VOCABULARY)
-        # What passed the door must not fail at the learner.
-        for facts, arrived in zip(headers, stored.trajectories(headers), strict=True):
-            assert np.isfinite(arrived.behavior_logprobs[arrived.loss_mask]).all()
-            assert 0 <= arrived.token_ids.min() <= arrived.token_ids.max() < VOCABULARY
-            assert arrived.prompt_length == facts.prompt_length and arrived.reward == facts.reward
-
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
         _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
         row, _ = wire.sequence(body, "insert", 2)
-        header = wire.decode_group_header(row)
-        check_stored(header, split_frames(header, frames), VOCABULARY)
+        checked(wire.decode_group_header(row), frames)
+
+
+def checked(header: GroupHeader, frames: Sequence[bytes]) -> None:
+    """The door, and the learner behind it: what the one lets in must not fail at the other."""
+    stored, headers = split_frames(header, frames), header.trajectories
+    check_stored(header, stored, VOCABULARY)
+    try:
+        arrived = stored.trajectories(headers)
+    except WireError as error:
+        raise AssertionError("the learner refuses what the server took in") from error
+    for facts, one in zip(headers, arrived, strict=True):
+        assert np.isfinite(one.behavior_logprobs[one.loss_mask]).all()
+        assert 0 <= one.token_ids.min() <= one.token_ids.max() < VOCABULARY
+        assert one.reward == facts.reward and (one.prompt_length == facts.prompt_length or not facts.loss_tokens)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    inside = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    for key, item in inside:
+        yield from places(item, (*path, key))
+
+
+def put(value: Any, path: tuple[Any, ...], item: Any) -> Any:
+    """A copy of `value` with `item` at `path`."""
+    if not path:
+        return item
+    changed = copy.copy(value)
+    changed[path[0]] = put(value[path[0]], path[1:], item)
+    return changed
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:

@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.replay.direct import BLOCK
+
 
 @dataclass
 class _File:
@@ -44,6 +46,7 @@ class MemoryDisk:
         if self.fail_with:
             raise OSError(self.fail_with, "planned failure")
         file, content = self._files[name], b"".join(buffers)
+        content += bytes(-(offset + len(content)) % BLOCK)  # As the real one may.
         if len(file.data) < offset + len(content):
             file.data.extend(bytes(offset + len(content) - len(file.data)))
         file.data[offset : offset + len(content)] = content

@@ -32,6 +32,20 @@ def test_a_gathered_write_of_any_number_of_buffers_lands_whole(tmp_path: Path) -
     disk.close()
 
 
+def test_a_file_that_the_system_hands_out_in_parts_is_read_whole() -> None:
+    """As it does with one of more than 2 GiB; of these it gives a page at a time."""
+    disk = FolderDisk(Path("/proc/self"), locked=False)
+    assert len(disk.read("smaps", 0, 1 << 24)) > 4 * 4096
+
+
+def test_what_is_written_beyond_the_end_of_a_file_stands_where_it_was_put(tmp_path: Path) -> None:
+    disk = FolderDisk(tmp_path, locked=True)
+    disk.create("a", 64)
+    disk.write("a", 5000, [b"far"])
+    assert disk.read("a", 0, 5003) == bytes(5000) + b"far"
+    disk.close()
+
+
 def test_a_journal_of_many_segments_holds_few_of_them_open(tmp_path: Path) -> None:
     disk = FolderDisk(tmp_path / "j", locked=True)
     for number in range(5 * KEPT_OPEN):

@@ -162,6 +162,16 @@ def test_extras_that_cannot_be_sent_are_refused_with_the_rule(extras, complaint)
         encode_group(with_extras(extras))
 
 
+@pytest.mark.parametrize("nothing", range(4))
+def test_a_dimension_of_zero_hides_no_shape_that_numpy_cannot_make_at_the_learner(nothing) -> None:
+    shape = [1 << 30] * 4
+    shape[nothing] = 0
+    with pytest.raises(WireError, match=r"spans 9903520314283042199192993792 bytes, over the limit"):
+        wire.decode_extra_headers([["x", "<f8", shape]])
+    (fits,) = wire.decode_extra_headers([["x", "<f8", [0, 1 << 27]]])
+    assert np.ndarray(fits.shape, fits.dtype, b"").size == 0
+
+
 def test_a_group_that_no_journal_record_could_hold_is_refused_by_either_side() -> None:
     huge = np.broadcast_to(np.uint8(1), (1 << 30,))
     with pytest.raises(WireError, match=r"a group of 4294967296 bytes is over .* rollout.group_size"):

@@ -29,6 +29,7 @@ from asyncrl.replay.retained import RetainedReplay, read_surviving
 from asyncrl.replay.session import Answer, Session
 from asyncrl.types import NO_VERSION, Trajectory, TrajectoryGroup
 
+from .fuzz import TOO_DEEP, places, put
 from .helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
 
 RUN = {"run_id": "r", "run_digest": "d", "boot": "b", "settings": {}}
@@ -91,14 +92,19 @@ def test_the_server_takes_in_and_hands_out_extras_without_looking_into_them() ->
     assert sum(isinstance(frame, Unread) for frame in desks.lease().frames) == 4
 
 
-def test_a_bool_that_is_neither_true_nor_false_passes_the_server_and_not_the_learner() -> None:
+def test_bools_of_other_bytes_are_true_for_the_learner_and_end_nothing() -> None:
+    """An honest environment makes them with `view`; the server does not look."""
     desks = Desks()
+    odd = np.array([0, 1, 2, 255], np.uint8)
+    extras = {"seen": odd.view(bool), "one": odd[3:].view(bool).reshape(()), "mask": np.full(LARGE_ARRAY, 7, np.uint8)}
+    extras["mask"] = extras["mask"].view(bool)
     for order in desks.orders:
-        encoded = encode_group(group(order, [0, 0]))
-        *frames, side = encoded.frames
-        assert desks.insert(encoded, [*frames, b"\xff" * len(side)]) == "accepted"
-    with pytest.raises(WireError, match=r"'seen' has dtype \|b1: its bytes must be 0 or 1, not 255"):
-        decoded(desks.lease())
+        made = replace(group(order, [0]), trajectories=pair(extras))
+        assert desks.insert(encode_group(made)) == "accepted"
+    found = decoded(desks.lease()).trajectories[0, 0].extras
+    assert found["seen"].tobytes() == b"\0\1\1\1" and found["one"].tobytes() == b"\1"
+    assert found["mask"].view(np.uint8).max() == 1 and found["mask"].all()
+    assert all(array.dtype == bool and not array.flags.writeable for array in found.values())
 
 
 def test_a_group_with_bad_extras_is_refused_and_its_maker_goes_on() -> None:
@@ -129,6 +135,26 @@ def test_a_rank_gets_the_extras_of_its_own_trajectories_and_samples_come_without
     assert sum(nbytes) < 2 * encoded.header.nbytes
 
 
+NONSENSE: tuple[Any, ...] = (TOO_DEEP, None, True, -1, 1, 3, 1 << 62, 0.5, "x", b"x", [], [1 << 30] * 8, [[1]], {})
+
+
+def test_nonsense_in_any_place_of_a_lease_is_a_typed_error_at_the_rank() -> None:
+    desks = Desks()
+    for order in desks.orders:
+        made = replace(group(order, [0]), trajectories=pair({"x": np.zeros(LARGE_ARRAY, np.uint8), "y": np.arange(3)}))
+        assert desks.insert(encode_group(made)) == "accepted"
+    lease = desks.lease(samples=1)
+    body, frames = wire.unpack(wire.pack(lease.body)), [bytes(frame) for frame in lease.frames]
+    refused = 0
+    for path in places(body):
+        for item in NONSENSE:
+            try:
+                decode_lease(Response(put(body, path, item), frames), 0)
+            except WireError:
+                refused += 1
+    assert refused > 1000
+
+
 def test_a_run_in_one_process_gets_extras_as_over_the_wire() -> None:
     replay = InProcessReplay(settings(groups_per_step=1))
     learner, worker = replay.learner(), replay.rollout("w")
@@ -139,8 +165,9 @@ def test_a_run_in_one_process_gets_extras_as_over_the_wire() -> None:
 
     async def work() -> None:
         (order,) = (await worker.acquire(slots=1, wait_s=30)).assignments
-        with pytest.raises(WireError, match="has dtype"):
-            await worker.insert(replace(group(order, [0]), trajectories=pair({"x": np.array(["a"])})))
+        for wrong, complaint in ((np.array(["a"]), "has dtype"), ([1.0], "must be a numpy array")):
+            with pytest.raises(WireError, match=complaint):
+                await worker.insert(replace(group(order, [0]), trajectories=pair({"x": wrong})))
         made = replace(group(order, [0]), trajectories=pair(extras))
         assert (await worker.insert(made)).status == "accepted"
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.replay import wire
+from asyncrl.replay import messages, wire
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.payload import encode_group
 from asyncrl.replay.session import Answer, Session
-from asyncrl.types import NO_VERSION, DropReason
+from asyncrl.types import NO_VERSION, DropReason, EvalResult
 
-from .fuzz import VOCABULARY, fuzz_decoders, fuzz_server
+from .fuzz import TOO_DEEP, VOCABULARY, fuzz_decoders, fuzz_server, places, put
 from .helpers import Clock, group, settings, trajectory
 
 
@@ -121,3 +122,19 @@ def test_texts_that_the_learner_could_not_read_are_refused() -> None:
     bad = b"\xc1" * len(encoded.frames[0])
     with pytest.raises(WireError, match="msgpack"):
         door.insert(encoded.header, [bad, *encoded.frames[1:]])
+
+
+def test_lists_in_lists_in_any_place_of_a_worker_s_request_end_in_a_typed_error() -> None:
+    door = Door()
+    encoded = encode_group(group(door.order, [0, 0]))
+    fail = [messages.encode_record(door.order), "failed_reward", "why"]
+    result = EvalResult(job_id=0, chunk=0, attempt=0, policy_version=0, scores=(1.0,))
+    bodies = {
+        "insert": [wire.encode_group_header(encoded.header), None], "acquire": [1, 0.0], "fail": fail,
+        "served": [0, "f"], "report_evaluation": messages.encode_record(result), "watch": [0, 0.0],
+    }  # fmt: skip
+    for verb, body in bodies.items():
+        for path in places(body):
+            with contextlib.suppress(WireError):
+                door.desk.handle(door.worker, verb, put(body, path, TOO_DEEP), encoded.frames)
+                raise AssertionError(f"{verb} was taken with lists in lists at {path}")

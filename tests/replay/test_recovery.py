@@ -53,7 +53,7 @@ def test_a_run_is_unfinished_until_its_learner_says_so() -> None:
 def test_of_a_damaged_journal_nobody_says_that_its_run_is_over() -> None:
     disk = MemoryDisk()
     life(disk)
-    disk.write(segment_name(segment_numbers(disk)[-1]), 40, [b"damaged"])
+    disk.flip(segment_name(segment_numbers(disk)[-1]), 40)
     with pytest.raises(JournalError, match="damaged"):
         unfinished_run(disk)
 

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, NoProgress, WireError
 from asyncrl.replay import wire
+from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.meter import RolloutRates
 from asyncrl.replay.router import router
 from asyncrl.types import DropReason, EvalResult
@@ -230,6 +231,20 @@ def test_what_cannot_be_packed_fails_its_caller_only(run) -> None:
     with pytest.raises(WireError, match="limit"):
         run.learner.announce({"x": b"0" * (wire.MAX_REQUEST_BYTES + 1)})
     run.learner.announce({"x": 1})
+
+
+def test_a_request_that_python_cannot_show_is_refused_and_the_server_goes_on(run, monkeypatch) -> None:
+    run.start()
+    client = run.worker()
+
+    def show(*values: object) -> None:
+        raise RecursionError("lists in lists in lists")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReplayCore, "served", show)
+        with pytest.raises(WireError, match="'served' is nested too deep"):
+            asyncio.run(client.served(0, "f"))
+    asyncio.run(client.served(0, "f"))
 
 
 def test_an_open_address_without_keys_is_refused() -> None:

@@ -147,7 +147,7 @@ def test_a_journal_says_of_which_run_it_is_unless_it_is_damaged() -> None:
     store.write_batch()
     assert run_of(disk) == "r"
     newest = segment_name(segment_numbers(disk)[-1])
-    disk.write(newest, 40, [b"damaged"])
+    disk.flip(newest, 40)
     assert run_of(disk) is None
 
 
