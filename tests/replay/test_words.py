@@ -94,17 +94,26 @@ def outcome(future: Future[Response]) -> Any:
     return future.result().body if error is None else error
 
 
-def first(verb: str, says: Callable[[int], Frames]) -> Answer:
-    """`says` to the first request of this verb, and what an honest server would to all else."""
+def first(verb: str, says: Callable[[int], Frames], since: int = 0) -> Answer:
+    """`says` to the first request of this verb, and what an honest server would to all else.
+
+    Args:
+        since: number of the first request meant: one that was asked before, and answered, may still come a second time.
+    """
     told: list[int] = []
 
     def answer(number: int, asked: str) -> Frames | None:
-        if asked != verb or told:
+        if asked != verb or number < since or told:
             return None
         told.append(number)
         return says(number)
 
     return answer
+
+
+def next_group(line: Desk, says: Callable[[int], Frames]) -> Answer:
+    """`says` to the next group that is sent."""
+    return first("insert", says, since=line.client._next)
 
 
 def met(line: Desk, answer: Answer) -> tuple[Any, Any]:
@@ -123,7 +132,7 @@ def line() -> Iterator[Desk]:
 
 @pytest.mark.parametrize("body", [None, [], 7, "stored", ["", "", "x"], ["", "", -1], ["", "", True], VERY_DEEP])
 def test_a_group_whose_reply_has_no_window_fails_alone(line, body) -> None:
-    group, question = met(line, first("insert", lambda number: reply("ok", number, body)))
+    group, question = met(line, next_group(line, lambda number: reply("ok", number, body)))
     assert isinstance(group, WireError) and "insert" in str(group)
     assert question == "members"
     assert met(line, lambda number, verb: None) == (STORED, "members"), "the connection goes on, its credit is whole"
@@ -132,7 +141,7 @@ def test_a_group_whose_reply_has_no_window_fails_alone(line, body) -> None:
 @pytest.mark.parametrize("verb", ["fenced", "wire", "replay", "no_progress", "never heard of"])
 @pytest.mark.parametrize("body", [None, ["x"], VERY_DEEP, "why" * 100_000], ids=["none", "list", "deep", "long"])
 def test_an_error_fails_its_request_alone_whatever_its_words_are(line, verb, body) -> None:
-    group, question = met(line, first("insert", lambda number: reply(verb, number, body)))
+    group, question = met(line, next_group(line, lambda number: reply(verb, number, body)))
     assert type(group) is words.ERRORS.get(verb, ReplayError) and len(str(group)) < 2 * wire.MAX_TEXT
     assert question == "members"
 
@@ -140,7 +149,7 @@ def test_an_error_fails_its_request_alone_whatever_its_words_are(line, verb, bod
 @settings(max_examples=60, deadline=None)
 @given(verb=VERBS, body=BODIES, extra=st.lists(st.binary(max_size=9), max_size=3))
 def test_whatever_is_answered_to_one_request_the_others_get_their_answers(line, verb, body, extra) -> None:
-    group, question = met(line, first("insert", lambda number: reply(verb, number, body) + extra))
+    group, question = met(line, next_group(line, lambda number: reply(verb, number, body) + extra))
     assert isinstance(group, AsyncRLError) or (verb in ("ok", "unknown_peer") and type(group) is list)
     assert question == "members"
 
@@ -150,7 +159,8 @@ def test_whatever_is_answered_to_one_request_the_others_get_their_answers(line, 
 def test_nonsense_in_any_place_leaves_nobody_waiting(asked, verb, body) -> None:
     with desk() as line:
         results = met(line, first(asked, lambda number: reply(verb, number, body)))
-    assert all(isinstance(result, AsyncRLError) or result in (STORED, "members", body) for result in results)
+    # A list is an answer to the group: it ends with a window. Not compared: a NaN in it is no other's equal.
+    assert all(isinstance(result, (AsyncRLError, list)) or result == "members" for result in results)
 
 
 @settings(max_examples=30, deadline=None)
