@@ -41,7 +41,7 @@ class Office:
 
     def arrived(self, peer: str) -> list[list[bytes]]:
         messages = []
-        while self.peers[peer].poll(200 if not messages else 20):
+        while self.peers[peer].poll(100 if messages else 20_000):
             messages.append(self.peers[peer].recv_multipart())
         return messages
 

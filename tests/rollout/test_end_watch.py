@@ -19,19 +19,21 @@ pytestmark = pytest.mark.timeout(150)
 )
 def test_a_thread_that_an_environment_left_behind_does_not_keep_the_process(error: Exception | None, code: int) -> None:
     said: list[tuple[str, int]] = []
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def end(text: str, code: int) -> None:
         said.append((text, code))
         ended.set()  # here the process would be gone
 
     def a_teacher_that_never_answers() -> None:
+        begun.set()
         assert ended.wait(60), "nobody noticed"
 
     async def scenario(watch: EndWatch) -> None:
         with watch:
             call = asyncio.create_task(asyncio.to_thread(a_teacher_that_never_answers))
-            await asyncio.sleep(0)
+            while not begun.is_set():  # Cancelled before its thread has it, the call would never be made.
+                await asyncio.sleep(0.001)
             call.cancel()
             if error is not None:
                 raise error

@@ -24,7 +24,7 @@ def test_whoever_holds_the_loop_is_named_and_the_worker_ends() -> None:
         return ended.wait(60)
 
     async def scenario() -> None:
-        with LoopWatch(limit_s=0.05, turn_s=0.01, end=end):
+        with LoopWatch(limit_s=0.5, turn_s=0.01, end=end):
             assert an_environment_that_blocks(), "nobody noticed"
 
     asyncio.run(scenario())
