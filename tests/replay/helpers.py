@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.serving import run_server
 from asyncrl.types import (
@@ -150,3 +152,11 @@ def running_server(config: ReplayConfig, admission: AdmissionSettings, digest: s
         stop.set()
         thread.join(10)
         assert not thread.is_alive(), "the server did not stop"
+
+
+def close_all(clients: Iterable[LearnerClient | RolloutClient]) -> None:
+    """In the order given; those of workers close in a loop of their own."""
+    for client in clients:
+        closed = client.close()
+        if closed is not None:
+            asyncio.run(closed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.serving import run_server
 
-from .helpers import replay_config, settings
+from .helpers import close_all, replay_config, settings
 from .memory_disk import MemoryDisk
 
 ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
@@ -93,8 +92,5 @@ class Server:
         return client
 
     def close(self) -> None:
-        for client in self._clients:
-            closed = client.close()
-            if closed is not None:
-                asyncio.run(closed)
+        close_all(self._clients)
         self.kill()

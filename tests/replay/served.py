@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -10,7 +9,7 @@ import threading
 from asyncrl.replay.client import LearnerClient, RolloutClient
 from asyncrl.types import NO_VERSION
 
-from .helpers import settings
+from .helpers import close_all, settings
 
 
 class Run:
@@ -33,10 +32,7 @@ class Run:
         return version
 
     def close(self) -> None:
-        for client in self.clients:
-            closed = client.close()
-            if closed is not None:
-                asyncio.run(closed)
+        close_all(self.clients)
 
 
 async def ready(client: RolloutClient, slots: int = 4):
