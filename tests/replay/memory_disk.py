@@ -85,12 +85,13 @@ class MemoryDisk:
         after._names = dict(after._files)
         return after
 
-    def power_loss(self, random: random.Random) -> MemoryDisk:
-        """What a machine finds after a power loss now. Of each write that was not synced, any part may be there."""
+    def power_loss(self, random: random.Random | None = None) -> MemoryDisk:
+        """What a machine finds after a power loss now. Of each write that was not synced, any part may be there;
+        without `random`, nothing is."""
         after = MemoryDisk(self.room)
         for name, file in self._names.items():
             data = bytearray(file.synced if file.synced is not None else bytes(len(file.data)))
-            for offset, content in file.writes:
+            for offset, content in file.writes if random is not None else ():
                 kept = content[: random.choice((0, random.randint(0, len(content)), len(content)))]
                 if len(data) < offset + len(kept):
                     data.extend(bytes(offset + len(kept) - len(data)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,24 +23,22 @@ from .lives import ADMISSION, Server
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
+@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": 4.0}], indirect=True)
 def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(server: Server) -> None:
     learner, worker = begin(server)
     orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
-    server.disk.open.clear()
-    body = asyncio.run_coroutine_threadsafe
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    pending = body(worker.insert(group(orders[0], [0] * 3)), loop)
-    time.sleep(2.0)  # Longer than heartbeat_timeout_s: a server that waited for the disk would have been given up.
-    assert not pending.done()
-    before = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
-    assert before is not None and not before.state.buffer.waiting
-    server.disk.open.set()
-    assert pending.result(40).status == "accepted"
-    after = recover(server.disk.power_loss(random.Random(0)), ADMISSION.max_staleness)
+    server.disk.hold()
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(asyncio.run, worker.insert(group(orders[0], [0] * 3)))
+        assert server.disk.waiting.wait(30)
+        time.sleep(5.0)  # Longer than heartbeat_timeout_s: a server that waited for the disk would have been given up.
+        assert not pending.done()
+        before = recover(server.disk.power_loss(), ADMISSION.max_staleness)
+        assert before is not None and not before.state.buffer.waiting
+        server.disk.open.set()
+        assert pending.result(40).status == "accepted"
+    after = recover(server.disk.power_loss(), ADMISSION.max_staleness)
     assert after is not None and list(after.state.buffer.waiting) == [orders[0].group_id]
-    loop.call_soon_threadsafe(loop.stop)
     assert learner.members()[0].worker == "w"
 
 
@@ -221,34 +219,32 @@ def test_a_full_disk_pauses_admission_with_the_reason_and_the_run_goes_on_when_t
     learner, worker = begin(server)
     orders = asyncio.run(worker.acquire(slots=1, wait_s=30)).assignments
     server.disk.fail_with = errno.ENOSPC
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    pending = asyncio.run_coroutine_threadsafe(worker.insert(group(orders[0], [0] * 3)), loop)
-    with pytest.raises(NoProgress, match="the disk is full"):
-        learner.lease(step=0, rank=0, world=1, wait_s=1.5)
-    assert not pending.done()
-    server.disk.fail_with = 0
-    assert pending.result(40).status == "accepted"
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(asyncio.run, worker.insert(group(orders[0], [0] * 3)))
+        with pytest.raises(NoProgress, match="the disk is full"):
+            learner.lease(step=0, rank=0, world=1, wait_s=3)
+        assert not pending.done()
+        server.disk.fail_with = 0
+        assert pending.result(40).status == "accepted"
     with contextlib.suppress(NoProgress):
         asyncio.run(fill(worker, 3))
     assert learner.lease(step=0, rank=0, world=1, wait_s=30).plan.step == 0
-    loop.call_soon_threadsafe(loop.stop)
 
 
 def test_a_learner_does_not_wait_for_ever_for_a_disk_that_does_not_answer() -> None:
-    server = Server(wait_timeout_s=1.0)
+    server = Server(wait_timeout_s=4.0)
     server.start()
     learner, _ = begin(server)
     server.disk.open.clear()
     with pytest.raises(
-        NoProgress, match=r"nothing became durable at the replay server for 1 s: the disk of the journal"
+        NoProgress, match=r"nothing became durable at the replay server for 4 s: the disk of the journal"
     ):
         learner.announce({"epoch": 1})
     server.close()
 
 
 def test_a_worker_without_a_server_gives_up_at_its_deadline_and_names_it() -> None:
-    server = Server(wait_timeout_s=2.5)
+    server = Server(wait_timeout_s=4.0)
     server.start()
     learner, _ = begin(server)
     server.kill()
