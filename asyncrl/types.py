@@ -19,6 +19,9 @@ NO_VERSION = -1
 GREEDY_REWARD = "greedy_baseline"
 """Named component that workers add under `advantage.baseline=greedy`: the reward of the greedy completion."""
 
+MAX_LOGPROB = 1e-3
+"""Rounding may lift a log-prob a little above 0; more is a broken engine."""
+
 REF_LOGPROBS = "ref_logprobs"
 """Of `Trajectory.extras` under `reference.path=rollout`: log-probs [T] of the reference policy, float32."""
 
@@ -115,8 +118,8 @@ class Trajectory:
     finish_reason: str = "stop"
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Named arrays of any shape that an environment attaches: log-probs of a teacher, an image, routed experts. They
-    are stored and travel with the trajectory to the rank that trains it; the replay server never looks into them.
-    Large ones are sent without a copy: nobody writes to an array once it is attached."""
+    are stored and travel with the trajectory to the rank that trains it; the replay server looks into none but
+    `ref_logprobs`. Large ones are sent without a copy: nobody writes to an array once it is attached."""
 
     @property
     def prompt_length(self) -> int:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
 from asyncrl.replay import wire
-from asyncrl.replay.payload import MAX_LOGPROB, group_header
-from asyncrl.types import REF_LOGPROBS, Prompt, Trajectory, TrajectoryGroup
+from asyncrl.replay.payload import group_header
+from asyncrl.types import Prompt, Trajectory, TrajectoryGroup
 
 FAILURES = (GenerationError, RewardError, EpisodeError)
 """What may stand in the place of a trajectory."""
@@ -83,22 +83,4 @@ def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:
             wire.pack(texts)
     except WireError as error:
         return str(error)
-    return ""
-
-
-def reference_fault(trajectory: Trajectory) -> str:
-    """Empty when the trajectory brings the reference's log-probs of its sampled tokens.
-
-    Those of other tokens may be anything, NaN included. A sampled one without would count as a KL of 0 in the loss, and
-    end every sum of the KL in the reward.
-    """
-    given = trajectory.extras.get(REF_LOGPROBS)
-    length = len(trajectory.token_ids)
-    if given is None:
-        return f"extras has no {REF_LOGPROBS!r}, the log-probs of the reference"
-    if given.dtype != np.float32 or given.shape != (length,):
-        return f"extras[{REF_LOGPROBS!r}] must be float32[{length}]; {given.dtype}{list(given.shape)} came"
-    read = given[trajectory.loss_mask]
-    if not np.isfinite(read).all() or (read > MAX_LOGPROB).any():
-        return f"extras[{REF_LOGPROBS!r}] must be finite and not above 0 at every sampled token"
     return ""

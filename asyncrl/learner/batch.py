@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.environments.faults import reference_fault
 from asyncrl.errors import EpisodeError, LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
 from asyncrl.replay.base import Lease
+from asyncrl.replay.reference import reference_fault
 from asyncrl.types import NO_VERSION, REF_LOGPROBS, StepPlan, Trajectory
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.base import LearnerReplay
+from asyncrl.replay.reference import FROM_ROLLOUT, REFERENCE
 from asyncrl.types import NO_VERSION
 
 
@@ -47,8 +48,9 @@ def begin(
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     if rank == 0:
         restored = replay.restore(step=step, policy_version=version, snapshot=snapshot)
-        # The replay refuses groups with other tokens: here they would crash the embedding of every rank.
-        replay.announce({"vocabulary": roles.policy.hf.get_input_embeddings().num_embeddings})
+        # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
+        vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
+        replay.announce({"vocabulary": vocabulary, REFERENCE: FROM_ROLLOUT if roles.reference_comes else ""})
         numbers = torch.tensor([restored.next_step, restored.next_version], device=device)
     if dist.is_initialized():
         dist.broadcast(numbers, src=0)

@@ -30,7 +30,9 @@ class Roles:
     optimizer: torch.optim.Optimizer
     critic: Critic | None = None
     reference: PolicyModel | None = None
-    """Frozen: what the KL is measured against; None also where its log-probs come with the trajectories."""
+    """Frozen: what the KL is measured against."""
+    reference_comes: bool = False
+    """Its log-probs come with the trajectories; no model is needed."""
     base_is_reference: bool = False
     """With LoRA: the reference is the policy with its adapters off, no model of its own."""
     average: PolicyModel | None = None
@@ -70,7 +72,8 @@ def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -
         critic = build_critic(config, device, mesh)
         roles.critic = Critic(model=critic, optimizer=make_optimizer(critic.parameters(), config.learner))
     roles.base_is_reference = needs_reference(config) and policy.adapters is not None and not config.reference.path
-    if needs_reference(config) and not roles.base_is_reference and not config.reference.from_rollout:
+    roles.reference_comes = needs_reference(config) and config.reference.from_rollout
+    if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
         roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True)
     if ema > 0:
         roles.average = build_model(config, device, mesh, frozen=True)

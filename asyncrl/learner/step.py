@@ -47,9 +47,8 @@ def train_step(
     minibatches = plan_minibatches(
         plan, rank=rank, updates=settings.updates_per_batch, budget=settings.max_tokens_per_microbatch
     )
-    carried = config.reference.from_rollout
     batches = [
-        pack(lease, members, device, reference=carried)
+        pack(lease, members, device, reference=roles.reference_comes)
         for minibatch in minibatches
         for members in minibatch.micro_batches
     ]

@@ -19,6 +19,7 @@ from asyncrl.replay.columns import Frame
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.payload import MAX_VOCABULARY
 from asyncrl.replay.payloads import InShards, Payloads, WithPlanner
+from asyncrl.replay.reference import FROM_ROLLOUT, REFERENCE, require_reference
 from asyncrl.replay.session import Answer, Handler, Later, Reply, Session
 from asyncrl.replay.shards_desk import ShardsDesk
 from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
@@ -124,6 +125,8 @@ class Desk:
         row, receipt = wire.sequence(body, "insert", 2)
         header = replace(wire.decode_group_header(row), worker=session.name)
         try:
+            if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
+                require_reference(header)
             stored = self.payloads.take(header, receipt, frames, self.vocabulary())
         except WireError:
             # Else the group would be under way for as long as its maker lives.

@@ -1,4 +1,4 @@
-"""The bytes of `Trajectory.extras` in frames of their own, which nobody on the way looks into.
+"""The bytes of `Trajectory.extras` in frames of their own. Nobody on the way looks into them, but for `ref_logprobs`.
 
     joined frame   a block per trajectory: its arrays below 256 KiB, one after the other, each from a multiple of 8 on
     own frames     blocks and arrays of 256 KiB or more: trajectory by trajectory, its block first

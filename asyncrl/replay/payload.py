@@ -3,7 +3,7 @@
     insert:  [envelope] [texts] [joined columns of all trajectories] [large array] ... [joined extras] [large extra] ...
 
 What is in the frames follows from the header; see `columns.py` and `extras.py`. The server checks every value as it
-comes in, but of extras the sizes only, and hands the frames on as they came.
+comes in, but of extras the sizes only (and the log-probs of a reference), and hands the frames on as they came.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from asyncrl.errors import WireError
 from asyncrl.replay import wire
 from asyncrl.replay.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
 from asyncrl.replay.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
-from asyncrl.types import GroupHeader, Trajectory, TrajectoryGroup, TrajectoryHeader
+from asyncrl.replay.reference import brings_reference, reference_fault
+from asyncrl.types import MAX_LOGPROB, GroupHeader, Trajectory, TrajectoryGroup, TrajectoryHeader
 
-MAX_LOGPROB = 1e-3
-"""Rounding may lift a log-prob a little above 0; more is a broken engine."""
 MAX_VOCABULARY = 1 << 31
 """Of a model that nobody has announced yet."""
 _INT32, _BOOL, _FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
@@ -120,6 +119,11 @@ def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> N
     """
     decode_texts(stored.texts)
     check_columns(header.trajectories, stored.columns, vocabulary)
+    brought = brings_reference(header)
+    for place, trajectory in enumerate(stored.trajectories(header.trajectories) if any(brought) else ()):
+        fault = reference_fault(trajectory) if brought[place] else ""
+        if fault:
+            raise WireError(f"trajectory {place} of group {header.group_id}: {fault}")
 
 
 def check_columns(facts: Sequence[TrajectoryHeader], columns: Columns, vocabulary: int) -> None:

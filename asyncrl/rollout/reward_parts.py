@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
-from asyncrl.environments.faults import reference_fault
 from asyncrl.errors import EpisodeError, RewardError
+from asyncrl.replay.reference import reference_fault
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory
 

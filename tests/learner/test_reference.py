@@ -12,13 +12,16 @@ import torch
 
 from asyncrl.errors import EpisodeError
 from asyncrl.learner.batch import pack
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.optim import NonFiniteGuard
+from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step import train_step
 from asyncrl.losses.config import LossConfig
 from asyncrl.replay.base import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, ReferenceConfig
 from asyncrl.types import REF_LOGPROBS, Trajectory
+from tests.learner.fed_replay import FedReplay
 from tests.learner.feed import make_lease, make_step, tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
@@ -130,3 +133,18 @@ def test_tokens_outside_the_loss_carry_none_and_neither_does_an_empty_batch(leas
     assert batch.ref_logprobs[~batch.loss_mask].eq(0).all() and batch.ref_logprobs[batch.loss_mask].lt(0).all()
     empty = pack(lease, (), CPU, reference=True).ref_logprobs
     assert empty is not None and empty.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("path", "announced"), [("rollout", "rollout"), ("", "")])
+def test_the_replay_is_told_whether_groups_without_them_are_of_use(
+    path: str, announced: str, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = Config(
+        model=ModelConfig(path=str(models[0])),
+        advantage=AdvantageConfig(kl_coef=0.1),
+        reference=ReferenceConfig(path=path),
+    )
+    replay, checkpoints = FedReplay(), Checkpoints(tmp_path, rank=0, keep=1)
+    begin(replay, checkpoints, build_roles(config, CPU, None), None, rank=0, device=CPU)
+    (values,) = replay.named("announce")
+    assert values["reference"] == announced and values["vocabulary"] > 0
