@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shlex
 import socket
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checks.replay import host_of
+from asyncrl.errors import ConfigError
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config
 
@@ -20,6 +22,10 @@ RANK_ENVIRONMENT = {
     # Without it a rank that is killed takes the store of the next rendezvous with it, and one death burns restarts.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+
+
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel hands out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +118,15 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """So many different ones, which the kernel gives to nobody who asks it for any: a role listens on its port only
+    after seconds, and comes back to it after a death."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    if len(found) < count:
+        raise ConfigError(f"no {count} ports of {PORTS.start} to {PORTS.stop} are free: end what holds them")
+    return found

@@ -6,6 +6,7 @@ Past `load_config()` there is no `DictConfig`: a process gets a `Config` that wa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             refused setting; the message says the rule, the value and the way out.
     """
     refuse_unknown_keys(overrides, known=config_keys(), groups=config_groups())
-    ConfigStore.instance().store(name="schema", node=Config)
+    _tell_schema()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
@@ -79,6 +80,12 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(explain_refused_value(reason, overrides)) from error
     check_config(config)
     return config
+
+
+@functools.cache
+def _tell_schema() -> None:
+    """To Hydra: for as long as the process lives."""
+    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def _addable(override: str) -> str:

@@ -26,12 +26,9 @@ said="$(mktemp)" other=""
 # Of what runs beside, $other is a shell, or by `exec` the command itself: both are to end.
 trap '[ -z "$other" ] || { pkill -P "$other" || true; kill "$other" 2>/dev/null || true; }; rm -f "$said"' EXIT
 
-# beside COMMAND...: runs it at a low priority, so that it costs those that a clock judges little more than idle time.
+# beside COMMAND...: runs it beside what follows.
 beside() {
-    (
-        renice -n 10 "$BASHPID" >/dev/null
-        "$@"
-    ) >"$said" 2>&1 &
+    "$@" >"$said" 2>&1 &
     other=$!
 }
 
@@ -44,34 +41,49 @@ joined() {
     return "$status"
 }
 
-static_checks_and_sums() {
-    echo "== pyright"
-    "$PYTHON" -m pyright --pythonpath "$PYTHON"
-    echo "== lint-imports"
-    "$(dirname "$PYTHON")/lint-imports"
-    echo "== pytest: sums"
-    COVERAGE_FILE=.coverage.sums "$PYTHON" -m pytest -m "not slow and not gpu" --cov=asyncrl.losses --cov-report= "${sums[@]}"
+# tests NAME ARGUMENTS...: pytest, under a heading; a failure is remembered, and the rest still runs.
+tests() {
+    echo "== pytest: $1"
+    "$PYTHON" -m pytest "${@:2}" || failed=1
 }
 
+fast="not slow and not gpu" slow="slow and not unhurried and not gpu"
+# Rooms whose tests compute; in the others there are threads, sockets and processes.
+sums=(tests/advantages tests/data tests/engines tests/environments tests/learner)
 # The pure core of the replay, its wire format and the losses: wrong here means wrong silently.
 core="asyncrl/losses/*,asyncrl/replay/*"
 sockets="asyncrl/replay/server.py,asyncrl/replay/client.py,asyncrl/replay/connection.py,asyncrl/replay/security.py,*/__main__.py"
-# Rooms whose tests compute; in the others there are threads, sockets and processes.
-sums=(tests/advantages tests/data tests/engines tests/environments tests/learner tests/losses)
 failed=0
 
+static_checks_and_sums() {
+    renice -n 10 "$BASHPID" >/dev/null # What runs beside has deadlines.
+    echo "== pyright"
+    "$PYTHON" -m pyright --pythonpath "$PYTHON" || failed=1
+    echo "== lint-imports"
+    "$(dirname "$PYTHON")/lint-imports" || failed=1
+    COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov-report= tests/losses
+    tests "sums" -m "$fast" "${sums[@]}" tests/test_config.py
+    return "$failed"
+}
+
+engines_chaos_and_unhurried() {
+    tests "slow: chaos, engines, weights" -m "$slow" tests/chaos tests/vllm tests/weights
+    renice -n 10 "$BASHPID" >/dev/null
+    tests "slow and unhurried" -m "slow and unhurried and not gpu"
+    return "$failed"
+}
+
 beside static_checks_and_sums
-echo "== pytest: threads, sockets and processes"
-COVERAGE_FILE=.coverage.rest "$PYTHON" -m pytest -m "not slow and not gpu" --cov=asyncrl.replay --cov-report= \
-    tests "${sums[@]/#/--ignore=}" || failed=1
+# Nothing but these is judged by its coverage, and whatever runs under it takes twice as long.
+COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" --cov=asyncrl.replay --cov-report= tests/replay tests/chaos
+tests "all other rooms" -m "$fast" tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses \
+    --ignore=tests/test_config.py "${sums[@]/#/--ignore=}"
 joined || failed=1
-"$PYTHON" -m coverage combine .coverage.sums .coverage.rest
+"$PYTHON" -m coverage combine .coverage.losses .coverage.replay
 "$PYTHON" -m coverage report --include="$core" --omit="$sockets" --fail-under=90 || failed=1
 [ "$failed" -eq 0 ]
 
-beside "$PYTHON" -m pytest -m "slow and unhurried and not gpu"
-echo "== pytest: slow"
-"$PYTHON" -m pytest -m "slow and not unhurried and not gpu" || failed=1
-echo "== pytest: slow and unhurried"
+beside engines_chaos_and_unhurried
+tests "slow: all other rooms" -m "$slow" tests --ignore=tests/chaos --ignore=tests/vllm --ignore=tests/weights
 joined || failed=1
 exit "$failed"

@@ -8,7 +8,7 @@ from multiprocessing.context import ForkServerContext
 
 import psutil
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """For processes of an earlier test that have been told to end and have not quite."""
 
 

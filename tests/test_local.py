@@ -60,7 +60,7 @@ def test_the_death_of_another_role_stops_the_learner(role: str, tmp_path: Path) 
     assert code == 1
     assert f"{role} failed with exit code 3" in out
     assert "learner failed" not in out
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
 
 
 def test_a_killed_replay_server_is_started_again_and_a_refused_one_is_not(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ WITH_CHILD = python(
 )
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -50,7 +50,7 @@ def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 def test_output_and_errors_of_a_role_are_in_its_log(tmp_path: Path) -> None:
     with Supervisor(tmp_path / "logs") as supervisor:
         role = supervisor.start("learner", python("import sys; print('out'); print('err', file=sys.stderr)"), {})
-        assert supervisor.wait_for("learner", 20)
+        assert supervisor.wait_for("learner", 60)
         assert set((tmp_path / "logs" / "learner.log").read_text().split()) == {"out", "err"}
         assert not role.failed
 
@@ -59,7 +59,7 @@ def test_a_role_that_ends_badly_has_failed_and_shows_its_last_lines(tmp_path: Pa
     code = "import sys\nfor i in range(100): print('line', i)\nsys.exit('the reason')"
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("rollout", python(code), {})
-        supervisor.wait_for("rollout", 20)
+        supervisor.wait_for("rollout", 60)
         assert supervisor.failed() == [role]
         assert role.tail().endswith("the reason")
         assert len(role.tail().splitlines()) == 30
@@ -69,7 +69,7 @@ def test_a_role_that_ends_badly_has_failed_and_shows_its_last_lines(tmp_path: Pa
 def test_the_rank_s_error_is_shown_rather_than_torchrun_s(tmp_path: Path, closing: str) -> None:
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("learner", python("print('ValueError: mine')"), {})
-        supervisor.wait_for("learner", 20)
+        supervisor.wait_for("learner", 60)
     with role.log.open("a") as log:
         log.write("Traceback (most recent call last):\n" + "  frame\n" * 50 + f"x.{closing}\n====\n")
     assert role.tail() == "ValueError: mine"
@@ -117,7 +117,7 @@ def test_ctrl_c_is_noticed_and_the_old_handler_comes_back(tmp_path: Path) -> Non
         supervisor.start("a", FOREVER, {})
         os.kill(os.getpid(), signal.SIGINT)
         assert supervisor.signal == signal.SIGINT
-        assert not supervisor.wait_for("a", 20), "a signal ends the wait"
+        assert not supervisor.wait_for("a", 60), "a signal ends the wait"
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -134,7 +134,7 @@ def test_what_the_user_exported_wins_over_our_defaults(tmp_path: Path, monkeypat
     show = python("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OTHER'])")
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("a", show, {"OMP_NUM_THREADS": "1", "OTHER": "x"})
-        supervisor.wait_for("a", 20)
+        supervisor.wait_for("a", 60)
     assert role.log.read_text().split() == ["3", "x"]
 
 

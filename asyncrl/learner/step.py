@@ -69,17 +69,25 @@ def train_step(
     # Added up over the updates of the batch; the mean, as `loss/total` is.
     measured.totals |= {name: value / count for name, value in measured.totals.items() if name.startswith("loss/")}
     if rank == 0:
-        measured.totals |= {
-            "perf/trained_tokens": sum(minibatch.denominators.tokens for minibatch in minibatches),
-            "optim/trained_parameters": float(sum(p.numel() for p in roles.policy.parameters() if p.requires_grad)),
-            "optim/nonfinite_steps": float(guard.skipped),
-            "optim/lr": sum(report.lr for report in reports) / count,
-            "optim/grad_norm": sum(report.grad_norm for report in reports) / count,
-            "loss/total": sum(report.loss for report in reports) / count,
-        }
+        measured.totals |= _of_the_step(roles, reports, minibatches)
+        measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
         if config.advantage.kl_coef > 0:
             measured.totals["kl/coef"] = roles.kl_coef
     return measured
+
+
+def _of_the_step(
+    roles: Roles, reports: Sequence[UpdateReport], minibatches: Sequence[MinibatchPlan]
+) -> dict[str, float]:
+    """What is the same on every rank."""
+    count = max(1, len(reports))
+    return {
+        "perf/trained_tokens": sum(minibatch.denominators.tokens for minibatch in minibatches),
+        "optim/trained_parameters": float(sum(p.numel() for p in roles.policy.parameters() if p.requires_grad)),
+        "optim/lr": sum(report.lr for report in reports) / count,
+        "optim/grad_norm": sum(report.grad_norm for report in reports) / count,
+        "loss/total": sum(report.loss for report in reports) / count,
+    }
 
 
 def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
+from asyncrl.replay.awake import SHORTEST_S, AwakeClock
 from asyncrl.replay.socket_options import receive_routed, send
 from asyncrl.replay.wire import Envelope
 
@@ -34,10 +36,18 @@ class Survivor:
     incarnation: str
 
 
-def learner_of(run_id: str, socket: zmq.Socket, wait_s: float, stop: threading.Event) -> Survivor | None:
+def learner_of(
+    run_id: str,
+    socket: zmq.Socket,
+    wait_s: float,
+    stop: threading.Event,
+    clock: Callable[[], float] = time.monotonic,
+) -> Survivor | None:
     """A learner of the run `run_id`, or of any run if that is empty, heard within `wait_s` and before `stop`."""
-    until = time.monotonic() + wait_s
-    while not stop.is_set() and (left := until - time.monotonic()) > 0:
+    # Stopped for all of it, this process would not have read who spoke meanwhile, and would delete their journal.
+    awake = AwakeClock(max(wait_s / 2, SHORTEST_S), clock)
+    until = awake() + wait_s
+    while not stop.is_set() and (left := until - awake()) > 0:
         peer = _next(run_id, socket) if socket.poll(int(min(left, TURN_S) * 1000) + 1) else None
         if peer is not None and peer.role == "learner":
             return peer

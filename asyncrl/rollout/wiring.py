@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.data.prompts import PromptSource
-from asyncrl.engines.base import OwnProcesses
+from asyncrl.engines.base import Engine, OwnProcesses
 from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
 from asyncrl.environments.guard import GuardedEnvironment
@@ -27,6 +27,7 @@ from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.schema import Config, RolloutConfig
 from asyncrl.types import SamplingParams
+from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
 
 
@@ -65,36 +66,24 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         )
         stack.push_async_callback(replay.close)
         hold = VersionHold(engine.load_weights, config.replay.wait_timeout_s)
-        receiver = engine.receiver() if isinstance(engine, OwnProcesses) else None
-        # The fake engine has no model: nothing to prove, nothing to hold names against.
-        model_less = config.engine.name == "fake"
-        subscriber = make_subscriber(
-            config,
-            replay.rendezvous(),
-            name,
-            replay.incarnation,
-            hold.load_weights,
-            receiver,
-            score=None if model_less else engine.score,
-            stall_s=lambda: engine.stats()["stall_s"],
-            admit=None if model_less else expected_parameters(config.model.path).check,
-        )
+        subscriber = _subscriber(config, name, replay, engine, hold)
         stack.callback(subscriber.close)
         for source in (engine.stats, rewards.stats, subscriber.stats, *(pool.stats for pool in own_filters)):
             report.add(source)
         if isinstance(environment, GuardedEnvironment):
             report.add(environment.stats)
+        runner = EpisodeRunner(
+            engine=engine,
+            environment=environment,
+            decode=make_decode(texts.tokenizer),
+            encode=make_encode(texts.tokenizer),
+            score=rewards.score,
+            parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
+        )
         worker = RolloutWorker(
             name=name,
             replay=replay,
-            runner=EpisodeRunner(
-                engine=engine,
-                environment=environment,
-                decode=make_decode(texts.tokenizer),
-                encode=make_encode(texts.tokenizer),
-                score=rewards.score,
-                parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
-            ),
+            runner=runner,
             prompts=texts.prompts,
             evaluation_rows=texts.evaluation_rows,
             check=subscriber.check,
@@ -111,6 +100,22 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         report.start_clocks()
         with LoopWatch(limit_s=config.replay.wait_timeout_s / 2), ending:
             await worker.run()
+
+
+def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine, hold: VersionHold) -> Subscriber:
+    # The fake engine has no model: nothing to prove, nothing to hold names against.
+    model_less = config.engine.name == "fake"
+    return make_subscriber(
+        config,
+        replay.rendezvous(),
+        name,
+        replay.incarnation,
+        hold.load_weights,
+        engine.receiver() if isinstance(engine, OwnProcesses) else None,
+        score=None if model_less else engine.score,
+        stall_s=lambda: engine.stats()["stall_s"],
+        admit=None if model_less else expected_parameters(config.model.path).check,
+    )
 
 
 def group_shape(rollout: RolloutConfig) -> GroupShape:

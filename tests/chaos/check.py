@@ -57,17 +57,19 @@ def surviving(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return steps
 
 
-def check(settings: ChaosSettings) -> Verdict:
-    """Everything the harness promises; see `Verdict`."""
+def check(settings: ChaosSettings, ended: bool = True) -> Verdict:
+    """Everything the harness promises; see `Verdict`. Of a run that has not `ended`: what must hold at any moment."""
     verdict = Verdict()
     learner = lines(settings.root / "history" / "learner.jsonl")
     steps = surviving(learner)
     verdict.steps, verdict.rollbacks = len(steps), sum(row["what"] == "restore" for row in learner) - 1
     trained = [group for what in steps.values() for group in what["groups"]]
     verdict.trained = len(trained)
+    check_learner(verdict, learner)
+    if not ended and not steps:
+        return verdict
     check_training(settings, verdict, steps, trained)
     check_staleness(settings, verdict, learner)
-    check_learner(verdict, learner)
     acked, refused, attempts = client_histories(settings, verdict)
     dropped: set[int] = set()
     sealed: dict[int, list[int]] = {}
@@ -77,7 +79,7 @@ def check(settings: ChaosSettings) -> Verdict:
         elif isinstance(event, ev.Sealed):
             sealed[event.step] = list(event.members)
     known = {group["group"] for group in trained} | dropped
-    verdict.lost = sorted({group for group, _ in acked} - known)
+    verdict.lost = sorted({group for group, _ in acked} - known) if ended else []
     accepted = {nonce for _, nonce in acked}
     verdict.fenced = [
         g["group"]
@@ -89,12 +91,19 @@ def check(settings: ChaosSettings) -> Verdict:
         ids = [group["group"] for group in what["groups"]]
         if sealed.get(step) != ids:
             verdict.wrong.append(f"step {step} was trained on {ids}, the journal has {sealed.get(step)}")
-    books = audit(read_journal(settings.journal))
-    if not books.balances:
-        verdict.audit = "; ".join(books.violations[:3])
-    if books.trained_steps != len(steps) or books.trained != len(trained):
-        verdict.wrong.append(f"the audit has {books.trained_steps} steps, the learner {len(steps)}")
+    check_books(settings, verdict, ended)
     return verdict
+
+
+def check_books(settings: ChaosSettings, verdict: Verdict, ended: bool) -> None:
+    """The journal has every step that the learner was told is trained; at the end no other, and it balances."""
+    books = audit(read_journal(settings.journal))
+    if ended and not books.balances:
+        verdict.audit = "; ".join(books.violations[:3])
+    if books.trained_steps < verdict.steps or (
+        ended and (books.trained_steps, books.trained) != (verdict.steps, verdict.trained)
+    ):
+        verdict.wrong.append(f"the audit has {books.trained_steps} steps, the learner {verdict.steps}")
 
 
 def check_training(

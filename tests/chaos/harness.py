@@ -23,7 +23,11 @@ from .network import TO_PEER, TO_SERVER, Network
 from .power import lose_power
 from .settings import ChaosSettings
 
-DRAIN_S = 60.0
+DRAIN_S = 120.0
+
+
+class LearnerRefused(Exception):
+    """Its errors end it at once: the verdict is that of the run so far."""
 
 
 class Harness:
@@ -215,9 +219,12 @@ class Harness:
 
         Raises:
             TimeoutError: `otherwise`; it has not happened within `drain_s`.
+            LearnerRefused: nor will it.
         """
         until = time.monotonic() + self.drain_s
         while not happened():
+            if self.seen("error"):
+                raise LearnerRefused(f"{otherwise}: the learner was refused\n{self.tail()}")
             if time.monotonic() > until:
                 raise TimeoutError(f"{otherwise} within {self.drain_s:.0f} s\n{self.tail()}")
             self.wait(0.02)

@@ -80,7 +80,7 @@ def run(settings: ChaosSettings) -> None:
     client.announce({"version": version})
     step = restored.next_step
     while not _over(settings, step):
-        lease = client.lease(step=step, rank=0, world=1, wait_s=60.0)
+        lease = client.lease(step=step, rank=0, world=1, wait_s=120.0)
         rows = groups_of(lease)
         history.note("leased", step=step, groups=[row["group"] for row in rows])
         digest = train(weights.digest, [row["group"] for row in rows])

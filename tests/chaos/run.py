@@ -1,7 +1,7 @@
 """`python -m tests.chaos.run --seconds N --seed S`: chaos for N seconds, then the verdict, in figures.
 
 `--counts worker=100,server=20,...` instead of `--seconds` runs until so many of each fault have happened;
-`--failpoints N` crashes the server at each of the first N passes of every failpoint, one run for each kind of point.
+`--failpoints N` crashes the server at each of the first N passes of every failpoint instead.
 """
 
 from __future__ import annotations
@@ -57,30 +57,23 @@ def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dic
             harness.wait_for_steps(random.choice((1, 2, 4)))
 
 
-def failpoints(settings: ChaosSettings, seed: int, passes: int) -> list[tuple[str, Verdict]]:
-    """At each of the first `passes` passes of each point in turn: crash, lose the power, start again, go on."""
-    verdicts = []
+def failpoints(harness: Harness, passes: int) -> None:
+    """At each of the first `passes` passes of each point in turn: crash, lose the power, start again, go on.
+
+    Raises:
+        TimeoutExpired: the server did not come by.
+    """
     for point in POINTS:
-        here = replace(
-            settings, folder=f"{settings.folder}/{point.replace(' ', '-')}", address=free_address(), listen=""
-        )
-        with running(here, seed) as harness:
-            for count in range(1, passes + 1):
-                harness.wait_for_steps(1)
-                harness.kill("server")
-                replace(here, failpoint=point, failpoint_count=count).save()
-                harness.start("server")
-                until = time.monotonic() + 20
-                while harness.processes["server"].poll() is None and time.monotonic() < until:
-                    harness.resume_the_paused()
-                    time.sleep(0.02)
-                if harness.processes["server"].poll() is not None:
-                    harness.faults[point] += 1
-                    harness.lost_bytes += lose_power(here.journal, harness.random)
-                here.save()
-            harness.wait_for_steps(2)
-            verdicts.append((f"{point}: {harness.faults[point]} crashes", harness.finish()))
-    return verdicts
+        for count in range(1, passes + 1):
+            harness.wait_for_steps(1)
+            harness.kill("server")
+            replace(harness.settings, failpoint=point, failpoint_count=count).save()
+            harness.start("server")
+            harness.processes["server"].wait(harness.drain_s)
+            harness.faults[point] += 1
+            harness.lost_bytes += lose_power(harness.settings.journal, harness.random)
+            harness.settings.save()
+    harness.wait_for_steps(2)
 
 
 def describe(name: str, verdict: Verdict) -> str:
@@ -115,22 +108,20 @@ def main() -> int:
         settings = ChaosSettings(
             folder=given.folder or str(Path(scratch) / "run"),
             address=free_address(),
-            listen=free_address(),
+            listen="" if given.failpoints else free_address(),
             shards=[free_address() for _ in range(given.shards)],
             sync_delay_s=0.01,
             mutant=given.mutant,
         )
-        if given.failpoints:
-            found = failpoints(settings, given.seed, given.failpoints)
-        else:
-            with running(settings, given.seed, given.drain) as harness:
+        with running(settings, given.seed, given.drain) as harness:
+            if given.failpoints:
+                failpoints(harness, given.failpoints)
+            else:
                 chaos(harness, Random(given.seed), seconds=given.seconds, counts=counts)
-                verdict = harness.finish()
-                faults = ", ".join(f"{name} {count}" for name, count in sorted(harness.faults.items()))
-                found = [(f"faults: {faults}; {harness.lost_bytes} un-synced bytes destroyed", verdict)]
-        for name, verdict in found:
-            print(describe(name, verdict))
-    return 0 if all(verdict.passed for _, verdict in found) else 1
+            verdict = harness.finish()
+        faults = ", ".join(f"{name} {count}" for name, count in sorted(harness.faults.items()))
+        print(describe(f"faults: {faults}; {harness.lost_bytes} un-synced bytes destroyed", verdict))
+    return 0 if verdict.passed else 1
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class ChaosSettings:
             pipeline_depth=self.pipeline_depth,
             heartbeat_s=self.heartbeat_s,
             heartbeat_timeout_s=self.silence_s,
-            wait_timeout_s=60.0,
+            wait_timeout_s=120.0,
             journal=JournalConfig(retain="all", segment_mb=1),
         )
 

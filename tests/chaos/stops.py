@@ -23,7 +23,7 @@ from asyncrl.replay.config import ReplayConfig
 from tests.addresses import free_address
 
 from .check import Verdict
-from .harness import Harness, running
+from .harness import DRAIN_S, Harness, running
 from .settings import ChaosSettings
 
 ROLES = ("w0", "server", "learner")
@@ -78,7 +78,7 @@ def last_wait(harness: Harness, worker: str) -> str:
 def stop(settings: ChaosSettings, role: str, seconds: float, patience_s: float) -> Stopped:
     """One run: stop `role`, at a moment when a worker would leave work undone; then on, and judge. The stop lasts for
     `seconds`, or until everybody has named it, at most `patience_s`."""
-    with running(settings, seed=0, drain_s=max(60.0, 4 * seconds)) as harness:
+    with running(settings, seed=0, drain_s=max(DRAIN_S, 4 * seconds)) as harness:
         harness.wait_for_worker("w0")
         harness.wait_for_steps(2)
         if role == "w0":

@@ -13,14 +13,14 @@ import pytest
 
 from tests.addresses import free_address
 
-from .check import Verdict
-from .harness import DRAIN_S, Harness, running
+from .check import Verdict, check
+from .harness import DRAIN_S, Harness, LearnerRefused, running
 from .learner import train
 from .run import chaos, failpoints
 from .settings import SILENCE_S, ChaosSettings
 from .stops import stop
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FULL = "the disk is full"
 SILENT = "worker w0 was silent"
@@ -33,22 +33,21 @@ def settings_in(folder: Path, **changes) -> ChaosSettings:
     return ChaosSettings(**(values | changes))
 
 
-def chaotic(folder: Path, seed: int, counts: dict[str, int], drain_s: float = DRAIN_S, **changes) -> Verdict:
-    with running(settings_in(folder, **changes), seed, drain_s) as harness:
-        chaos(harness, Random(seed), counts=counts)
-        return harness.finish()
-
-
 def test_nothing_acknowledged_is_lost_and_nothing_trained_twice_whatever_dies(tmp_path: Path) -> None:
     counts = {"worker": 3, "server": 1, "learner": 2, "everything": 1, "power": 3, "pause": 1}
-    verdict = chaotic(tmp_path, 1, counts)
+    with running(settings_in(tmp_path), 1) as harness:
+        chaos(harness, Random(1), counts=counts)
+        harness.wait_for_steps(2)  # None of which is undone: else the last death could have taken all there was.
+        verdict = harness.finish()
     assert verdict.passed, verdict
     assert verdict.trained >= 8 and verdict.rollbacks >= 1
 
 
 def test_cut_slow_and_silent_connections_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     counts = {"cut": 4, "delay": 1, "blackhole": 3, "worker": 1, "server": 1}
-    verdict = chaotic(tmp_path, 4, counts, listen=free_address())
+    with running(settings_in(tmp_path, listen=free_address()), 4) as harness:
+        chaos(harness, Random(4), counts=counts)
+        verdict = harness.finish()
     assert verdict.passed, verdict
 
 
@@ -56,9 +55,10 @@ def test_a_full_disk_is_named_survives_the_death_of_its_server_and_costs_nothing
     with running(settings_in(tmp_path), 11) as harness:
         harness.wait_for_steps(2)
         harness.settings.full.touch()
-        harness.wait_until(lambda: harness.said("server").count(FULL) == 1, "the server does not say why it stands")
+        harness.wait_until(lambda: FULL in harness.said("server"), "the server does not say why it stands")
         harness.kill("server")
-        harness.wait_until(lambda: harness.said("server").count(FULL) == 2, "started again, it does not say so")
+        said = harness.said("server").count(FULL)
+        harness.wait_until(lambda: harness.said("server").count(FULL) > said, "started again, it does not say so")
         harness.settings.full.unlink()
         harness.wait_for_steps(2)
         verdict = harness.finish()
@@ -127,18 +127,29 @@ def test_with_a_fixed_order_the_weights_are_those_of_an_undisturbed_run(tmp_path
 
 
 def test_a_crash_at_every_kind_of_failpoint_loses_nothing(tmp_path: Path) -> None:
-    for name, verdict in failpoints(settings_in(tmp_path), seed=3, passes=1):
-        assert verdict.passed, (name, verdict)
+    with running(settings_in(tmp_path), 3) as harness:
+        failpoints(harness, passes=1)
+        verdict = harness.finish()
+    assert verdict.passed, verdict
 
 
-def caught(attempt: Callable[[int], Verdict]) -> bool:
-    """Whether the oracle finds the mistake with one of several seeds: which moment a fault hits is chance. A run that
-    only stands still proves nothing."""
+def caught(folder: Path, play: Callable[[Harness, Random], object], **changes) -> bool:
+    """Whether the oracle finds the mistake with one of several seeds: which moment a fault hits is chance."""
     for seed in range(ATTEMPTS):
-        with contextlib.suppress(TimeoutError):
-            if not attempt(seed).passed:
-                return True
+        if not verdict_on(settings_in(folder / str(seed), **changes), seed, play).passed:
+            return True
     return False
+
+
+def verdict_on(settings: ChaosSettings, seed: int, play: Callable[[Harness, Random], object]) -> Verdict:
+    """A run that only stands still proves nothing; but some mistakes leave it so."""
+    with running(settings, seed, 20.0) as harness:
+        try:
+            play(harness, Random(seed))
+            return harness.finish()
+        except (TimeoutError, LearnerRefused):
+            harness.close()
+            return check(settings, ended=False)
 
 
 @pytest.mark.parametrize(
@@ -150,33 +161,31 @@ def caught(attempt: Callable[[int], Verdict]) -> bool:
     ],
 )
 def test_a_planted_mistake_is_caught(tmp_path: Path, mutant: str, counts: dict[str, int]) -> None:
-    def attempt(seed: int) -> Verdict:
-        changes = {"mutant": mutant, "sync_delay_s": 0.1, "repeats": 0.5, "listen": free_address()}
-        return chaotic(tmp_path / str(seed), seed, counts, drain_s=30.0, **changes)
+    def play(harness: Harness, random: Random) -> None:
+        chaos(harness, random, counts=counts)
 
-    assert caught(attempt)
+    changes = {"mutant": mutant, "sync_delay_s": 0.1, "repeats": 0.5, "listen": free_address()}
+    assert caught(tmp_path, play, **changes)
 
 
 def test_a_batch_handed_out_before_its_plan_is_durable_is_caught(tmp_path: Path) -> None:
     """Kills at random moments do not find this one: the power is cut while the plan is being synced."""
 
-    def attempt(seed: int) -> Verdict:
-        folder = tmp_path / str(seed)
-        with running(settings_in(folder, mutant="early_manifest", sync_delay_s=0.4), seed, 30.0) as harness:
-            harness.wait_for_steps(1)
-            for _ in range(4):
-                harness.wait_for("leased", 1)
-                harness.power_loss()
-            return harness.finish()
+    def play(harness: Harness, random: Random) -> None:
+        harness.wait_for_steps(1)
+        for _ in range(4):
+            harness.wait_for("leased", 1)
+            harness.power_loss()
 
-    assert caught(attempt)
+    assert caught(tmp_path, play, mutant="early_manifest", sync_delay_s=0.4)
 
 
 def test_a_stopped_worker_is_named_and_what_it_says_afterwards_counts_for_nothing(tmp_path: Path) -> None:
     with running(settings_in(tmp_path), 7) as harness:
         harness.wait_for_worker("w0")
-        harness.pause("w0", DRAIN_S)
-        harness.wait_until(lambda: SILENT in harness.said("server"), "the server does not name w0")
+        named = harness.said("server").count(SILENT)
+        harness.pause("w0", 2 * DRAIN_S)
+        harness.wait_until(lambda: harness.said("server").count(SILENT) > named, "the server does not name w0")
         harness.wait_for_steps(4)
         harness.pause("w0", 0)
         harness.wait_for_steps(4)
@@ -193,17 +202,14 @@ def test_a_stopped_role_is_named_by_all_others_and_the_run_goes_on(tmp_path: Pat
 
 
 def test_a_group_taken_from_an_attempt_that_was_given_up_is_caught(tmp_path: Path) -> None:
-    def attempt(seed: int) -> Verdict:
-        slow = settings_in(tmp_path / str(seed), mutant="no_fencing", slowest_s=4 * SILENCE_S)
-        with running(slow, seed, 30.0) as harness:
-            harness.wait_for_worker("w0")
-            for _ in range(4):
-                harness.wait_for_order("w0")
-                named = harness.said("server").count(SILENT)
-                harness.pause("w0", DRAIN_S)
-                harness.wait_until(lambda n=named: harness.said("server").count(SILENT) > n, "w0 is not named")
-                harness.pause("w0", 0)
-                harness.wait_for_steps(1)
-            return harness.finish()
+    def play(harness: Harness, random: Random) -> None:
+        harness.wait_for_worker("w0")
+        for _ in range(4):
+            harness.wait_for_order("w0")
+            named = harness.said("server").count(SILENT)
+            harness.pause("w0", DRAIN_S)
+            harness.wait_until(lambda n=named: harness.said("server").count(SILENT) > n, "w0 is not named")
+            harness.pause("w0", 0)
+            harness.wait_for_steps(1)
 
-    assert caught(attempt)
+    assert caught(tmp_path, play, mutant="no_fencing", slowest_s=4 * SILENCE_S)

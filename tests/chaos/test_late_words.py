@@ -56,7 +56,9 @@ def test_a_copy_of_an_answered_request_gives_no_orders_to_nobody() -> None:
             assert len(worker.ask("acquire", 3, [1, 0.0], 3)[0]) == 1
             worker.ask("members", 4, None, 4)
             worker.say("acquire", 3, [1, 0.0], 3)
-            assert worker.hear(0.5) is None
+            worker.say("members", 5, None, 4)
+            answer = worker.hear()
+            assert answer is not None and answer.request == 5, "the copy was answered"
         finally:
             worker.close()
             learner.close()

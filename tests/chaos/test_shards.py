@@ -15,7 +15,7 @@ from .power import unsynced
 from .run import chaos
 from .settings import ChaosSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def settings_in(folder: Path, **changes) -> ChaosSettings:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
+import threading
 
 import torch
 
@@ -13,18 +15,55 @@ from asyncrl.engines.transformers import TransformersEngine
 CPU = torch.device("cpu")
 
 
+class HeldRunner(ModelRunner):
+    """Decodes as far as the test allows: what the test does then comes between two tokens, on a slow machine too."""
+
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self._taken, self._allowed = 0, math.inf
+        self.held = False
+        """The engine's thread waits to be allowed more: nothing is taken out of its inbox."""
+        self._changed = threading.Condition()
+
+    def allow(self, steps: float) -> None:
+        """So many decode steps more, beginning now."""
+        with self._changed:
+            self._allowed, self.held = self._taken + steps, False
+            self._changed.notify_all()
+
+    def decode(self, tokens, positions):
+        with self._changed:
+            self.held = self._taken >= self._allowed
+            assert self._changed.wait_for(lambda: self._taken < self._allowed, 120), "never allowed to go on"
+            self.held = False
+            self._taken += 1
+        return super().decode(tokens, positions)
+
+
 def make_engine(model: torch.nn.Module, rows: int = 64, **kwargs) -> TransformersEngine:
     return TransformersEngine(ModelRunner(copy.deepcopy(model), CPU, rows), **kwargs)
 
 
+def make_held(
+    model: torch.nn.Module, steps: int, rows: int = 64, adapters: bool = False, **kwargs
+) -> tuple[TransformersEngine, HeldRunner]:
+    """An engine that takes `steps` decode steps, and then waits to be allowed more."""
+    runner = HeldRunner(copy.deepcopy(model), CPU, rows, adapters=adapters)
+    engine = TransformersEngine(runner, **kwargs)  # has tried its model, for which it decodes too
+    runner.allow(steps)
+    return engine, runner
+
+
 async def closing(engine: TransformersEngine, work):
     try:
-        return await asyncio.wait_for(work, 60)
+        return await asyncio.wait_for(work, 90)
     finally:
+        if isinstance(engine._runner, HeldRunner):
+            engine._runner.allow(math.inf)
         await engine.close()
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.0005)

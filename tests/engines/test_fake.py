@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from asyncrl.engines import fake
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.errors import GenerationError
@@ -50,14 +52,28 @@ def test_every_token_can_be_checked_against_the_engine():
         assert not (completion.token_ids[:-1] == 1).any()
 
 
-def test_an_update_in_flight_splits_versions_but_never_those_of_a_pinned_request():
-    engine = FakeEngine(latency_s=0.002)
+@pytest.mark.timeout(120)
+def test_an_update_in_flight_splits_versions_but_never_those_of_a_pinned_request(monkeypatch):
+    engine = FakeEngine()
     long = SamplingParams(temperature=1.0, max_new_tokens=50)
 
     async def work(pinned: bool):
+        asked, steps = asyncio.Event(), engine.stats()["decode_steps"]
+
+        async def sleep(_: float) -> None:
+            """After three tokens the engine waits until the load was asked for."""
+            await asyncio.sleep(0)
+            if engine.stats()["decode_steps"] == steps + 3:
+                await asked.wait()
+
+        monkeypatch.setattr(fake, "asyncio", SimpleNamespace(sleep=sleep))
         running = asyncio.ensure_future(engine.generate(request(sampling=long, pinned=pinned)))
-        await asyncio.sleep(0.02)
+        while engine.stats()["decode_steps"] < steps + 3:
+            await asyncio.sleep(0)
         load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, engine.policy_version + 1, {}))
+        while not (engine._loads_waiting if pinned else load.done()):
+            await asyncio.sleep(0.001)
+        asked.set()
         group = await running
         await load
         return {version for completion in group for version in completion.policy_versions.tolist()}
@@ -82,4 +98,4 @@ def test_a_closed_fake_fails_what_runs():
 
 def test_the_fake_engine_needs_no_torch():
     code = "import sys, asyncrl.engines.fake; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=150, check=False).returncode == 0

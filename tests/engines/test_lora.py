@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, scaling_tensor
 from tests.engines.models import make_model, plain_logprobs, prompt, request, weights_of
+from tests.engines.running import closing, make_held, until
 
 RANK, ALPHA = 4, 12
 
@@ -41,22 +43,21 @@ def merged(model: torch.nn.Module, adapter: dict[str, torch.Tensor]) -> torch.nn
 def test_adapters_change_in_flight_and_every_token_is_of_its_version(name: str):
     base = make_model(name)
     adapters = [make_adapter(base, seed) for seed in (1, 2)]
-    engine = TransformersEngine(ModelRunner(copy.deepcopy(base), torch.device("cpu"), 8, adapters=True))
+    engine, runner = make_held(base, steps=4, rows=8, adapters=True)
     ids = prompt(7)
 
     async def work():
-        try:
-            engine.load_weights(1, adapters[0])
-            running = asyncio.ensure_future(engine.generate(request(ids, 3, new=120)))
-            while engine.stats()["decode_steps"] < 4:
-                await asyncio.sleep(0.0005)
-            await asyncio.to_thread(engine.load_weights, 2, adapters[1])
-            late = await engine.generate(request(ids, 1, new=8, seed=5))
-            return await asyncio.wait_for(running, 60), late
-        finally:
-            await engine.close()
+        engine.load_weights(1, adapters[0])
+        running = asyncio.ensure_future(engine.generate(request(ids, 3, new=40)))
+        await until(lambda: runner.held)
+        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 2, adapters[1]))
+        await until(lambda: bool(engine._inbox.loads))
+        runner.allow(math.inf)
+        await load
+        late = await engine.generate(request(ids, 1, new=8, seed=5))
+        return await running, late
 
-    group, (late,) = asyncio.run(work())
+    group, (late,) = asyncio.run(closing(engine, work()))
     old, new = (merged(base, adapter) for adapter in adapters)
     for completion in group:
         before = completion.policy_versions == 1

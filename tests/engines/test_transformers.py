@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.engines.models import (
     weights_of,
     write_own_sampling,
 )
-from tests.engines.running import closing, make_engine, until
+from tests.engines.running import HeldRunner, closing, make_engine, make_held, until
 
 CPU = torch.device("cpu")
 
@@ -144,13 +145,16 @@ def test_the_stop_token_is_included_and_ends_the_sequence():
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_scores_are_the_logprobs_of_a_plain_forward_while_others_are_decoded(name):
     model = make_model(name)
-    engine = make_engine(model)
+    engine, runner = make_held(model, steps=3)
     sequences = [prompt(9, seed=1), prompt(2), prompt(30, seed=2)]
 
     async def work():
-        running = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=200)))
-        await until(lambda: engine.stats()["decode_steps"] >= 3)
-        scored = await asyncio.to_thread(engine.score, sequences)
+        running = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=60)))
+        await until(lambda: runner.held)
+        scoring = asyncio.ensure_future(asyncio.to_thread(engine.score, sequences))
+        await until(lambda: bool(engine._inbox.scores))
+        runner.allow(1)
+        scored = await scoring
         assert not running.done()
         for bad in (prompt(1), np.array([1, VOCABULARY], np.int32)):
             with pytest.raises(GenerationError):
@@ -165,16 +169,18 @@ def test_scores_are_the_logprobs_of_a_plain_forward_while_others_are_decoded(nam
 
 
 def test_cancelling_gives_the_slots_back():
-    engine = make_engine(make_model("llama"), rows=8)
+    engine, runner = make_held(make_model("llama"), steps=2, rows=8)
 
     async def work():
         hog = asyncio.ensure_future(engine.generate(request(prompt(4), 8, new=250)))
-        await until(lambda: engine.stats()["running"] == 8)
+        await until(lambda: runner.held)
         queued = asyncio.ensure_future(engine.generate(request(prompt(3), 8, new=250)))
         waiting = asyncio.ensure_future(engine.generate(request(prompt(5), 8, new=4)))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(engine._inbox.waiting) == 2)
         queued.cancel()
         hog.cancel()
+        await asyncio.wait([queued, hog])
+        runner.allow(math.inf)
         group = await waiting
         await until(lambda: engine.stats()["running"] == 0)
         return group, engine.stats()
@@ -213,7 +219,7 @@ def test_requests_that_can_never_fit_are_refused():
     asyncio.run(closing(engine, work()))
 
 
-class FailingRunner(ModelRunner):
+class FailingRunner(HeldRunner):
     """Breaks in the engine thread, as a device that is lost would."""
 
     fails_in = ""
@@ -233,13 +239,16 @@ class FailingRunner(ModelRunner):
 def test_an_error_in_the_engine_thread_reaches_every_caller(where):
     runner = FailingRunner(make_model("qwen2"), CPU, 4)
     engine = TransformersEngine(runner)
+    runner.allow(2)
 
     async def work():
         calls = asyncio.gather(
-            *(engine.generate(request(prompt(3), 2, new=240)) for _ in range(3)), return_exceptions=True
+            *(engine.generate(request(prompt(3), 2, new=40)) for _ in range(3)), return_exceptions=True
         )
-        await until(lambda: engine.stats()["running"] == 4)
+        await until(lambda: runner.held)
+        assert engine.stats()["running"] == 4
         runner.fails_in = where
+        runner.allow(math.inf)
         late = asyncio.ensure_future(engine.generate(request(prompt(3), 2, new=240)))
         errors = await calls
         with pytest.raises(GenerationError, match="device lost"):
@@ -255,16 +264,19 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(where):
 
 
 def test_close_fails_what_is_still_running():
-    engine = make_engine(make_model("qwen2"))
+    engine, runner = make_held(make_model("qwen2"), steps=2)
 
     async def work():
-        running = asyncio.ensure_future(engine.generate(request(prompt(3), 4, new=250)))
-        await until(lambda: engine.stats()["running"] == 4)
-        await engine.close()
+        running = asyncio.ensure_future(engine.generate(request(prompt(3), 4, new=40)))
+        await until(lambda: runner.held)
+        closes = asyncio.ensure_future(engine.close())
+        await until(lambda: engine._inbox.closed)
+        runner.allow(math.inf)
+        await closes
         with pytest.raises(GenerationError, match="closed"):
             await running
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(closing(engine, work()))
 
 
 def test_a_cache_that_cannot_be_merged_is_refused_at_start():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -18,21 +19,24 @@ from tests.engines.models import (
     request,
     weights_of,
 )
-from tests.engines.running import closing, make_engine, until
+from tests.engines.running import closing, make_engine, make_held, until
 
 CPU = torch.device("cpu")
 
 
 def test_an_update_in_flight_changes_versions_in_the_middle_of_running_sequences():
     model, other = make_model("qwen2"), make_model("qwen2", seed=1)
-    engine = make_engine(model)
+    engine, runner = make_held(model, steps=3)
     ids = prompt(5)
 
     async def work():
         await asyncio.to_thread(engine.load_weights, 3, weights_of(model))
-        running = asyncio.ensure_future(engine.generate(request(ids, 4, new=240)))
-        await until(lambda: engine.stats()["decode_steps"] >= 3)
-        await asyncio.to_thread(engine.load_weights, 4, weights_of(other))
+        running = asyncio.ensure_future(engine.generate(request(ids, 4, new=60)))
+        await until(lambda: runner.held)
+        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 4, weights_of(other)))
+        await until(lambda: bool(engine._inbox.loads))
+        runner.allow(math.inf)
+        await load
         assert engine.policy_version == 4
         return await running, await engine.generate(request(ids, 1))
 
@@ -49,13 +53,16 @@ def test_an_update_in_flight_changes_versions_in_the_middle_of_running_sequences
 
 def test_an_update_to_identical_weights_changes_only_the_version():
     model = make_model("qwen3")
-    engine = make_engine(model)
+    engine, runner = make_held(model, steps=3)
     ids = prompt(5)
 
     async def work():
-        running = asyncio.ensure_future(engine.generate(request(ids, 2, new=240)))
-        await until(lambda: engine.stats()["decode_steps"] >= 3)
-        await asyncio.to_thread(engine.load_weights, 0, weights_of(model))
+        running = asyncio.ensure_future(engine.generate(request(ids, 2, new=60)))
+        await until(lambda: runner.held)
+        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 0, weights_of(model)))
+        await until(lambda: bool(engine._inbox.loads))
+        runner.allow(math.inf)
+        await load
         return await running
 
     for completion in asyncio.run(closing(engine, work())):
@@ -65,18 +72,21 @@ def test_an_update_to_identical_weights_changes_only_the_version():
 
 def test_pinned_requests_have_one_version_and_do_not_starve_a_waiting_load():
     model = make_model("qwen2")
-    engine = make_engine(model)
+    engine, runner = make_held(model, steps=2)
 
     async def work():
         await asyncio.to_thread(engine.load_weights, 1, weights_of(model))
-        first = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=240, pinned=True)))
-        await until(lambda: engine.stats()["decode_steps"] >= 2)
+        first = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=40, pinned=True)))
+        await until(lambda: runner.held)
         load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 2, weights_of(model)))
         await until(lambda: bool(engine._inbox.loads))
         second = asyncio.ensure_future(engine.generate(request(prompt(6), 1, new=10, pinned=True)))
         plain = asyncio.ensure_future(engine.generate(request(prompt(8), 1, new=3)))
+        await until(lambda: len(engine._inbox.waiting) == 2)
+        runner.allow(8)  # enough for the unpinned one; the pinned one has tokens left
         free = await plain
         early = not load.done()
+        runner.allow(math.inf)
         await load
         return await first, await second, free, early
 
@@ -89,14 +99,15 @@ def test_pinned_requests_have_one_version_and_do_not_starve_a_waiting_load():
 
 def test_a_load_that_waits_too_long_for_a_pinned_request_is_withdrawn():
     model = make_model("qwen2")
-    engine = make_engine(model, load_timeout_s=0.0)
+    engine, runner = make_held(model, steps=2, load_timeout_s=0.0)
 
     async def work():
-        running = asyncio.ensure_future(engine.generate(request(prompt(4), 64, new=250, pinned=True)))
-        await until(lambda: engine.stats()["running"] == 64)
+        running = asyncio.ensure_future(engine.generate(request(prompt(4), 64, new=20, pinned=True)))
+        await until(lambda: runner.held)
         with pytest.raises(WeightsError, match="pinned requests"):
             await asyncio.to_thread(engine.load_weights, 9, weights_of(model))
         assert engine.policy_version == NO_VERSION
+        runner.allow(math.inf)
         await running
         assert engine.policy_version == NO_VERSION
 

@@ -15,7 +15,7 @@ from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.data.modes import LETTERS
 from tests.integration.conftest import StartLocal
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_policy_learns_what_the_reward_model_likes(start_local: StartLocal, 
             "eval.every": 0,
         }
     )
-    assert run.finish(180) == 0, run.tail()
+    assert run.finish(400) == 0, run.tail()
     rewards = [row["reward/mean"] for row in run.rows()]
     assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:3]) + 0.1, rewards
     samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from asyncrl.replay.retained import RetainedReplay, read_surviving
 from tests.integration.conftest import LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 16
 
@@ -45,11 +45,11 @@ def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLo
             "replay.journal.segment_mb": 4,
         }
     )
-    run.wait_for_step(3, 200)
+    run.wait_for_step(3, 300)
     killed = {kill_shard(run, 0, set())}
-    run.wait_for_step(run.rows()[-1]["step"] + 3, 200)
+    run.wait_for_step(run.rows()[-1]["step"] + 3, 300)
     killed |= {kill_shard(run, 0, killed), kill_shard(run, 1, set())}
-    assert run.finish(300) == 0, run.tail()
+    assert run.finish(400) == 0, run.tail()
     assert run.output.read_text().count("started again on its journal") == 3
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1)), "the learner was restarted"

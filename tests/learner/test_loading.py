@@ -20,7 +20,7 @@ from asyncrl.schema import Config, ModelConfig
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CPU = torch.device("cpu")
 KINDS = {
     "policy": (ModelConfig(), build_model),
@@ -49,7 +49,7 @@ def _rank(rank: int, folder: Path) -> None:
     """Rank 1 has a folder without weights."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=300)
     )
     mesh = init_device_mesh("cpu", (2,))
     for kind, (_, build) in KINDS.items():

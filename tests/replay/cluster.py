@@ -51,7 +51,7 @@ class Life:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -68,7 +68,7 @@ class Cluster:
 
     def __init__(self, shards: int = 2, **changes) -> None:
         journal = JournalConfig(fsync_ms=1.0, segment_mb=1)
-        self.config = replay_config(shards=shards, journal=journal, wait_timeout_s=30.0, **changes)
+        self.config = replay_config(shards=shards, journal=journal, **changes)
         self.planner = Life(self._plan)
         self.shards = [Life(self._shard(number)) for number in range(shards)]
         self._clients: list[LearnerClient | RolloutClient] = []
@@ -123,7 +123,7 @@ def begin(peers: Peers) -> tuple[LearnerClient, RolloutClient]:
 
 async def fill(worker: RolloutClient, slots: int, tokens: int = 3, version: int = 0) -> dict[int, TrajectoryGroup]:
     made = {}
-    for order in (await worker.acquire(slots=slots, wait_s=20)).assignments:
+    for order in (await worker.acquire(slots=slots, wait_s=60)).assignments:
         made[order.group_id] = group(order, [version] * tokens)
         # A duplicate where the acknowledgement was lost or late, and the worker has asked again.
         assert (await worker.insert(made[order.group_id])).status in ("accepted", "duplicate")

@@ -126,8 +126,8 @@ def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
 
 
 SOON_SILENT_S = 1.5
-"""`heartbeat_timeout_s` where somebody falls silent; elsewhere so long that nobody is taken for silent whom a busy
-machine held up."""
+"""`heartbeat_timeout_s` where somebody falls silent, and it is of no matter who else is taken for silent too; elsewhere
+so long that nobody is whom a busy machine held up."""
 
 
 def replay_config(**changes) -> ReplayConfig:
@@ -150,7 +150,7 @@ def running_server(config: ReplayConfig, admission: AdmissionSettings, digest: s
         yield thread
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not stop"
 
 

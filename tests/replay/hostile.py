@@ -123,11 +123,13 @@ class Camp:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Every acknowledged group was trained once, but for those that were still on their way."""
+        """Every group acknowledged by now is trained, and none twice. One that was an attacker's before may be taken in
+        only now: so more steps are waited for, a few of which train all that is stored."""
+        acknowledged = set(self.honest.inserted)
+        self.wait_for_steps(5, 120)
         trained = list(self.honest.trained)
         assert len(trained) == len(set(trained)), "a group was trained twice"
-        lost = sorted(group_id for group_id in set(self.honest.inserted) if group_id < max(trained) - 16)
-        assert set(lost) <= set(trained), f"acknowledged and never trained: {sorted(set(lost) - set(trained))}"
+        assert acknowledged <= set(trained), f"acknowledged and never trained: {sorted(acknowledged - set(trained))}"
 
     async def _work(self) -> None:
         client = self._worker
@@ -137,8 +139,8 @@ class Camp:
                 acquired = await client.acquire(slots=4, wait_s=0.2)
                 for order in acquired.assignments:
                     reply = await client.insert(group(order, [0] * 50))
-                    assert reply.status in ("accepted", "duplicate", "fenced"), reply
-                    if reply.status != "fenced":  # So long held up that its orders went to others.
+                    assert reply.status in ("accepted", "duplicate", "fenced", "closed"), reply
+                    if reply.status in ("accepted", "duplicate"):  # Else so long held up that others got its orders.
                         self.honest.inserted.add(order.group_id)
 
     def _train(self) -> None:

@@ -55,7 +55,7 @@ class Server:
     """Killed and started again at one address, each life on what the one before left on the disk."""
 
     def __init__(self, disk: SlowDisk | None = None, **config) -> None:
-        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0), **config)
+        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0, segment_mb=1), **config)
         self.disk = disk or SlowDisk()
         self._clients: list = []
 
@@ -74,7 +74,8 @@ class Server:
         left = self.disk.copy()
         self._stop.set()
         self.disk.open.set()
-        self._thread.join(40)
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server did not stop"
         self.disk = left
 
     def restart(self) -> None:

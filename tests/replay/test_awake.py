@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 
 import pytest
+import zmq
 
 from asyncrl.replay.awake import AwakeClock
+from asyncrl.replay.survivors import learner_of
+from asyncrl.replay.wire import Envelope, encode_envelope
+from asyncrl.types import NO_VERSION
 
 from .helpers import Clock
 
@@ -29,3 +35,15 @@ def test_of_a_standstill_no_more_counts_than_the_limit_and_it_is_said(caplog: py
     assert "did not run for 30.0 s" in caplog.text
     wall.now = 31.0
     assert awake() == 6.0
+
+
+def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one_that_spoke_meanwhile() -> None:
+    body = ["learner", "rank 0", "d", NO_VERSION, ""]
+    hello = encode_envelope(Envelope(run="run", verb="hello", request=1, incarnation="life", body=body))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as learner:
+        router.bind("inproc://server")
+        learner.connect("inproc://server")
+        learner.send(hello)
+        wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))
+        found = learner_of("run", router, 10.0, threading.Event(), lambda: next(wall))
+    assert found is not None and found.name == "rank 0"

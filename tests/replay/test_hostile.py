@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from asyncrl.replay.peers import NAMES, Peers
 from asyncrl.replay.security import make_keys
 
 from .attacks import GREETING, connected, endpoint, envelope, frame, hello, raw
+from .cluster import wait_until
 from .helpers import replay_config, running_server, settings
 from .hostile import Camp
 
@@ -27,11 +27,11 @@ LISTED = (
     ("flood_hellos", "flood_waits", "flood_unacknowledged", "deaf"),
     ("half_open", "come_and_go", "oversized"),
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("attacks", LISTED, ids=lambda attacks: attacks[0])
 def test_the_honest_go_on_beside_attackers_and_lose_nothing(attacks: tuple[str, ...]) -> None:
     with Camp() as camp:
@@ -64,7 +64,7 @@ def closed_by_the_other_end(line: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
     config = replay_config()
     with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
@@ -86,7 +86,7 @@ def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
         assert answer(line) == "wire", "one connection spoke for two peers"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("announced", [wire.MAX_MESSAGE_BYTES + 1, 1 << 62])
 def test_a_frame_over_the_limit_ends_its_connection_before_it_is_read(announced: int) -> None:
     config = replay_config()
@@ -96,7 +96,7 @@ def test_a_frame_over_the_limit_ends_its_connection_before_it_is_read(announced:
         assert closed_by_the_other_end(line)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_connection_that_sends_only_garbage_is_closed() -> None:
     config = replay_config()
     with running_server(config, settings()):
@@ -105,7 +105,7 @@ def test_a_connection_that_sends_only_garbage_is_closed() -> None:
         assert closed_by_the_other_end(line)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_connection_that_floods_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(doorkeeper, "FLOOD", 0)  # one message with the queue not empty before it is too many
     config = replay_config()
@@ -115,7 +115,7 @@ def test_a_connection_that_floods_is_closed(monkeypatch) -> None:
         assert closed_by_the_other_end(line)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_key_that_is_not_listed_gets_no_byte_past_the_handshake(tmp_path) -> None:
     make_keys(tmp_path / "keys")
     config = replay_config(keys=str(tmp_path / "keys"))
@@ -207,17 +207,16 @@ def test_names_that_join_without_end_fill_no_memory_and_the_newest_are_known() -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_ten_thousand_connections_opened_and_dropped_leave_nothing_behind() -> None:
     with Camp() as camp:
         camp.wait_for_steps(5, PATIENCE_S)
         before, files = camp.rss_mb(), camp.open_files()
-        for _ in range(10_000):
-            socket.create_connection(endpoint(camp.config.address)).close()
+        for _ in range(20):
+            for _ in range(500):
+                socket.create_connection(endpoint(camp.config.address)).close()
+            # Seen to go before more come: what it holds then is what they have left behind.
+            wait_until(lambda: camp.open_files() <= files + 20)
         camp.wait_for_steps(5, PATIENCE_S)
         assert camp.rss_mb() < before + 50
-        deadline = time.monotonic() + PATIENCE_S
-        while camp.open_files() > files + 20:  # waits for: the server to see the last of them go
-            assert time.monotonic() < deadline, f"{camp.open_files()} files are open, {files} were"
-            time.sleep(0.05)
         camp.check()

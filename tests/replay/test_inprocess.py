@@ -39,7 +39,7 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
             await worker.served(newest, "f")
 
     made: list[int] = []
-    thread = threading.Thread(target=lambda: made.append(asyncio.run(work())))
+    thread = threading.Thread(target=lambda: made.append(asyncio.run(work())), daemon=True)
     thread.start()
     for step in range(3):
         lease = learner.lease(step=step, rank=0, world=1, wait_s=30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent import futures
+from dataclasses import replace
 
 import pytest
 
@@ -37,12 +38,12 @@ def journal_is_of(server: Server, run_id: str) -> bool:
     return found is not None and found.run["run_id"] == run_id and found.state.next_group_id == 0
 
 
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
 def test_a_worker_that_is_left_over_keeps_no_journal_from_a_new_run_with_overwrite(server: Server) -> None:
     learner, worker = begin(server)
     asyncio.run(fill(worker, 2))
     learner.close()
     server.kill()
+    server.config = replace(server.config, heartbeat_timeout_s=SOON_SILENT_S)  # So long it waits for a learner.
     server.start(run_id="other", fresh=True)
     begin(server)
     assert journal_is_of(server, "other")
@@ -67,17 +68,20 @@ def test_a_damaged_journal_is_kept_and_named_while_a_learner_of_some_run_is_ther
     server.disk.flip(names[0], 40)
     stop, kept = threading.Event(), {"disk": server.disk, "fresh": True}
     with futures.ThreadPoolExecutor() as pool, pytest.raises(JournalError, match=r"damaged at byte 0"):
-        pool.submit(run_server, server.config, ADMISSION, "other", "d", 7, stop, **kept).result(90)
+        try:
+            pool.submit(run_server, server.config, ADMISSION, "other", "d", 7, stop, **kept).result(90)
+        finally:
+            stop.set()
     assert server.disk.names() == names
 
 
-@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": SOON_SILENT_S}], indirect=True)
 def test_a_damaged_journal_that_no_learner_asks_for_is_deleted_by_a_new_run_with_overwrite(server: Server) -> None:
     learner, worker = begin(server)
     asyncio.run(fill(worker, 2))
     learner.close()
     server.kill()
     server.disk.flip(server.disk.names()[0], 40)
+    server.config = replace(server.config, heartbeat_timeout_s=SOON_SILENT_S)
     server.start(run_id="other", fresh=True)
     begin(server)
     assert journal_is_of(server, "other")

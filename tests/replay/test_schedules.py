@@ -14,6 +14,8 @@ from .simulator import run_schedule
 FAST, SLOW = 1_000, 100_000
 OUTSIDE = {ev.Finished, ev.Snapshotted, ev.Announced, ev.EvaluationAsked, ev.EvaluationClosed}
 """Events that no schedule makes."""
+INSIDE = set(ev.Event.__args__) - OUTSIDE
+DROPPED = set(DropReason) - {DropReason.REJECTED, DropReason.SHUTDOWN}
 
 
 def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuck() -> None:
@@ -23,28 +25,27 @@ def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuc
 
 @pytest.mark.slow
 @pytest.mark.unhurried
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
     run_seeds("tests.replay.simulator:run_schedule", range(SLOW), actions=100)
 
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
-    kinds: dict[type, int] = {}
+    kinds: set[type] = set()
     masked = ahead = held_back = short = 0
     dropped: set[DropReason] = set()
     for seed in range(FAST, FAST + 800):
         simulation = run_schedule(seed, actions=100)
         for event in simulation.events:
-            kinds[type(event)] = kinds.get(type(event), 0) + 1
+            kinds.add(type(event))
             ahead += event.ahead if isinstance(event, ev.Sealed) else 0
         masked += simulation.core.meter.masked_tokens
         short += simulation.core.meter.missing_members
         dropped |= {reason for reason, count in simulation.core.state.ledger.dropped.items() if count}
         held_back += "stale_wait" in simulation.core.meter.idle.seconds
-    assert set(kinds) == set(ev.Event.__args__) - OUTSIDE
-    assert min(masked, ahead, short) > 50
-    assert dropped == set(DropReason) - {DropReason.REJECTED, DropReason.SHUTDOWN}
-    assert held_back > 5
+        if min(masked, ahead, short) > 50 and held_back > 5 and kinds == INSIDE and dropped == DROPPED:
+            return
+    raise AssertionError(f"{masked=} {ahead=} {short=} {held_back=} {INSIDE ^ kinds} {DROPPED ^ dropped}")
 
 
 def test_policy_wait_neither_drops_nor_masks_without_a_rollback() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 
 from asyncrl.errors import ConfigError, NoProgress, WireError
-from asyncrl.replay import wire
+from asyncrl.replay import serving, wire
+from asyncrl.replay.client import decode_lease
 from asyncrl.replay.core import ReplayCore
 from asyncrl.replay.meter import RolloutRates
+from asyncrl.replay.requests import Response
 from asyncrl.replay.router import router
 from asyncrl.types import DropReason, EvalResult
 
@@ -84,37 +87,71 @@ def test_a_lease_that_gets_no_group_says_whom_it_waited_for(run) -> None:
         run.learner.lease(step=0, rank=0, world=1, wait_s=0.3)
 
 
-def test_a_step_leased_ahead_is_waited_for_as_long_as_the_learner_trains_the_step_before() -> None:
-    config = replay_config()
-    with running_server(config, settings(max_staleness=1, pipeline_depth=0)):
-        run = Run(config)
+class ClockAhead:
+    """The server's: the real one, and as much later as the test says."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+PATIENCE_S = 60.0
+
+
+class PatientRun(Run):
+    """Whose learner's requests wait for up to `PATIENCE_S` of a clock that the test moves."""
+
+    def __init__(self, config, clock: ClockAhead) -> None:
+        super().__init__(config)
+        self._clock = clock
+
+    async def make(self, worker, version: int) -> None:
+        await worker.served(version, "f")
+        made, deadline = 0, time.monotonic() + 30
+        while made < self.admission.groups_per_step and time.monotonic() < deadline:
+            for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
+                made += (await worker.insert(group(order, [version] * 3))).status == "accepted"
+
+    def lease(self, step: int) -> Future[Response]:
+        """It is at the server when this returns."""
+        asked = self.learner._connection.request("lease", [step, 0, 1, PATIENCE_S, 0])
+        self.learner.members()
+        return asked
+
+    def patience_ends(self) -> None:
+        """For those that wait at the server now. It has seen it when this returns."""
+        self._clock.ahead_s += PATIENCE_S + 1
+        board = self.learner.watch(revision=-1, wait_s=0)
+        self.learner.watch(revision=board.revision, wait_s=0)  # It waits too: answered after those that came before.
+
+
+def test_a_step_leased_ahead_is_waited_for_as_long_as_the_learner_trains_the_step_before(monkeypatch) -> None:
+    clock = ClockAhead()
+    monkeypatch.setattr(serving, "awake_clock", lambda config: clock)
+    config = replay_config(heartbeat_timeout_s=1000.0)
+    admission = settings(max_staleness=1, pipeline_depth=0)
+    with running_server(config, admission), contextlib.closing(PatientRun(config, clock)) as run:
         run.start()
-
-        async def make(version: int) -> None:
-            worker = run.clients[-1]
-            await worker.served(version, "f")
-            made, deadline = 0, time.monotonic() + 30
-            while made < settings().groups_per_step and time.monotonic() < deadline:
-                for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
-                    made += (await worker.insert(group(order, [version] * 3))).status == "accepted"
-
-        try:
-            run.worker()
-            asyncio.run(make(0))
-            run.learner.lease(step=0, rank=0, world=1, wait_s=30)
-            with ThreadPoolExecutor(1) as pool:
-                ahead = pool.submit(run.learner.lease, step=1, rank=0, world=1, wait_s=3.0)
-                time.sleep(3.5)  # A train step longer than the patience; no group can arrive in it.
-                run.learner.trained(step=0, policy_version=1)
-                asyncio.run(make(1))
-                assert ahead.result(timeout=30).plan.step == 1
-                dry = pool.submit(run.learner.lease, step=2, rank=0, world=1, wait_s=0.3)
-                time.sleep(0.5)
-                run.learner.trained(step=1, policy_version=2)
-                with pytest.raises(NoProgress, match="no group arrived"):
-                    dry.result(timeout=30)
-        finally:
-            run.close()
+        worker = run.worker()
+        asyncio.run(run.make(worker, 0))
+        run.learner.lease(step=0, rank=0, world=1, wait_s=30)
+        ahead = run.lease(1)
+        for _ in range(3):
+            run.patience_ends()  # In a train step longer than it; no group can arrive meanwhile.
+        assert not ahead.done()
+        run.learner.trained(step=0, policy_version=1)
+        asyncio.run(run.make(worker, 1))
+        assert decode_lease(ahead.result(timeout=30), 0).plan.step == 1
+        dry = run.lease(2)
+        run.patience_ends()
+        run.learner.trained(step=1, policy_version=2)
+        for _ in range(2):  # Counted anew from when the step before was trained.
+            assert not dry.done()
+            run.patience_ends()
+        with pytest.raises(NoProgress, match="no group arrived"):
+            dry.result(timeout=30)
 
 
 def test_a_cancelled_acquire_gives_its_orders_back(run) -> None:
@@ -201,8 +238,7 @@ def test_failures_statistics_and_the_blocking_rendezvous_reach_the_server(run, m
 def test_byte_credits_hold_a_producer_back_until_there_is_room() -> None:
     config = replay_config(max_bytes=4000)
     admission = settings(groups_per_step=1, pipeline_depth=2, max_staleness=2, group_size=1)
-    with running_server(config, admission):
-        run = Run(config, admission)
+    with running_server(config, admission), contextlib.closing(Run(config, admission)) as run:
         run.start()
         client = run.worker()
 
@@ -221,7 +257,6 @@ def test_byte_credits_hold_a_producer_back_until_there_is_room() -> None:
             assert (await asyncio.wait_for(held, 40)).status == "accepted"
 
         asyncio.run(work())
-        run.close()
 
 
 def test_what_cannot_be_packed_fails_its_caller_only(run) -> None:

@@ -21,7 +21,7 @@ from tests.addresses import free_address
 from .cluster import Cluster, Life, begin, fill, wait_until
 from .helpers import group
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LEFT = Assignment(group_id=4, prompt_index=4, attempt=0, seed=0, policy_version=0)
 
@@ -34,7 +34,7 @@ def test_a_shard_started_again_with_overwrite_keeps_what_its_run_has_acknowledge
     assert worker._shards is not None
     shard._target = cluster._shard(0, fresh=True, address=worker._shards._links[0].address)
     shard.start()
-    lease = learner.lease(step=0, rank=0, world=1, wait_s=20)
+    lease = learner.lease(step=0, rank=0, world=1, wait_s=60)
     assert {header.group_id for header in lease.plan.groups} == set(made)
     assert len(lease.trajectories) == 8
 
@@ -85,7 +85,7 @@ def test_the_full_disk_of_a_shard_pauses_admission_with_the_reason_and_the_run_g
 ) -> None:
     _, worker = begin(cluster)
     asyncio.run(fill(worker, 2))
-    (order,) = asyncio.run(worker.acquire(slots=1, wait_s=20)).assignments
+    (order,) = asyncio.run(worker.acquire(slots=1, wait_s=60)).assignments
     disk = cluster.shards[order.group_id % 2].disk
     disk.fail_with = errno.ENOSPC
     replies: list[str] = []
@@ -103,4 +103,4 @@ def test_the_full_disk_of_a_shard_pauses_admission_with_the_reason_and_the_run_g
     late.join(60)
     assert replies == ["accepted"]
     wait_until(lambda: "disk" not in why())
-    assert asyncio.run(worker.acquire(slots=1, wait_s=20)).assignments
+    assert asyncio.run(worker.acquire(slots=1, wait_s=60)).assignments

@@ -59,8 +59,8 @@ def test_a_filter_that_raises_or_answers_nonsense_says_nothing_about_other_group
 
 
 def test_a_filter_that_hangs_is_killed_at_its_deadline() -> None:
-    (error,) = judged(group("hang"), timeout_s=0.5)
-    assert isinstance(error, FilterError) and "timeout_s=0.5" in str(error)
+    (error,) = judged(group("hang"), timeout_s=1.0)
+    assert isinstance(error, FilterError) and "timeout_s=1" in str(error)
 
 
 def test_an_async_filter_is_awaited() -> None:

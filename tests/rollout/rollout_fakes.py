@@ -161,8 +161,8 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         "shape": GroupShape(size=4, fewest=4, tries=1),
         "sampling": SAMPLING,
         "slots": 16,
-        "wait_timeout_s": 30.0,
-        "hold": VersionHold(engine.load_weights, 10.0),
+        "wait_timeout_s": 60.0,
+        "hold": VersionHold(engine.load_weights, 60.0),
         "report": report,
     }
     return RolloutWorker(**{**settings, **changes})

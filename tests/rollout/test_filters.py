@@ -47,7 +47,7 @@ def test_each_filter_drops_what_it_says(wanted, reasons):
     assert [unwanted and unwanted.reason for unwanted in said] == reasons
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_worker_reports_what_it_filters_and_inserts_the_rest(tmp_path):
     async def scenario():
         replay = ScriptedReplay(20)

@@ -14,7 +14,7 @@ from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import worker_environment
 from asyncrl.rollout.ray_host import RayHost
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(500)]
 
 
 def hopeless(folder: Path, index: int) -> WorkerSpec:
@@ -28,7 +28,7 @@ def hopeless(folder: Path, index: int) -> WorkerSpec:
 
 def ends(host: RayHost, count: int) -> list[WorkerExit]:
     found: list[WorkerExit] = []
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while len(found) < count:
         assert time.monotonic() < deadline, found
         found += host.wait(0.5)

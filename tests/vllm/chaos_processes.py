@@ -190,7 +190,7 @@ def learner_process(board: Any, first: int, timeout_s: float, injection: Injecti
         trap.arm(injection.action, injection.phase, Path(fired).touch)
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
     publisher = BackgroundPublisher(
-        sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=12 * timeout_s, idle_s=0.005
+        sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=60 * timeout_s, idle_s=0.005
     )
     version = first
     while True:

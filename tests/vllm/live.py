@@ -19,7 +19,7 @@ from asyncrl.weights.snapshot import BackgroundPublisher
 from tests.weights.board import BoardManager, WorkerRendezvous
 
 Result = TypeVar("Result")
-SERVE_S = 60.0
+SERVE_S = 120.0
 ATTEMPTS = 6
 
 
@@ -42,9 +42,9 @@ def in_time(scenario: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 BUCKET = 1 << 16
 
 
-def make_publisher(board: Any, timeout_s: float = 10.0) -> BackgroundPublisher:
+def make_publisher(board: Any, timeout_s: float = 60.0) -> BackgroundPublisher:
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
-    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=60.0)
+    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 
 class Live:

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 
 from tests.vllm.chaos import INJECTIONS, SHORT, cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_there_are_thirty_injections_of_every_kind():
@@ -20,7 +20,7 @@ def test_there_are_thirty_injections_of_every_kind():
 
 
 def test_a_frozen_vllm_holds_nobody_up_mixes_no_weights_and_is_given_up(tmp_path):
-    with cluster(tmp_path, timeout_s=5.0, steady={"a": "transformers"}) as running:
+    with cluster(tmp_path, timeout_s=5.0, steady={"a": "transformers"}, slack_s=90.0) as running:
         rows = [running.inject(injection) for injection in SHORT]
         assert max(row["steady_s"] for row in rows) < running.limit_s
         assert "EngineDiedError" in rows[-1]["victim"] and "gave no answer" in rows[-1]["victim"]

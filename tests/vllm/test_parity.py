@@ -15,8 +15,8 @@ from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, re
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
 
-CASES = [("qwen2", 1), ("llama", 1), ("qwen3_moe", 1), ("qwen3_tied", 2), ("qwen3_moe", 2)]
-"""`qwen3` is served exactly in test_updates.py."""
+CASES = [("llama", 1), ("qwen3_moe", 1), ("qwen3_tied", 2), ("qwen3_moe", 2)]
+"""`qwen3` is served exactly in test_updates.py, `qwen2` in test_recompute.py."""
 
 
 @pytest.mark.parametrize(("name", "tensor_parallel"), CASES)

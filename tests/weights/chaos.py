@@ -94,15 +94,15 @@ class Cluster:
         else:
             self.learner.kill()
             self.start_learner(injection)
-        self.wait(lambda: len(self.board.notes("fired")) > before, 30.0, f"{injection.name} came to pass")
+        self.wait(lambda: len(self.board.notes("fired")) > before, 120.0, f"{injection.name} came to pass")
         fired = self.board.notes("fired")[-1]
         if victim is None:
-            self.learner.join(10)
+            self.learner.join(30)
             self.start_learner(None)
             return self.wait_newer(STEADY, fired, self._limit_s)
         took = self.wait_newer(STEADY, fired, self._limit_s)
         if injection.action == "kill":
-            victim.join(10)
+            victim.join(30)
             self.board.leave(name, "1")
             victim, incarnation = self.start_worker(name, "2", None), "2"
         else:
@@ -110,7 +110,7 @@ class Cluster:
             incarnation = "1"
         self.wait_newer((name, *STEADY), time.time(), 4 * self._limit_s)
         self.board.note(f"stop/{name}", True)
-        victim.join(15)
+        victim.join(60)
         self.board.leave(name, incarnation)
         return took
 
@@ -139,7 +139,7 @@ def cluster(delta: str, limit_s: float) -> Iterator[Cluster]:
     with BoardManager() as manager:
         running = Cluster(manager.Board(), delta, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            running.wait_newer(STEADY, time.time(), 60.0)
+            running.wait_newer(STEADY, time.time(), 120.0)
             yield running
         finally:
             running.close()

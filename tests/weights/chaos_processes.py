@@ -133,7 +133,7 @@ def learner_process(board: Any, first: int, injection: Injection | None, delta: 
     broadcast_publisher.WeightGroup = trap.group()
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta)
     publisher = BackgroundPublisher(
-        sender, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=10 * TIMEOUT_S, idle_s=0.005
+        sender, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=60 * TIMEOUT_S, idle_s=0.005
     )
     version = first
     while not board.notes("stop/learner"):

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_both_ends_of_a_transport_meet_through_the_config(tmp_path, transport):
     config, board, loaded = Config(), Board(), []
     config.weights.transport = transport
-    config.weights.timeout_s = 10.0
+    config.weights.timeout_s = 60.0
     board.join("w", "1")
     publisher = make_publisher(config, board, tmp_path, 0, CPU)
     subscriber = make_subscriber(
@@ -25,7 +25,7 @@ def test_both_ends_of_a_transport_meet_through_the_config(tmp_path, transport):
     )
     stats = publisher.publish(3, [("a", torch.arange(5.0))])
     assert stats.nbytes >= 20
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 100
     while subscriber.policy_version != 3 and time.monotonic() < deadline:
         subscriber.check()
         time.sleep(0.005)

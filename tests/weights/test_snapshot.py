@@ -54,7 +54,7 @@ def publish(publisher: BackgroundPublisher, version: int) -> float:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
