@@ -3,8 +3,8 @@
 A buffered write copies into pages that are cold by then and that the sync has to find again, which costs a server more
 time than all else it does for a large group. Here what is written is copied into a small buffer that stays in the
 processor's cache, and goes to the disk from there in whole blocks (`open(2)`, O_DIRECT): the first with the bytes that
-stand before it, the last with zeros behind it. Two threads share what is long, so that the disk works while the next
-part is copied. Where the file system has no such writes, everything takes the ordinary way.
+stand before it, the last with zeros behind it. Where the file system has no such writes, everything takes the ordinary
+way.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -26,8 +24,6 @@ STAGE = 2 << 20
 MAX_BUFFERS = 512
 """Of one gathered write; Linux takes 1024."""
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
-_Part = tuple[int, list[memoryview]]
-"""`(offset, what is to be there)`, at most `STAGE` bytes."""
 
 
 def write_all(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -50,8 +46,7 @@ class DirectWriter:
     def __init__(self) -> None:
         self.works = hasattr(os, "O_DIRECT")
         """False from the first refusal on."""
-        self._lanes = _Lane(), _Lane()
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="journal-beside")
+        self._stage: mmap.mmap | None = None
         self._tail: tuple[str, int, bytes] = ("", 0, b"")
         """`(file, offset, what stands there)` of the block that was written last."""
 
@@ -66,9 +61,6 @@ class DirectWriter:
         self._tail = ("", 0, b"")
         write_all(descriptor, offset, buffers)
 
-    def close(self) -> None:
-        self._beside.shutdown()
-
     def _before(self, name: str, descriptor: int, start: int, size: int) -> memoryview:
         """The `size` bytes at `start`; zeros beyond the end of the file."""
         known, at, content = self._tail
@@ -78,12 +70,18 @@ class DirectWriter:
 
     def _write_blocks(self, name: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> bool:
         """False when not all of it was written: the ordinary way says why."""
-        parts, size = _parts(offset, buffers)
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            if not self._write_parts(descriptor, parts):
-                return False
+            left = list(buffers)
+            while left:
+                part, left = _split(left, STAGE)
+                staged, size = self._staged(part)
+                if os.pwrite(descriptor, staged, offset) < len(staged):
+                    return False
+                last = (size - 1) // BLOCK * BLOCK
+                self._tail = (name, offset + last, bytes(staged[last:size]))
+                offset += size
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
@@ -91,46 +89,10 @@ class DirectWriter:
             return False
         finally:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-        last = (size - 1) // BLOCK * BLOCK
-        self._tail = (name, offset + last, _end(buffers, size - last))
         return True
 
-    def _write_parts(self, descriptor: int, parts: deque[_Part]) -> bool:
-        one, other = self._lanes
-        if len(parts) == 1:
-            return one.write(descriptor, parts)
-        beside = self._beside.submit(other.write, descriptor, parts)
-        try:
-            done = one.write(descriptor, parts)
-        finally:
-            wait((beside,))  # Or it would go on with a descriptor that is no longer its.
-        return beside.result() and done
-
-
-class _Lane:
-    """One thread's memory to write from."""
-
-    def __init__(self) -> None:
-        self._stage: mmap.mmap | None = None
-
-    def write(self, descriptor: int, parts: deque[_Part]) -> bool:
-        """The next part for as long as there is one. False when one was not written whole; the others are left out."""
-        try:
-            while parts:
-                offset, buffers = parts.popleft()
-                staged = self._staged(buffers)
-                if os.pwrite(descriptor, staged, offset) < len(staged):
-                    parts.clear()
-                    return False
-        except IndexError:  # The other lane was faster.
-            return True
-        except OSError:
-            parts.clear()
-            raise
-        return True
-
-    def _staged(self, buffers: Sequence[memoryview]) -> memoryview:
-        """In whole blocks."""
+    def _staged(self, buffers: Sequence[memoryview]) -> tuple[memoryview, int]:
+        """`(whole blocks, bytes of them that are not padding)`."""
         if self._stage is None:
             self._stage = mmap.mmap(-1, STAGE)
         target, at = np.frombuffer(self._stage, np.uint8), 0
@@ -139,32 +101,15 @@ class _Lane:
             at += len(buffer)
         end = -(-at // BLOCK) * BLOCK
         target[at:end] = 0
-        return memoryview(self._stage)[:end]
+        return memoryview(self._stage)[:end], at
 
 
-def _parts(offset: int, buffers: Sequence[memoryview]) -> tuple[deque[_Part], int]:
-    """And the number of bytes in all."""
-    parts: deque[_Part] = deque()
-    room = 0
-    start = offset
-    for buffer in buffers:
-        while len(buffer):
-            if not room:
-                parts.append((offset, []))
-                room = STAGE
-            piece, buffer = buffer[:room], buffer[room:]
-            parts[-1][1].append(piece)
-            room -= len(piece)
-            offset += len(piece)
-    return parts, offset - start
-
-
-def _end(buffers: Sequence[memoryview], nbytes: int) -> bytes:
-    """The last `nbytes` bytes."""
-    pieces: list[memoryview] = []
-    for buffer in reversed(buffers):
-        pieces.append(buffer[max(0, len(buffer) - nbytes) :])
-        nbytes -= len(pieces[-1])
-        if not nbytes:
-            break
-    return b"".join(reversed(pieces))
+def _split(buffers: Sequence[memoryview], size: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `size` bytes, or all there are, and the others."""
+    first: list[memoryview] = []
+    for place, buffer in enumerate(buffers):
+        if len(buffer) > size:
+            return ([*first, buffer[:size]] if size else first), [buffer[size:], *buffers[place + 1 :]]
+        first.append(buffer)
+        size -= len(buffer)
+    return first, []

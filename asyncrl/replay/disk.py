@@ -127,7 +127,6 @@ class FolderDisk:
     def close(self) -> None:
         for name in list(self._open):
             self._forget(name)
-        self._writer.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
 import random
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +13,9 @@ import pytest
 from asyncrl.replay import direct
 from asyncrl.replay.direct import BLOCK, STAGE, DirectWriter
 
-SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STAGE, STAGE + BLOCK + 1, 4 * STAGE + 5)
+SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STAGE, STAGE + BLOCK + 1)
 OLD = b"\xaa" * (1 << 20)
 """What an earlier use of a file left in it."""
-
-
-@pytest.fixture
-def writer() -> Iterator[DirectWriter]:
-    with contextlib.closing(DirectWriter()) as made:
-        yield made
 
 
 class Log:
@@ -66,25 +57,20 @@ def fill(tmp_path: Path, writer: DirectWriter, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_written_before_stands_and_nothing_beyond_the_last_block_changes(
-    seed, writer: DirectWriter, tmp_path: Path
-) -> None:
-    fill(tmp_path, writer, seed)
+def test_what_was_written_before_stands_and_nothing_beyond_the_last_block_changes(seed, tmp_path: Path) -> None:
+    fill(tmp_path, DirectWriter(), seed)
 
 
-def test_what_an_earlier_writer_left_in_the_first_block_stands(writer: DirectWriter, tmp_path: Path) -> None:
+def test_what_an_earlier_writer_left_in_the_first_block_stands(tmp_path: Path) -> None:
     log = Log(tmp_path / "a", DirectWriter())
     log.append(b"first", 1)
-    log.writer.close()
-    log.writer = writer
+    log.writer = DirectWriter()
     log.append(b"second", 1)
     log.check()
     os.close(log.descriptor)
 
 
-def test_a_file_system_that_refuses_is_asked_once_and_served_the_ordinary_way(
-    writer: DirectWriter, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_file_system_that_refuses_is_asked_once_and_served_the_ordinary_way(tmp_path: Path, monkeypatch) -> None:
     asked = []
 
     def refuse(descriptor: int, data: memoryview, offset: int) -> int:
@@ -92,51 +78,22 @@ def test_a_file_system_that_refuses_is_asked_once_and_served_the_ordinary_way(
         raise OSError(errno.EINVAL, "no")
 
     monkeypatch.setattr(direct.os, "pwrite", refuse)
+    writer = DirectWriter()
     fill(tmp_path, writer, 1)
     assert len(asked) <= 1 and not writer.works
 
 
-def test_a_write_that_was_cut_short_is_finished(writer: DirectWriter, tmp_path: Path, monkeypatch) -> None:
+def test_a_write_that_was_cut_short_is_finished(tmp_path: Path, monkeypatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(direct.os, "pwrite", lambda fd, data, offset: real(fd, data[:BLOCK], offset))
-    fill(tmp_path, writer, 2)
+    fill(tmp_path, DirectWriter(), 2)
 
 
-def test_no_part_is_lost_whichever_thread_it_fails_in(writer: DirectWriter, tmp_path: Path, monkeypatch) -> None:
-    log, real = Log(tmp_path / "a", writer), os.pwrite
-    here = threading.current_thread()
-    log.append(b"before", 1)
-    if not log.writer.works:
-        pytest.skip("this system has no direct writes")
-    for beside in (False, True):
-        both, late = threading.Barrier(2), threading.Event()
-
-        def fails(descriptor: int, data: memoryview, offset: int, beside=beside, both=both, late=late) -> int:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(20 if not both.broken else 0)  # Each thread has a part.
-            both.abort()
-            if beside != (threading.current_thread() is here):
-                late.set()
-                raise OSError(errno.ENOSPC, "full")
-            assert late.wait(20)
-            return real(descriptor, data, offset)
-
-        data = random.Random(beside).randbytes(3 * STAGE)
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
-            patched.setattr(direct.os, "pwrite", fails)
-            log.append(data, 3)
-        log.append(b"", 3, again=len(data))
-        log.check()
-    os.close(log.descriptor)
-
-
-def test_a_full_disk_is_reported_and_what_is_tried_again_later_is_whole(
-    writer: DirectWriter, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_full_disk_is_reported_and_what_is_tried_again_later_is_whole(tmp_path: Path, monkeypatch) -> None:
     def full(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "full")
 
-    log = Log(tmp_path / "a", writer)
+    log = Log(tmp_path / "a", DirectWriter())
     log.append(b"before", 1)
     with monkeypatch.context() as patched:
         patched.setattr(direct.os, "pwrite", full)
