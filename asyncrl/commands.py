@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import shlex
 import socket
@@ -26,6 +27,7 @@ RANK_ENVIRONMENT = {
 
 PORTS = range(20_000, 32_000)
 """Below those that the kernel hands out."""
+_numbers = itertools.count(random.SystemRandom().randrange(len(PORTS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
     # The folder is prepared once, by the caller: a replay server that is restarted must find its journal again.
     kept = [text for text in given if not text.startswith("overwrite=")]
     kept = [text for text in kept if not text.startswith("replay.shard_address=")]
-    ports = free_ports(config.replay.shards)
+    ports = [free_port() for _ in range(config.replay.shards)]
     host = host_of(config.replay.address) or "127.0.0.1"
     shards = [
         shard_command(str(number), [*kept, f"replay.shard_address=tcp://{host}:{port}"])
@@ -114,19 +116,15 @@ _PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
 
 
 def free_port() -> int:
-    return free_ports(1)[0]
+    """One that the kernel gives to nobody who asks it for any: a role listens on its port only after seconds, and comes
+    back to it after a death. Never the same one twice in a row of 12,000.
 
-
-def free_ports(count: int) -> list[int]:
-    """So many different ones, which the kernel gives to nobody who asks it for any: a role listens on its port only
-    after seconds, and comes back to it after a death."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            break
+    Raises:
+        ConfigError: none is free.
+    """
+    for number in itertools.islice(_numbers, len(PORTS)):
+        port = PORTS[number % len(PORTS)]
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            found.append(port)
-    if len(found) < count:
-        raise ConfigError(f"no {count} ports of {PORTS.start} to {PORTS.stop} are free: end what holds them")
-    return found
+            return port
+    raise ConfigError(f"no port of {PORTS.start} to {PORTS.stop} is free: end what holds them")

@@ -23,7 +23,7 @@ if [ $# -gt 0 ]; then
 fi
 
 said="$(mktemp)" other=""
-# Of what runs beside, $other is a shell, or by `exec` the command itself: both are to end.
+# Of what runs beside, $other is the shell: it is to end, and what it runs.
 trap '[ -z "$other" ] || { pkill -P "$other" || true; kill "$other" 2>/dev/null || true; }; rm -f "$said"' EXIT
 
 # beside COMMAND...: runs it beside what follows.

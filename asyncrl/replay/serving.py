@@ -186,7 +186,7 @@ def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threa
         return False
     whose = f"the journal of run {run_id}" if damage is None else f"a journal that cannot be read ({damage})"
     log.info("overwrite=true: %s is deleted unless a learner of its run is heard in %.0f s", whose, wait_s)
-    peer = learner_of(run_id, socket, wait_s, stopped)
+    peer = learner_of(run_id, socket, wait_s, stopped, awake_clock(config))
     if peer is None:
         return stopped.is_set()
     log.warning(

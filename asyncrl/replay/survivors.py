@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.replay import wire
-from asyncrl.replay.awake import SHORTEST_S, AwakeClock
+from asyncrl.replay.awake import AwakeClock
 from asyncrl.replay.socket_options import receive_routed, send
 from asyncrl.replay.wire import Envelope
 
@@ -41,13 +39,13 @@ def learner_of(
     socket: zmq.Socket,
     wait_s: float,
     stop: threading.Event,
-    clock: Callable[[], float] = time.monotonic,
+    clock: AwakeClock,
 ) -> Survivor | None:
     """A learner of the run `run_id`, or of any run if that is empty, heard within `wait_s` and before `stop`."""
-    # Stopped for all of it, this process would not have read who spoke meanwhile, and would delete their journal.
-    awake = AwakeClock(max(wait_s / 2, SHORTEST_S), clock)
-    until = awake() + wait_s
-    while not stop.is_set() and (left := until - awake()) > 0:
+    # By the wall clock a process that was stopped for all of it would not read who spoke meanwhile, and would delete
+    # their journal.
+    until = clock() + wait_s
+    while not stop.is_set() and (left := until - clock()) > 0:
         peer = _next(run_id, socket) if socket.poll(int(min(left, TURN_S) * 1000) + 1) else None
         if peer is not None and peer.role == "learner":
             return peer

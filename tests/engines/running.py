@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -52,6 +53,16 @@ def make_held(
     engine = TransformersEngine(runner, **kwargs)  # has tried its model, for which it decodes too
     runner.allow(steps)
     return engine, runner
+
+
+async def asked_to_load(
+    engine: TransformersEngine, runner: HeldRunner, version: int, tensors: Mapping[str, torch.Tensor]
+) -> asyncio.Future[None]:
+    """An update that has come between two tokens; it ends once the engine may go on."""
+    await until(lambda: runner.held)
+    load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, version, tensors))
+    await until(lambda: bool(engine._inbox.loads))
+    return load
 
 
 async def closing(engine: TransformersEngine, work):

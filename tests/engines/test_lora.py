@@ -14,7 +14,7 @@ from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, scaling_tensor
 from tests.engines.models import make_model, plain_logprobs, prompt, request, weights_of
-from tests.engines.running import closing, make_held, until
+from tests.engines.running import asked_to_load, closing, make_held
 
 RANK, ALPHA = 4, 12
 
@@ -49,9 +49,7 @@ def test_adapters_change_in_flight_and_every_token_is_of_its_version(name: str):
     async def work():
         engine.load_weights(1, adapters[0])
         running = asyncio.ensure_future(engine.generate(request(ids, 3, new=40)))
-        await until(lambda: runner.held)
-        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 2, adapters[1]))
-        await until(lambda: bool(engine._inbox.loads))
+        load = await asked_to_load(engine, runner, 2, adapters[1])
         runner.allow(math.inf)
         await load
         late = await engine.generate(request(ids, 1, new=8, seed=5))

@@ -19,7 +19,7 @@ from tests.engines.models import (
     request,
     weights_of,
 )
-from tests.engines.running import closing, make_engine, make_held, until
+from tests.engines.running import asked_to_load, closing, make_engine, make_held, until
 
 CPU = torch.device("cpu")
 
@@ -32,9 +32,7 @@ def test_an_update_in_flight_changes_versions_in_the_middle_of_running_sequences
     async def work():
         await asyncio.to_thread(engine.load_weights, 3, weights_of(model))
         running = asyncio.ensure_future(engine.generate(request(ids, 4, new=60)))
-        await until(lambda: runner.held)
-        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 4, weights_of(other)))
-        await until(lambda: bool(engine._inbox.loads))
+        load = await asked_to_load(engine, runner, 4, weights_of(other))
         runner.allow(math.inf)
         await load
         assert engine.policy_version == 4
@@ -58,9 +56,7 @@ def test_an_update_to_identical_weights_changes_only_the_version():
 
     async def work():
         running = asyncio.ensure_future(engine.generate(request(ids, 2, new=60)))
-        await until(lambda: runner.held)
-        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 0, weights_of(model)))
-        await until(lambda: bool(engine._inbox.loads))
+        load = await asked_to_load(engine, runner, 0, weights_of(model))
         runner.allow(math.inf)
         await load
         return await running
@@ -77,9 +73,7 @@ def test_pinned_requests_have_one_version_and_do_not_starve_a_waiting_load():
     async def work():
         await asyncio.to_thread(engine.load_weights, 1, weights_of(model))
         first = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=40, pinned=True)))
-        await until(lambda: runner.held)
-        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, 2, weights_of(model)))
-        await until(lambda: bool(engine._inbox.loads))
+        load = await asked_to_load(engine, runner, 2, weights_of(model))
         second = asyncio.ensure_future(engine.generate(request(prompt(6), 1, new=10, pinned=True)))
         plain = asyncio.ensure_future(engine.generate(request(prompt(8), 1, new=3)))
         await until(lambda: len(engine._inbox.waiting) == 2)

@@ -45,5 +45,5 @@ def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one
         learner.connect("inproc://server")
         learner.send(hello)
         wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))
-        found = learner_of("run", router, 10.0, threading.Event(), lambda: next(wall))
+        found = learner_of("run", router, 10.0, threading.Event(), AwakeClock(5.0, lambda: next(wall)))
     assert found is not None and found.name == "rank 0"
