@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -20,14 +20,22 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
+from asyncrl.checks.learner import resolved_loss
+from asyncrl.checks.rewards import reward_terms
+from asyncrl.checks.sources import Source, sources
 from asyncrl.checks.whole import check_config
 from asyncrl.errors import ConfigError
-from asyncrl.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
 from asyncrl.schema import Config
+from asyncrl.storage.full_disk import BOARD_FILE, Patience
 
+LOG_DIR = "logs"
 JOURNAL_DIR = "journal"
 """In the run folder; made by the replay server, perhaps before the learner has prepared the folder."""
+KEYS_DIR = "keys"
+"""In the run folder; made by whichever process of the run comes first, unless `replay.keys` names another."""
 
 
 def config_dir() -> Path:
@@ -55,6 +63,83 @@ def config_groups() -> list[str]:
     return sorted(folder.name for folder in config_dir().iterdir() if folder.is_dir())
 
 
+def chosen_by_default() -> dict[str, str]:
+    """Group -> the name that `configs/config.yaml` chooses in it."""
+    chosen: dict[str, str] = {}
+    for entry in _read_yaml(config_dir() / "config.yaml")["defaults"]:
+        chosen |= entry if isinstance(entry, dict) else {}
+    return {group: name for group, name in chosen.items() if name is not None}
+
+
+def choice_values(group: str, name: str) -> dict[str, Any]:
+    """What `group=name` sets, by dotted key, as its file in `configs/` says; with what that chooses in other groups.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    found: dict[str, Any] = {}
+    for _, values in choice_files(group, name):
+        found |= values
+    return found
+
+
+def choice_files(group: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files that `group=name` stands for, as `group=name` each, with what they set by dotted key; later ones win.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    file = config_dir() / group / f"{name}.yaml"
+    values = _read_yaml(file)
+    everywhere = file.read_text().startswith("# @package _global_")
+    for entry in values.pop("defaults", []):
+        chosen = entry.items() if isinstance(entry, dict) else [(group, entry)]
+        for other, its_name in chosen:
+            if its_name != "_self_":
+                yield from choice_files(other.removeprefix("override /"), its_name)
+    yield f"{group}={name}", by_key(values, "" if everywhere else f"{group}.")
+
+
+def default_settings() -> dict[str, Any]:
+    """Value of every setting, by dotted key, where nothing is given; `???` where something has to be."""
+    found = by_key(config_to_dict(Config()))
+    for group, name in chosen_by_default().items():
+        found |= choice_values(group, name)
+    return found
+
+
+def by_key(values: Mapping[str, Any], prefix: str = "", *, apart: bool = False) -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, the keys that a user types. A setting that is itself a mapping stays one;
+    taken `apart` only where it is empty."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        whole = not isinstance(value, Mapping) or (key in FREE_FORM and not (apart and value))
+        found |= {key: value} if whole else by_key(value, f"{key}.", apart=apart)
+    return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file of the user's, by dotted key, as they stand there.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    try:
+        return by_key(_read_yaml(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"the settings file {path} cannot be read: {error}. Write `key: value` lines in it"
+        ) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    read = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(read, dict):
+        raise ValueError("it holds a list, not settings")
+    return cast(dict[str, Any], read)
+
+
 def load_config(overrides: Sequence[str] = ()) -> Config:
     """Compose `configs/config.yaml` with `overrides` (`key=value`, `group=name`) and check the result whole.
 
@@ -69,6 +154,13 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
             node = compose(config_name="config", overrides=[_addable(text) for text in overrides])
         missing = sorted(OmegaConf.missing_keys(node))
+        # An environment of the user may score by itself; where it asks for a reward after all, it is told.
+        if "reward.function" in missing and (":" in str(node.environment.name) or node.reward.functions):
+            node.reward.function = ""
+            missing.remove("reward.function")
+        if "data.path" in missing and node.data.mixture:
+            node.data.path = ""
+            missing.remove("data.path")
         if missing:
             given = " ".join(f"{key}=..." for key in missing)
             raise ConfigError(f"required settings are missing: {', '.join(missing)}. Give them: {given}")
@@ -103,9 +195,19 @@ def shared_settings(config: Config) -> dict[str, Any]:
     return {
         "seed": config.seed,
         "model": [Path(config.model.path).name, config.model.lora_rank, config.model.lora_alpha],
-        "data": [Path(config.data.path).name, config.data.shuffle, config.data.max_prompt_tokens],
+        "data": [
+            [_settings_of(source) for source in sources(config.data)],
+            *(config.data.order_by, config.data.shuffle, config.data.max_prompt_tokens, config.data.overlong),
+        ],
         "environment": [Path(config.environment.name).name, config.reference.from_rollout],
-        "reward": [Path(config.reward.function).name, Path(config.reward.model).name, config.reward.timeout_s],
+        "reward": [
+            *(
+                [term.name, Path(term.function).name, term.weight, term.args, term.data_source, Path(term.model).name]
+                for term in reward_terms(config.reward)
+            ),
+            config.reward.metric,
+            config.reward.timeout_s,
+        ],
         "rollout": [
             config.rollout.group_size,
             config.rollout.min_group_size,
@@ -116,14 +218,45 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         "weights": [config.weights.transport, config.weights.wire_dtype],
         "learner": config.learner.groups_per_step,
-        "eval": [Path(config.eval.path).name, config.eval.name, config.eval.rows],
+        "eval": asdict(config.eval) | {"path": Path(config.eval.path).name, "every": 0, "chunk": 0},
     }
+
+
+def _settings_of(source: Source) -> dict[str, Any]:
+    return asdict(source) | {"specs": [Path(spec).name for spec in source.specs]}
 
 
 def run_digest(config: Config) -> str:
     """16 hex digits over `shared_settings`: the replay server refuses a peer that comes with another one."""
     text = json.dumps(shared_settings(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def disk_patience(config: Config) -> Patience:
+    """Of whoever writes into the run folder, with a full disk."""
+    return Patience(config.run.disk_patience_s, Path(config.run.dir).resolve() / LOG_DIR / BOARD_FILE)
+
+
+NOT_OF_THE_UPDATE = (
+    *("ranks", "device", "save_every", "keep_checkpoints", "max_restarts", "max_nonfinite_steps"),
+    *("max_tokens_per_microbatch", "steps"),
+)
+"""Settings of the learner that change nothing of what a batch makes of the weights."""
+
+
+def learner_digest(config: Config) -> str:
+    """16 hex digits over what the learner makes of its batches. A learner that comes back with the same one has the
+    same history before it and is given the same batches; with another one it begins a branch."""
+    learner = {key: value for key, value in asdict(config.learner).items() if key not in NOT_OF_THE_UPDATE}
+    bounds = [config.replay.max_staleness, config.replay.stale_policy, config.replay.max_times_sampled]
+    settings = {
+        "seed": config.seed,
+        "model": [config.model.dtype, config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets],
+        "learner": learner | ({} if config.learner.schedule == "constant" else {"steps": config.learner.steps}),
+        "replay": bounds,
+        **{name: asdict(getattr(config, name)) for name in ("loss", "advantage", "critic", "reference")},
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -151,6 +284,12 @@ def read_config(path: Path) -> Config:
         ConfigError: it does not fit this version of asyncrl.
     """
     return config_from_dict(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))
+
+
+def settings_as_used(config: Config) -> dict[str, Any]:
+    """What `config.yaml` shows: every setting, and of the loss the parts that it has, with the preset's values."""
+    loss = {name: value for name, value in resolved_loss(config.loss).items() if value is not None}
+    return config_to_dict(config) | {"loss": loss}
 
 
 def to_yaml(settings: dict[str, Any]) -> str:

@@ -21,8 +21,28 @@ class DataError(AsyncRLError, ValueError):
     """A prompt file or one of its rows cannot be used."""
 
 
+class OverlongError(DataError):
+    """A prompt has more tokens than `data.max_prompt_tokens`, and `data.overlong` says to drop it."""
+
+
 class RewardError(AsyncRLError, RuntimeError):
-    """A reward function raised, returned something that is no finite number, timed out or killed its process."""
+    """A reward function raised, returned something that is no finite number, timed out or killed its process.
+
+    Args:
+        reason: one of `types.REWARD_FAILURES`, under which it is counted.
+    """
+
+    def __init__(self, message: str, reason: str = "raised") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class HopelessRewardError(AsyncRLError, RuntimeError):
+    """More completions got no reward than `reward.max_failure_share` allows. A restart cannot help."""
+
+
+class HopelessFilterError(AsyncRLError, RuntimeError):
+    """A filter failed for more completions than `reward.max_failure_share` allows. A restart cannot help."""
 
 
 class FilterError(AsyncRLError, RuntimeError):
@@ -37,12 +57,20 @@ class IncompleteGroupError(AsyncRLError, RuntimeError):
     """Members of a group failed as often as a group may be tried, and too few are left to train on."""
 
 
+class SandboxError(AsyncRLError, RuntimeError):
+    """A program could not be run in the sandbox. Never the program's own fault: what that does is an outcome."""
+
+
 class GenerationError(AsyncRLError, RuntimeError):
     """An engine could not produce the completions it was asked for."""
 
 
 class RequestError(GenerationError):
     """A request that the engine can never serve, however often it is asked: prompt and new tokens are too many."""
+
+
+class ContextFullError(RequestError):
+    """What came so far leaves no room for a single token more. A `ChatEnvironment` ends its episode there."""
 
 
 class EngineDiedError(AsyncRLError, RuntimeError):
@@ -63,6 +91,10 @@ class FencedError(ReplayError):
 
 class JournalError(AsyncRLError, OSError):
     """The journal cannot be trusted or written: damaged before its durable mark, of another schema, a failed sync."""
+
+
+class DiskFullError(AsyncRLError, OSError):
+    """There was no space in the run folder for as long as `run.disk_patience_s` allows. The run can be resumed."""
 
 
 class NoProgress(AsyncRLError, TimeoutError):
@@ -87,6 +119,10 @@ class CheckpointError(AsyncRLError, RuntimeError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint of another model, or of other roles, than these settings have. A restart cannot help."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint, or of an exported model, is not what was written. A restart cannot help."""
 
 
 class NonFiniteError(AsyncRLError, ArithmeticError):

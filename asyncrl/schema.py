@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from asyncrl.losses.config import LossConfig
+from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.config import ReplayConfig
 
 
@@ -20,15 +20,25 @@ class RunConfig:
     """Letters, digits, `.`, `_`, `-`; at most 64."""
     dir: str = "runs/${run.name}"
     """The run folder. A used one is refused unless `resume` or `overwrite` says what to do with it."""
+    disk_patience_s: float = 3600.0
+    """While the disk of the run folder is full the run waits and says so once a minute, at most so long; then it ends
+    and can be resumed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = MISSING
     """Directory (or hub name) of a Hugging Face causal LM with its tokenizer."""
+    renderer: str = "auto"
+    """What turns messages into tokens and back: `auto`, `default` (the tokenizer's chat template) or a renderer's name
+    (`qwen3`, `llama-3`, ...). `auto` takes the one of the model's family that is proven to write what the template
+    writes, and `default` where there is none. See docs/chat.md."""
+    chat: dict[str, Any] = field(default_factory=dict)
+    """Options of the renderer, or of the chat template: `model.chat.enable_thinking=false`."""
     dtype: str = "float32"
     """Compute dtype of the learner: `float32` or `bfloat16`. Master weights and reductions are always fp32."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
     lora_rank: int = 0
     """Above 0: only LoRA adapters of this rank are trained and sent to the engines; the base stays as it is."""
     lora_alpha: int = 32
@@ -39,28 +49,71 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    path: str = MISSING
-    """JSONL file; each row has `prompt` (text, or a list of chat messages) and any other columns."""
+    path: Any = MISSING
+    """Rows with `prompt` (text, or a list of chat messages) and any other columns: a JSONL or parquet file, a folder of
+    them or one made by `save_to_disk`, `hf:NAME[:CONFIG][:SPLIT]` of the Hugging Face hub, or a class of your own,
+    `file.py:Name`. Several: a list, or a glob. See docs/data.md."""
+    prompt_column: str = "prompt"
+    """The column that holds the prompt, where it has another name."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Instead of `path`, several sources by name, each with `path` and, as it likes, `weight` (1), `where`,
+    `prompt_column` and `args`: `data.mixture.gsm8k.path=FILE data.mixture.gsm8k.weight=2`."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Only rows whose columns have these values, `data.where.level=[3,4,5]`, or lie within bounds,
+    `data.where.score.min=0.2 data.where.score.max=0.8`."""
+    order_by: str = ""
+    """Column of numbers, or texts, by which the rows of an epoch come, smallest first (a curriculum); `shuffle` then
+    mixes those that are equal. Empty is no such order."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a class of your own: `data.args.NAME=VALUE`."""
     shuffle: bool = True
-    """A new seeded permutation each epoch; false keeps file order."""
+    """A new seeded permutation each epoch; false keeps the order of the rows."""
     max_prompt_tokens: int = 512
-    """A longer prompt is an error naming its row, never a silent truncation."""
+    """Of a prompt as rendered by the chat template; what becomes of a longer one says `overlong`."""
+    overlong: str = "drop"
+    """What becomes of a longer prompt when it is drawn: `drop` its group (counted as `over_length`), `truncate_left` or
+    `truncate_right` (so many tokens are cut there), or `error`, which ends the run and names the row."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = "single_turn"
-    """Or one of your own, `file.py:Name` or `package.module:Name`: see docs/environments.md."""
+    """`single_turn`, `tools` (calls functions), `reasoning_gym` (its tasks), or one of your own, `file.py:Name` or
+    `package.module:Name`: see docs/environments.md."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """What it is made with, by the names of its parameters: `environment.args.max_turns=4`."""
+    timeout_s: float = 0.0
+    """Longest that one episode of several turns may take; past it the episode has failed and is made again. 0 is no
+    bound but `replay.group_timeout_s`."""
+    max_tokens: int = 0
+    """Longest episode in tokens, prompt and observations included; it is cut there and has its reward. 0 is as long as
+    the engine holds."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
     function: str = MISSING
-    """`file.py:name` or `package.module:name`; called with the completion text and the row."""
+    """One that ships by its name (`gsm8k`, `math`, `f1` ..., docs/rewards.md), or yours: `file.py:name` or
+    `package.module:name`. Not needed with an environment of your own that scores by itself."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments: `reward.args.NAME=VALUE`. A class is made with them, a function called with them."""
+    functions: dict[str, Any] = field(default_factory=dict)
+    """Instead of `function`, several by name, each with `function` and, as it likes, `weight` (1), `args`,
+    `data_source` (only rows of these) and `model`: `reward.functions.style={function: format, weight: 0.2}`. A text
+    alone is the function. The reward is their weighted sum; `rewards/<name>` is each."""
+    metric: str = "reward"
+    """What its mean over evaluated rows is called: `eval/<set>/reward`, or `accuracy` where it scores 1 for right and 0
+    for wrong. A row with another score has then failed."""
     timeout_s: float = 10.0
-    """Deadline of one call; past it the worker process is killed and the group is dropped with its reason."""
+    """Deadline of one call, that is of one completion, or of a group where the function takes the group. Past it the
+    process is killed and the completion has no reward; async calls of a group run side by side and are cancelled."""
+    max_failure_share: float = 0.5
+    """Of the last 200 completions of a rollout worker: when more than this share got no reward, or one of
+    `rollout.filters` failed for them, the run stops with the reason and the row. 1 is never."""
     workers: int = 1
     """Reward processes per rollout worker, or of the one service."""
+    concurrency: int = 0
+    """Async calls that one reward process runs side by side; 0 is 64, and with `code` one per core."""
     model: str = ""
     """With `reward=model`: folder (or hub name) of a classifier with one output. `function` then names what is made
     with this path, and called like a reward function."""
@@ -75,7 +128,9 @@ class EngineConfig:
     name: str = "transformers"
     """`vllm` (CPU or GPU), `transformers` (any HF causal LM, CPU or GPU) or `fake` (deterministic, for tests)."""
     device: str = "auto"
+    """`auto` is a GPU where there is one."""
     dtype: str = "float32"
+    """Of the engine's weights: `float32` or `bfloat16`."""
     max_sequences: int = 256
     """Sequences decoded together; more wait in the engine."""
     threads: int = 1
@@ -166,11 +221,15 @@ class ReferenceConfig:
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     workers: int = 1
+    """Processes with an engine each, of one pool."""
     host: str = "ray"
     """`ray` actors, or `process`: plain child processes, for debugging."""
     group_size: int = 8
+    """Completions of a prompt: siblings that are rewarded, stored and trained as one."""
     temperature: float = 1.0
+    """The recorded log-probs are those of the distribution that was sampled from."""
     max_new_tokens: int = 256
+    """Longest completion; what is cut there is `truncated` and has its reward all the same."""
     max_in_flight: int = 64
     """Groups being generated at once, over all workers."""
     min_group_size: int = 0
@@ -198,6 +257,7 @@ class WeightsConfig:
     wire_dtype: str = "float32"
     """`float32` or `bfloat16`; shards are cast before they are gathered."""
     bucket_mb: int = 64
+    """Tensors travel in buckets of at most this."""
     delta: str = "never"
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
     faster. For bfloat16 on slow links: a small step changes few of its bits, and nearly all of float32's."""
@@ -215,25 +275,35 @@ class LearnerConfig:
     ranks: int = 1
     """FSDP2 ranks that `asyncrl local` starts; under your own torchrun its world size rules."""
     device: str = "auto"
+    """`auto` is a GPU where there is one."""
     groups_per_step: int = 32
+    """Groups in a batch, over all ranks."""
     updates_per_batch: int = 1
     """Optimizer steps per leased batch, each on its own share of the groups."""
     proximal_ema: float = 0.0
     """Above 0: the proximal policy is a moving average of the weights with this decay per optimizer step."""
     max_tokens_per_microbatch: int = 16384
+    """Budget of one forward and backward on a rank, in tokens; one longer trajectory goes alone."""
     steps: int = 100
+    """Train steps of the run; a resumed one goes on to the same number."""
     lr: float = 1e-6
+    """Peak rate of AdamW."""
     schedule: str = "constant"
     """After the warm-up: `constant`, `linear` or `cosine`, both to zero at `steps`."""
     warmup_steps: int = 0
+    """First steps in which the rate rises linearly."""
     weight_decay: float = 0.0
+    """On matrices alone, not on norms and biases."""
     beta2: float = 0.95
+    """Decay of AdamW's second moment."""
     clip_norm: float = 1.0
+    """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
     max_nonfinite_steps: int = 3
     """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
+    """Older ones are deleted."""
     max_restarts: int = 3
     """How often torchrun restarts the ranks after one of them died."""
 
@@ -241,15 +311,25 @@ class LearnerConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     every: int = 0
-    """Steps between evaluations on the workers' engines, greedy; 0 is never."""
+    """Steps between evaluations on the workers' engines. With `path` the first and the last weights are
+    evaluated too, and with 0 they alone. Evaluations run beside the training, across updates, and hold nothing back."""
     path: str = ""
-    """JSONL file in the format of `data.path`."""
+    """Rows as in `data.path`, of one file, folder, dataset or class; empty is no evaluation."""
     name: str = "heldout"
-    """Name of the set in the metric `eval/<name>/accuracy`."""
+    """Name of the set in the metrics `eval/<name>/...`."""
     rows: int = 256
-    """Rows taken from the start of the file."""
+    """Rows taken from the start of the file, at most as many as it has. `asyncrl eval` takes all unless it is given."""
     chunk: int = 64
-    """Rows per evaluation assignment; each is pinned to one policy version."""
+    """Rows that a worker scores together."""
+    samples: int = 1
+    """Completions of each row. With several there are pass@k, best@k and majority votes: `eval/<name>/pass@8`."""
+    temperature: float = 0.0
+    """That rows are sampled at; 0 is greedy."""
+    pass_score: float = 1.0
+    """A sample passes with at least this score."""
+    answer: str = "auto"
+    """Where a majority vote finds the answer in a completion: the last `boxed`, `tag` (`<answer>`),
+    `hash` (`####`), `number`, the whole `text`; `auto` is the first there is of tag, box and hash, `none` no vote."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,6 +339,7 @@ class TelemetryConfig:
     wandb: bool = False
     """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
     tensorboard: bool = False
+    """Also write event files for TensorBoard (extra `tensorboard`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,13 +347,16 @@ class RayConfig:
     address: str = ""
     """Of an existing cluster (`auto`, `host:port`); empty starts a local one."""
     gpus_per_worker: float = 0.0
+    """GPUs that Ray reserves for each rollout worker."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     seed: int = 0
+    """Of the order of the data, the sampled tokens (not vLLM's) and new adapters."""
     resume: str = "never"
-    """`never`, `auto` (from the newest checkpoint if there is one) or the path of a checkpoint."""
+    """`never`, `auto` (from the newest checkpoint if there is one; the steps after it are trained again as they were,
+    unless settings of the learner changed) or the path of a checkpoint, from which a branch begins."""
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     run: RunConfig = field(default_factory=RunConfig)

@@ -30,6 +30,8 @@ class DropReason(str, Enum):
     """Why a group left the ledger without being trained."""
 
     STALE = "stale"
+    DEAD_BRANCH = "dead_branch"
+    """Over-age since a resume went back behind the weights that sampled it; its prompt returns to the stream."""
     FAILED_GENERATION = "failed_generation"
     FAILED_REWARD = "failed_reward"
     FAILED_ENVIRONMENT = "failed_environment"
@@ -47,6 +49,11 @@ class DropReason(str, Enum):
     SHUTDOWN = "shutdown"
 
 
+REWARD_FAILURES = ("raised", "no_number", "timed_out", "exited", "lost", "environment")
+"""Why a completion has no reward: its call raised, gave no finite number, passed its deadline, ended its process or
+never reached one; or its environment failed."""
+
+
 class StalePolicy(str, Enum):
     """What happens at lease time to tokens older than `max_staleness` (design: consumption gate)."""
 
@@ -61,13 +68,16 @@ class Prompt:
 
     index: int
     epoch: int
+    """How often each row of its source has come before."""
     row: int
-    """Line of the data file, from 0."""
+    """Of the data, from 0; with a mixture counted through all sources in their order."""
     token_ids: NDArray[np.int32]
     """[P] the prompt after chat template and tokenizer."""
     text: str
+    source: str = ""
+    """Name in `data.mixture`; empty without one."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The whole row of the data file, `prompt` included; what the reward function is called with."""
+    """The whole row of the data, `prompt` included; what the reward function is called with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +86,8 @@ class SamplingParams:
     """0 is greedy; log-probs are then those of the argmax under temperature 1."""
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion once one of them is written; it is the end of the completion, and in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +102,8 @@ class Completion:
     """[N] the version of the weights that sampled each token; non-decreasing."""
     finish_reason: str
     """`stop` or `length`."""
+    trainable: bool = True
+    """False where it was sampled at another temperature than the run's: the learner would compute other log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +216,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalAssignment:
-    """An order to score rows `[start, stop)` of an evaluation set, greedily, at one version from start to end."""
+    """An order to score rows `[start, stop)` of an evaluation set, greedily, on what the engine serves meanwhile."""
 
     job_id: int
     chunk: int
@@ -210,7 +224,6 @@ class EvalAssignment:
     eval_set: str
     start: int
     stop: int
-    policy_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,11 +233,33 @@ class EvalResult:
     job_id: int
     chunk: int
     attempt: int
-    policy_version: int
-    """The one version all its tokens were sampled at."""
+    version_min: int
+    """The oldest version that sampled a token of a scored row; NO_VERSION when none was scored."""
+    version_max: int
+    """The newest one, likewise."""
     scores: tuple[float, ...]
+    """Of each row that has one: the mean over its samples."""
     failed: int = 0
-    """Rows whose generation or reward failed; they are in no score."""
+    """Rows without a score, whatever failed; they are in no mean."""
+    missing: int = 0
+    """Rows past the end of the file: they do not exist."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Other figures (`pass@8`), each summed over the rows that have enough samples for it."""
+    known: dict[str, float] = field(default_factory=dict)
+    """How many rows those are, by figure."""
+
+    @classmethod
+    def all_failed(cls, given: EvalAssignment) -> EvalResult:
+        """Of an order that nobody finished."""
+        return cls(
+            job_id=given.job_id,
+            chunk=given.chunk,
+            attempt=given.attempt,
+            version_min=NO_VERSION,
+            version_max=NO_VERSION,
+            scores=(),
+            failed=given.stop - given.start,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,13 +268,22 @@ class EvalSummary:
 
     job_id: int
     step: int
+    """Trained steps when it was asked for, with the weights of `policy_version`."""
+    policy_version: int
     eval_set: str
-    accuracy: float
-    """Mean score over the rows that were scored."""
+    mean: float
+    """Of the scores of the rows that have one."""
     count: int
+    """Rows that have a score."""
     failed: int
+    """Rows that have none."""
     version_min: int
+    """The oldest version that was measured: at least `policy_version`."""
     version_max: int
+    superseded: int
+    """Jobs of this set that were cancelled since the last summary, each for a newer one."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Other means over rows, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Does throughput follow when a second pool of rollout workers joins a running job and leaves it again?
 
-    python benchmarks/elastic.py [--seconds 30] [key=value ...]
+    python -m benchmarks.elastic [--seconds 30] [key=value ...]
 
-Rollouts that wait (`waiting_reward.py`: 0.1 s per completion, in two reward processes per worker), so that neither the
-engine nor the cores are the limit: a pool makes at most 5 groups of 4 per second, whatever the machine. The pools are
-`asyncrl local` and `asyncrl rollout` as a user starts them. Prints one JSON line: groups trained per second before,
-with, and after the second pool, and what `asyncrl audit` says of the run.
+Rollouts that wait (`parts/waiting_reward.py`: 0.1 s per completion, in two reward processes per worker), so that
+neither the engine nor the cores are the limit: a pool makes at most 5 groups of 4 per second, whatever the machine.
+The pools are `asyncrl local` and `asyncrl rollout` as a user starts them. Prints one JSON line: groups trained per
+second before, with, and after the second pool, and what `asyncrl audit` says of the run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from asyncrl.commands import free_port
+from asyncrl.cli.commands import free_port
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
-from benchmarks.engine import tiny_model
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.model import tiny_model
 
 GROUPS_PER_STEP = 8
 PATIENCE_S = 300.0
@@ -44,7 +43,7 @@ class Job:
         self.run_dir, self._folder = folder / "run", folder
         self._settings = [
             *(f"model.path={folder / 'model'}", f"data.path={train}", f"run.dir={self.run_dir}"),
-            f"reward.function={Path(__file__).parent / 'waiting_reward.py'}:score",
+            f"reward.function={Path(__file__).parent / 'parts' / 'waiting_reward.py'}:score",
             *("reward.workers=2", "rollout.host=process", "rollout.workers=1", "rollout.group_size=4"),
             *("rollout.max_in_flight=48", "rollout.max_new_tokens=8", "data.max_prompt_tokens=32"),
             *(f"learner.groups_per_step={GROUPS_PER_STEP}", "learner.max_tokens_per_microbatch=1024"),
@@ -71,10 +70,10 @@ class Job:
                 raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{(self._folder / 'local.log').read_text()}")
             time.sleep(0.2)
 
-    def wait_workers(self, count: int) -> None:
+    def wait_workers(self, count: int, settle: int) -> None:
         self.wait(lambda rows: bool(rows) and rows[-1]["replay/workers"] == count, f"{count} workers")
         seen = self.rows()[-1]["step"]  # what was made before is still in the buffer
-        self.wait(lambda rows: rows[-1]["step"] >= seen + 5, "five more steps")
+        self.wait(lambda rows: rows[-1]["step"] >= seen + settle, f"{settle} more steps")
 
     def groups_per_s(self, seconds: float) -> float:
         """Over the steps of the next `seconds`."""
@@ -94,29 +93,31 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
+    parser.add_argument("--settle", type=int, default=5, help="steps after a change before the clock starts")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parse(parser, {"seconds": 4.0, "settle": 1})
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), given.overrides)
         found: dict[str, Any] = {}
         try:
-            job.wait_workers(1)
+            job.wait_workers(1, given.settle)
             found["before"] = job.groups_per_s(given.seconds)
             pool = job.start("rollout")
             try:
-                job.wait_workers(2)
+                job.wait_workers(2, given.settle)
                 found["with_second_pool"] = job.groups_per_s(given.seconds)
             finally:
                 pool.send_signal(signal.SIGTERM)
                 pool.wait(60)
-            job.wait_workers(1)
+            job.wait_workers(1, given.settle)
             found["after"] = job.groups_per_s(given.seconds)
         finally:
             found |= job.stop()
     rates = {name: round(value, 2) for name, value in found.items() if isinstance(value, float)}
-    print(json.dumps({**found, **rates, "gain": round(rates["with_second_pool"] / rates["before"], 2)}))
+    gain = round(rates["with_second_pool"] / rates["before"], 2)
+    answer("elastic", {**found, **rates, "gain": gain}, smoke=given.smoke)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How many tokens per second does the transformers engine make, beside a bare loop over the same model, and while a
 learner publishes a version in every round?
 
-    python benchmarks/engine.py [--prompts 32] [--n 8] [--new 10] [--rounds 20]
+    python -m benchmarks.engine [--prompts 32] [--n 8] [--new 10] [--rounds 20]
 
 The bare loop is the least one can do: one padded batch, prefill, DynamicCache, multinomial, no requests, no versions.
 Versions come from a process of its own through the broadcast. Prints one JSON line.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import time
@@ -21,28 +20,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+from transformers import DynamicCache
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.runner import ModelRunner
-from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.engines.hf.engine import TransformersEngine
+from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.learner.model import PolicyModel
 from asyncrl.types import SamplingParams
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
-from asyncrl.weights.snapshot import BackgroundPublisher
-from benchmarks.board import BoardManager, Rendezvous
-from benchmarks.weights import TIMEOUT_S
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
+from benchmarks.parts.model import tiny_model
 
-
-def tiny_model() -> torch.nn.Module:
-    """149 k parameters: hidden 64, 2 layers, 2 heads of 32, vocabulary 264."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=264, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+SMOKE = {"prompts": 2, "n": 2, "new": 3, "rounds": 1}
 
 
 @torch.inference_mode()
@@ -118,13 +110,13 @@ class Updates:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--new", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
+    args = parse(parser, SMOKE)
     torch.set_num_threads(1)
     model = tiny_model().eval()
     prompts = np.random.default_rng(0).integers(3, 260, (args.prompts, 7))
@@ -146,20 +138,16 @@ async def main() -> None:
         updates.close()
     await engine.close()
     medians = [float(np.median(rates[2:])) for rates in (bare, quiet, updated)]
-    print(
-        json.dumps(
-            {
-                "benchmark": "engine",
-                "device": args.device,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "rows": args.prompts * args.n,
-                "engine_tokens_per_s": round(medians[1]),
-                "bare_loop_tokens_per_s": round(medians[0]),
-                "updating_every_round_tokens_per_s": round(medians[2]),
-                "updating_over_not": round(medians[2] / medians[1], 3),
-            }
-        )
-    )
+    result = {
+        "device": args.device,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "rows": args.prompts * args.n,
+        "engine_tokens_per_s": round(medians[1]),
+        "bare_loop_tokens_per_s": round(medians[0]),
+        "updating_every_round_tokens_per_s": round(medians[2]),
+        "updating_over_not": round(medians[2] / medians[1], 3),
+    }
+    answer("engine", result, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What does composing a loss from parts cost, and what do chunked log-probs save?
 
-    python benchmarks/losses.py [--tokens 1000000] [--vocabulary 150000] [--rows 2048] [--width 256]
+    python -m benchmarks.losses [--tokens 1000000] [--vocabulary 150000] [--rows 2048] [--width 256]
 
 Losses: forward and backward of the composed PPO-clip against one written by hand, on packed tokens, one thread. The
 hand-written loss is given no diagnostics; the composed one is timed without and with them. `small` is the size of a
@@ -31,8 +31,10 @@ from torch.nn import functional
 
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.losses import LossInputs, policy_loss, preset
+from benchmarks.parts.answer import answer, parse
 
 SMALL = 3500
+SMOKE = {"tokens": 2000, "vocabulary": 500, "rows": 64, "width": 16, "rounds": 1}
 
 
 def make_inputs(tokens: int) -> LossInputs:
@@ -117,14 +119,14 @@ def main() -> None:
     for name, default in (("tokens", 1_000_000), ("vocabulary", 150_000), ("rows", 2048), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--path", choices=("chunked", "whole"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=25, help="of the large losses; eight times as many of the small")
+    given = parse(parser, SMOKE)
     torch.set_num_threads(1)
     if given.path:
         print(json.dumps(logprob_path(given.path, given.rows, given.vocabulary, given.width)))
         return
-    large, small = measure(given.tokens, 25), measure(SMALL, 200)
+    large, small = measure(given.tokens, given.rounds), measure(SMALL, 8 * given.rounds)
     result = {
-        "benchmark": "losses",
         "tokens": given.tokens,
         **large,
         **{f"small_{name}": value for name, value in small.items()},
@@ -133,10 +135,10 @@ def main() -> None:
         "width": given.width,
     }
     for path in ("whole", "chunked"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--path", path]
+        command = [sys.executable, "-m", "benchmarks.losses", *sys.argv[1:], "--path", path]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         result |= json.loads(done.stdout)
-    print(json.dumps(result))
+    answer("losses", result, smoke=given.smoke)
 
 
 if __name__ == "__main__":

@@ -1,104 +1,78 @@
-"""What asynchrony buys: tokens trained per second at `max_staleness` 4 over 0, beside the ideal of perfect overlap.
+"""What does asynchrony buy: how many times more tokens are trained per second at `max_staleness` 4 than at 0?
 
-One core is pinned to the rollout worker and one to the learner. In the synchronous run a step is Tgen (the learner
-waits for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen + Ttrain) / max(Tgen, Ttrain)
-times faster.
+    python -m benchmarks.overlap [--steps 120] [--repeats 3] [key=value ...]
 
-python benchmarks/overlap.py MODEL_DIR DATA_JSONL [--steps 120] [key=value ...]      prints one JSON line
+The quickstart's task, one core pinned to the rollout worker and one to the learner. In the synchronous run a step is
+Tgen (the learner waits for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen + Ttrain) /
+max(Tgen, Ttrain) times faster. Another model and data: `model.path=DIR data.path=FILE`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-WARM_UP_STEPS = 20
-PINS = {"ray::RolloutWorker": [0], "asyncrl.learner": [1]}
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.quickstart import SMALL, run_quickstart
+
+CORES = sorted(os.sched_getaffinity(0))
+PINS = {"ray::RolloutWorker": CORES[:1], "asyncrl.rollout": CORES[:1], "asyncrl.learner": CORES[-1:]}
+"""What a command line has -> the cores of that process."""
 
 
-def pin(launched: float) -> None:
-    """Every process started since: Ray's workers are nobody's children."""
-    for process in psutil.process_iter():
-        try:
-            if process.create_time() < launched:
-                continue
-            command = " ".join(process.cmdline())
-            for mark, cores in PINS.items():
-                if mark in command and process.cpu_affinity() != cores:
-                    process.cpu_affinity(cores)
-        except psutil.NoSuchProcess:
-            continue
+def pin(process: psutil.Process, command: str) -> None:
+    for mark, cores in PINS.items():
+        if mark in command and process.cpu_affinity() != cores:
+            process.cpu_affinity(cores)
 
 
-def run(arguments: argparse.Namespace, max_staleness: int, directory: Path) -> list[dict[str, float]]:
-    run_dir = directory / f"staleness{max_staleness}"
-    launched = time.time()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "asyncrl.cli", "local", "experiment=quickstart", "eval.every=0"),
-            *(f"model.path={arguments.model}", f"data.path={arguments.data}", f"run.dir={run_dir}"),
-            *(f"learner.steps={arguments.steps}", f"replay.max_staleness={max_staleness}"),
-            *(f"replay.pipeline_depth={min(2, max_staleness)}", *arguments.overrides),
-        ],
-        stdout=subprocess.DEVNULL,
+def run(given: argparse.Namespace, max_staleness: int, folder: Path) -> list[dict[str, Any]]:
+    """Its metrics without the first steps."""
+    settings = (
+        *(SMALL if given.smoke else ()),
+        *("eval.path=", f"learner.steps={given.steps}", f"replay.max_staleness={max_staleness}"),
+        *(f"replay.pipeline_depth={min(2, max_staleness)}", *given.overrides),
     )
-    while True:
-        pin(launched)
-        try:
-            process.wait(0.5)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    if process.returncode:
-        raise SystemExit(f"the run at max_staleness={max_staleness} failed with exit code {process.returncode}")
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    return run_quickstart(folder / f"staleness{max_staleness}", settings, pin).rows[given.warm_up :]
 
 
-def tokens_per_second(rows: list[dict[str, float]]) -> float:
+def tokens_per_second(rows: list[dict[str, Any]]) -> float:
     tokens = sum(row["perf/trained_tokens_per_s"] * row["time/step"] for row in rows[1:])
     return tokens / (rows[-1]["time"] - rows[0]["time"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--warm-up", type=int, default=20, help="steps that are not counted")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parse(parser, {"steps": 4, "warm_up": 1, "repeats": 1})
     gains, ideals, staleness = [], [], []
-    for _ in range(arguments.repeats):
-        with tempfile.TemporaryDirectory() as directory:
-            sync = run(arguments, 0, Path(directory))
-            overlapped = run(arguments, 4, Path(directory))
+    for _ in range(given.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            sync = run(given, 0, Path(folder))
+            overlapped = run(given, 4, Path(folder))
         generate = statistics.median(row["time/wait_batch"] for row in sync)
         train = statistics.median(row["time/step"] - row["time/wait_batch"] for row in sync)
         gains.append(tokens_per_second(overlapped) / tokens_per_second(sync))
         ideals.append((generate + train) / max(generate, train))
         staleness.append(statistics.mean(row["staleness/mean"] for row in overlapped))
-    gain, ideal = statistics.median(gains), statistics.median(ideals)
-    print(
-        json.dumps(
-            {
-                "benchmark": "overlap",
-                "speedup": round(gain, 3),
-                "ideal": round(ideal, 3),
-                "of_ideal": round(statistics.median(g / i for g, i in zip(gains, ideals, strict=True)), 3),
-                "mean_staleness": round(statistics.mean(staleness), 2),
-                "speedups": [round(g, 3) for g in gains],
-                "ideals": [round(i, 3) for i in ideals],
-            }
-        )
-    )
+    result = {
+        "speedup": round(statistics.median(gains), 3),
+        "ideal": round(statistics.median(ideals), 3),
+        "of_ideal": round(statistics.median(g / i for g, i in zip(gains, ideals, strict=True)), 3),
+        "mean_staleness": round(statistics.mean(staleness), 2),
+        "speedups": [round(g, 3) for g in gains],
+        "ideals": [round(i, 3) for i in ideals],
+    }
+    answer("overlap", result, smoke=given.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How fast do trajectories go from one process to another through Ray's queue? `benchmarks/replay.py` runs this.
+"""How fast do trajectories go from one process to another through Ray's queue?
 
-    python benchmarks/ray_queue.py --tokens 8192 [--seconds 4] [--each]
+    python -m benchmarks.ray_queue [--tokens 8192] [--seconds 4] [--each]        `benchmarks.replay` runs it too
 
 A Ray task puts whole groups of 8 trajectories into `ray.util.queue.Queue`, one after the other, this process gets them;
 with `--each` it puts trajectory by trajectory. From 100 KB the arrays are handed over in shared memory, unread. CPU is
@@ -10,13 +10,14 @@ that of this process, which is the consumer, and of all that Ray has started. On
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 import psutil
 import ray
-from measuring import GROUP_SIZE, Row, Size, make_group, make_trajectories, rates
 from ray.util.queue import Queue
+
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.measuring import GROUP_SIZE, Row, Size, make_group, make_trajectories, rates
 
 WARM = 10
 """Items before the clock starts."""
@@ -61,13 +62,14 @@ def measure(size: Size, seconds: float, each: bool) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--extras", type=int, default=0, help="bytes of a group's")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--each", action="store_true")
-    options = parser.parse_args()
+    options = parse(parser, {"tokens": 64, "seconds": 0.5})
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    print(json.dumps(measure(Size(options.tokens, options.extras), options.seconds, options.each)))
+    row = measure(Size(options.tokens, options.extras), options.seconds, options.each)
+    answer("ray_queue", row, smoke=options.smoke)
 
 
 if __name__ == "__main__":

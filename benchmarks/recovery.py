@@ -1,6 +1,6 @@
 """How long does a replay server that starts again take to read its journal?
 
-    python benchmarks/recovery.py [--mb 1074] [--tokens 8192] [--repeats 3]
+    python -m benchmarks.recovery [--mb 1074] [--tokens 8192] [--repeats 3]
 
 Writes so many MB of groups, then opens the journal in a process of its own, twice: with every group still needed, and
 with all of them trained and committed. The files are in the page cache, as after a killed process. One JSON line:
@@ -10,7 +10,6 @@ seconds to the recovered core, MB of files, peak memory of the process.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -18,17 +17,18 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from measuring import GROUP_SIZE, Size, make_group, make_trajectories
-
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.disk import FolderDisk
-from asyncrl.replay.durable import open_core
-from asyncrl.replay.journal import Journal, JournalSettings
-from asyncrl.replay.payload import encode_group, split_frames
+from asyncrl.replay.codec.group import encode_group, split_frames
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.durable import open_core
+from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.types import NO_VERSION
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.measuring import GROUP_SIZE, Size, make_group, make_trajectories
 
 GROUPS_PER_STEP = 8
+SMOKE = {"mb": 4, "tokens": 256, "repeats": 1}
 RUN = {"run_id": "bench", "run_digest": "d", "boot": "b"}
 WORKER = ("worker", "first")
 LEARNER = "learner"
@@ -102,15 +102,15 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1074)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = parse(parser, SMOKE)
     size = Size(options.tokens)
     nbytes = encode_group(make_group(make_trajectories(size))).header.nbytes
     groups = max(1, options.mb * 1_000_000 // nbytes // GROUPS_PER_STEP) * GROUPS_PER_STEP
-    found = {}
+    found: dict[str, object] = {"groups": groups}
     for name, commit in (("needed", False), ("committed", True)):
         rows = [measure(size, groups, commit) for _ in range(options.repeats)]
         found[name] = {key: round(statistics.median(row[key] for row in rows), 2) for key in rows[0]}
-    print(json.dumps({"benchmark": "recovery", "groups": groups, **found}))
+    answer("recovery", found, smoke=options.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast do groups go from a rollout worker to the learner, and what does it cost the replay server?
 
-    python benchmarks/replay.py [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--extras-mb 8] [--only memory]
+    python -m benchmarks.replay [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--extras-mb 8] [--only memory]
 
 One producer, one consumer, something in between, each a process; interleaved repeats, medians. One JSON line. A
 producer encodes or pickles each group anew. Except with Ray it has many under way, and more are on their way to the
@@ -37,7 +37,18 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from measuring import (
+from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.net.malloc import keep_heap
+from asyncrl.replay.net.socket_options import LOOPBACK_SEND_BUFFER
+from asyncrl.replay.serving import run_server
+from asyncrl.replay.shards.__main__ import run_shard
+from asyncrl.types import NO_VERSION, TrajectoryGroup
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.keys import some_keys
+from benchmarks.parts.measuring import (
     GROUP_SIZE,
     Row,
     Size,
@@ -51,33 +62,26 @@ from measuring import (
     spawn,
     started,
 )
-from proxy import decode, measure_proxy, unpickle
-
-from asyncrl.learner.prefetch import LeasePrefetch
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.serving import run_server
-from asyncrl.replay.shard import run_shard
-from asyncrl.replay.socket_options import LOOPBACK_SEND_BUFFER
-from asyncrl.types import NO_VERSION, TrajectoryGroup
+from benchmarks.parts.proxy import decode, measure_proxy, unpickle
 
 STEP_BYTES = 32 << 20
 """Of a batch; small groups go 64 to a batch."""
 WARM_STEPS = 3
 IN_FLIGHT = 48
 """Groups that the producer has under way at once."""
+SMOKE = {"seconds": 0.2, "repeats": 1, "tokens": [64], "only": ["two_hop", "decoded", "pickle", "memory", "journal"]}
 
 
 def measure_ray(size: Size, seconds: float, *options: str) -> Row:
     """In a process of its own: Ray takes time from the others for as long as it runs."""
-    script = Path(__file__).with_name("ray_queue.py")
     options = ("--tokens", str(size.tokens), "--extras", str(size.extras), "--seconds", str(seconds), *options)
-    command = [sys.executable, str(script), *options]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "benchmarks.ray_queue", *options]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(said.splitlines()[-1])["result"]
 
 
 async def produce(config: ReplayConfig, size: Size, acks: Path) -> None:
+    keep_heap()  # as a rollout worker's process does
     client = RolloutClient(config.address, worker="producer", run_digest="d", config=config)
     board = await client.watch(revision=0, wait_s=30)
     await client.served(int(board.values["version"]), "f")
@@ -124,7 +128,9 @@ def serve_shard(config: ReplayConfig, number: int, folder: Path) -> None:
 
 
 def measure_replay(size: Size, seconds: float, folder: Path, *, journal: bool, shards: int = 0) -> Row:
-    config = ReplayConfig(address=free_address(), max_staleness=1 << 20, pipeline_depth=4, shards=shards)
+    config = ReplayConfig(
+        address=free_address(), keys=some_keys(), max_staleness=1 << 20, pipeline_depth=4, shards=shards
+    )
     groups_per_step = int(min(64, max(4, STEP_BYTES // size.nbytes)))
     place = folder / f"journal-{time.monotonic_ns()}" if journal else None
     server = spawn.Process(target=serve, args=(config, admission(groups_per_step), place), daemon=True)
@@ -149,6 +155,7 @@ def measure_replay(size: Size, seconds: float, folder: Path, *, journal: bool, s
 
 
 def begin(config: ReplayConfig) -> LearnerClient:
+    keep_heap()  # as a learner's process does
     learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
     restored = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     learner.publish(policy_version=restored.next_version, parent=NO_VERSION)
@@ -235,10 +242,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--extras-mb", type=float, default=0.0, help="of one group, in one array of each trajectory")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    options = parser.parse_args()
+    options = parse(parser, SMOKE)
     sizes = [Size(tokens, int(options.extras_mb * 1e6)) for tokens in options.tokens]
     found = compare(options.only, sizes, options.seconds, options.repeats)
-    print(json.dumps({"benchmark": "replay", "group_size": GROUP_SIZE, **found}))
+    answer("replay", {"group_size": GROUP_SIZE, **found}, smoke=options.smoke)
 
 
 if __name__ == "__main__":

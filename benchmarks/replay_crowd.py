@@ -1,6 +1,6 @@
 """Does the replay server stay small with many workers, and what does a group cost it?
 
-    python benchmarks/replay_crowd.py [--workers 1000] [--groups 1000000]
+    python -m benchmarks.replay_crowd [--workers 1000] [--groups 1000000]
 
 That many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory. One JSON line.
 """
@@ -8,11 +8,23 @@ That many connected workers, tiny groups, memory only: groups/s, CPU of the serv
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 import zmq
-from measuring import (
+
+from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.replay.client.client import LearnerClient
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.group import encode_group
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.serving import run_server
+from asyncrl.types import NO_VERSION
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.keys import some_keys
+from benchmarks.parts.measuring import (
     GROUP_SIZE,
     Size,
     cpu_seconds,
@@ -23,16 +35,6 @@ from measuring import (
     spawn,
     started,
 )
-
-from asyncrl.learner.prefetch import LeasePrefetch
-from asyncrl.replay import wire
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.payload import encode_group
-from asyncrl.replay.serving import run_server
-from asyncrl.replay.wire import Envelope
-from asyncrl.types import NO_VERSION
 
 WARM_STEPS = 3
 GROUPS_PER_STEP = 1024
@@ -49,13 +51,13 @@ def serve(config: ReplayConfig) -> None:
     run_server(config, settings, "bench", "d", 0, folder=None)
 
 
-def run_crowd(address: str, workers: int, run_id: str) -> None:
+def run_crowd(config: ReplayConfig, workers: int, run_id: str) -> None:
     """`workers` connected sockets in one process; each asks for orders and inserts what it is told to make."""
-    Crowd(address, workers, run_id).run()
+    Crowd(config, workers, run_id).run()
 
 
 class Crowd:
-    def __init__(self, address: str, workers: int, run_id: str) -> None:
+    def __init__(self, config: ReplayConfig, workers: int, run_id: str) -> None:
         self.context, self.poller, self.run_id = zmq.Context(), zmq.Poller(), run_id
         self.context.set(zmq.MAX_SOCKETS, workers + 64)
         self.names: dict[zmq.Socket, str] = {}
@@ -65,7 +67,8 @@ class Crowd:
         for number in range(workers):
             peer = self.context.socket(zmq.DEALER)
             peer.setsockopt(zmq.LINGER, 0)
-            peer.connect(address)
+            secure_client(peer, config.keys, "worker", "server")
+            peer.connect(config.address)
             self.names[peer], self.requests[peer], self.under_way[peer] = f"w{number}", 0, 0
             self.poller.register(peer, zmq.POLLIN)
         template = encode_group(make_group(make_trajectories(Size(16))))
@@ -124,13 +127,13 @@ class Crowd:
 
 
 def measure_crowd(workers: int, groups: int) -> dict[str, float | list[float]]:
-    config = ReplayConfig(address=free_address(), max_staleness=1 << 20, heartbeat_timeout_s=120.0)
+    config = ReplayConfig(address=free_address(), keys=some_keys(), max_staleness=1 << 20, heartbeat_timeout_s=120.0)
     server = spawn.Process(target=serve, args=(config,), daemon=True)
     with started([server]):
         learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
         restored = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         learner.publish(policy_version=restored.next_version, parent=NO_VERSION)
-        crowd = spawn.Process(target=run_crowd, args=(config.address, workers, "bench"), daemon=True)
+        crowd = spawn.Process(target=run_crowd, args=(config, workers, "bench"), daemon=True)
         with started([crowd]):
             leases = LeasePrefetch(learner, rank=0, world=1, wait_s=120.0)
             steps, memory = max(WARM_STEPS + 2, groups // GROUPS_PER_STEP), []
@@ -162,8 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--groups", type=int, default=1_000_000)
-    options = parser.parse_args()
-    print(json.dumps({"benchmark": "replay_crowd", **measure_crowd(options.workers, options.groups)}))
+    options = parse(parser, {"workers": 8, "groups": 0})
+    answer("replay_crowd", measure_crowd(options.workers, options.groups), smoke=options.smoke)
 
 
 if __name__ == "__main__":

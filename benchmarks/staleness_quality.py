@@ -1,14 +1,15 @@
 """Which correction holds when data is old? Final accuracy of the quickstart task by loss, staleness bound and seed.
 
-    python benchmarks/staleness_quality.py RESULTS.jsonl [--losses ppo,tis] [--bounds 0,8] [--seeds 0] [--cells N]
-        [key=value ...]
+    python -m benchmarks.staleness_quality [--cells-file runs/staleness_quality.jsonl] [--losses ppo,tis] [--bounds 0,8]
+        [--seeds 0] [--cells N] [key=value ...]
 
-Every finished cell is one line appended to RESULTS.jsonl; cells that are in it already are skipped, so a stopped
+Every finished cell is a line appended to the cells' file; cells that are in it already are skipped, so a stopped
 benchmark goes on where it was. One seed of every cell comes before the second seed of any, and within a seed the bounds
-that tell most come first. Prints a Markdown table of what the file holds; with --cells 0 nothing else.
+that tell most come first. The answer is what the file then holds: mean, lowest and highest accuracy in percent. With
+--cells 0 nothing is run.
 
 Rollouts are let run as far ahead as the bound allows (`pipeline_depth = max_staleness`), so data really is old: the
-mean staleness that was trained stands in the table. Old data hurts in proportion to the learning rate: with the
+mean staleness that was trained stands beside it. Old data hurts in proportion to the learning rate: with the
 quickstart's own an uncorrected run is merely bad; `learner.lr=1e-3` (in a file of its own) shows what breaks.
 """
 
@@ -18,13 +19,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.quickstart import ACCURACY, SMALL, run_quickstart
 
 LOSSES: dict[str, tuple[str, ...]] = {
     "no_correction": (),
@@ -43,7 +45,7 @@ COMMON = ("rollout=process", "learner.max_tokens_per_microbatch=192")
 as soon as it is there, long before it reaches the bound."""
 BOUNDS = (8, 0, 16, 4, 2, 1)
 SEEDS = (0, 1, 2)
-ACCURACY = "eval/heldout/accuracy"
+SMOKE = {"losses": "dppo_tv", "bounds": [1], "seeds": [0], "cells_file": None}
 
 Cell = tuple[str, int, int]
 """Loss, bound, seed."""
@@ -56,23 +58,11 @@ def cells(losses: Sequence[str], bounds: Sequence[int], seeds: Sequence[int]) ->
 
 def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
     loss, bound, seed = cell
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "run"
-        settings = (f"seed={seed}", f"run.dir={run_dir}", f"loss={loss}", *COMMON, *LOSSES[loss])
-        depth = (f"replay.max_staleness={bound}", f"replay.pipeline_depth={bound}")
-        launched = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "asyncrl.quickstart", *settings, *depth, *overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        wall = time.monotonic() - launched
-        if done.returncode:
-            said = done.stdout[-2000:]
-            raise SystemExit(f"loss={loss} max_staleness={bound} seed={seed} ended with {done.returncode}:\n{said}")
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [row[ACCURACY] for row in rows if ACCURACY in row]
+    settings = (f"seed={seed}", f"loss={loss}", *COMMON, *LOSSES[loss])
+    depth = (f"replay.max_staleness={bound}", f"replay.pipeline_depth={bound}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_quickstart(Path(folder) / "run", [*settings, *depth, *overrides])
+    accuracies = [row[ACCURACY] for row in run.evaluated()]
     return {
         "loss": loss,
         "max_staleness": bound,
@@ -80,8 +70,8 @@ def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
         "overrides": list(overrides),
         "final": accuracies[-1],
         "best": max(accuracies),
-        "staleness": round(statistics.mean(row["staleness/mean"] for row in rows[len(rows) // 4 :]), 2),
-        "wall_s": round(wall, 1),
+        "staleness": round(statistics.mean(row["staleness/mean"] for row in run.rows[len(run.rows) // 4 :]), 2),
+        "wall_s": round(run.ended - run.launched, 1),
     }
 
 
@@ -100,34 +90,25 @@ def append_result(path: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def table(results: dict[Cell, dict[str, Any]]) -> str:
-    """Final accuracy in %, mean over the seeds (lowest and highest), by loss and bound; staleness and wall time."""
-    bounds = sorted({bound for _, bound, _ in results})
-    lines = ["| loss | " + " | ".join(f"max_staleness {bound}" for bound in bounds) + " | wall time |"]
-    lines.append("|---" * (len(bounds) + 2) + "|")
-    for loss in LOSSES:
-        of_loss = [row for (name, _, _), row in results.items() if name == loss]
-        if not of_loss:
-            continue
-        per_bound = ([row["final"] for row in of_loss if row["max_staleness"] == bound] for bound in bounds)
-        wall = sum(row["wall_s"] for row in of_loss)
-        lines.append(f"| `{loss}` | " + " | ".join(map(in_percent, per_bound)) + f" | {wall / 60:.1f} min |")
-    staleness = (
-        statistics.mean(row["staleness"] for (_, b, _), row in results.items() if b == bound) for bound in bounds
-    )
-    total = sum(row["wall_s"] for row in results.values())
-    lines.append("| mean staleness trained | " + " | ".join(f"{age:.1f}" for age in staleness) + " | |")
-    lines.append(f"\n{len(results)} cells, {total / 60:.0f} min of wall time, one after the other.")
-    return "\n".join(lines)
+def table(results: dict[Cell, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Loss -> bound -> final accuracy in %, mean over the seeds (lowest and highest); staleness, median wall time."""
+    found: dict[str, dict[str, str]] = {}
+    for loss in sorted({loss for loss, _, _ in results}, key=list(LOSSES).index):
+        mine = [row for (name, _, _), row in results.items() if name == loss]
+        bounds = sorted({row["max_staleness"] for row in mine})
+        per_bound = {bound: [row for row in mine if row["max_staleness"] == bound] for bound in bounds}
+        found[loss] = {str(bound): in_percent([row["final"] for row in rows]) for bound, rows in per_bound.items()}
+        ages = (f"{statistics.mean(row['staleness'] for row in rows):.1f}" for rows in per_bound.values())
+        found[loss]["mean staleness of each"] = ", ".join(ages)
+        found[loss]["a run took"] = f"{statistics.median(row['wall_s'] for row in mine):.0f} s"
+    return found
 
 
 def in_percent(accuracies: Sequence[float]) -> str:
-    if not accuracies:
-        return ""
-    mean = 100 * statistics.mean(accuracies)
-    if len(accuracies) == 1:
-        return f"{mean:.1f}"
-    return f"{mean:.1f} ({100 * min(accuracies):.1f}–{100 * max(accuracies):.1f})"
+    mean = f"{100 * statistics.mean(accuracies):.1f}"
+    if min(accuracies) == max(accuracies):
+        return mean
+    return f"{mean} ({100 * min(accuracies):.1f}–{100 * max(accuracies):.1f})"
 
 
 def numbers(text: str) -> list[int]:
@@ -136,20 +117,29 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("--cells-file", type=Path, default=Path("runs/staleness_quality.jsonl"))
     parser.add_argument("--losses", default=",".join(LOSSES))
     parser.add_argument("--bounds", type=numbers, default=list(BOUNDS))
     parser.add_argument("--seeds", type=numbers, default=list(SEEDS))
     parser.add_argument("--cells", type=int, default=None, help="run at most so many")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
-    done = read_results(arguments.results, arguments.overrides)
-    open_cells = [c for c in cells(arguments.losses.split(","), arguments.bounds, arguments.seeds) if c not in done]
-    for cell in open_cells[: arguments.cells]:
-        done[cell] = run_cell(cell, arguments.overrides)
-        append_result(arguments.results, done[cell])
+    given = parse(parser, SMOKE)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = given.cells_file or Path(scratch) / "cells.jsonl"
+        done = fill(file, given, [*(SMALL if given.smoke else ()), *given.overrides])
+    answer("staleness_quality", {"cells": len(done), "accuracy": table(done)}, smoke=given.smoke)
+
+
+def fill(file: Path, given: argparse.Namespace, overrides: list[str]) -> dict[Cell, dict[str, Any]]:
+    """All finished cells, with those that were open and are run now."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    done = read_results(file, overrides)
+    open_cells = [cell for cell in cells(given.losses.split(","), given.bounds, given.seeds) if cell not in done]
+    for cell in open_cells[: given.cells]:
+        done[cell] = run_cell(cell, overrides)
+        append_result(file, done[cell])
         print(done[cell], file=sys.stderr, flush=True)
-    print(table(done) if done else "no cell is finished")
+    return done
 
 
 if __name__ == "__main__":

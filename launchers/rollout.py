@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["rollout", *sys.argv[1:]]))

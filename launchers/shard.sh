@@ -6,4 +6,4 @@
 # Give it the same settings as the replay server, a number from 0 on, and an address of its own. Its journal lies in
 # run.dir/journal/shard-N on its machine: start it again there and nothing is lost.
 set -euo pipefail
-exec "${PYTHON:-python3}" -m asyncrl.replay.shard "$@"
+exec "${PYTHON:-python3}" -m asyncrl.replay.shards "$@"

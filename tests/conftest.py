@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ FOREIGN = ("tqdm", "wandb", "zmq")
 """Packages whose own threads nobody can end."""
 OURS = ("replay-", "weights-", "journal", "lease-", "network")
 """Names of threads, as they begin. Beside vLLM, which keeps threads and processes as it likes, only these count."""
+
+# Whoever starts this in the background of a shell has it ignore Ctrl-C, and all its children with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that stands still for two seconds says nothing about an example.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

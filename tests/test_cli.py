@@ -7,24 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import local, quickstart
-from asyncrl.cli import COMMANDS, main
+from asyncrl.cli import local, quickstart, verify
+from asyncrl.cli.dry_run import ModelSize, kv_values, model_size, tensor_shapes
+from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.dry_run import ModelSize, kv_values, model_size, tensor_shapes
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    for name in ("d.jsonl", "e.jsonl", "r.py"):
-        Path(name).touch()
+    for name in ("d.jsonl", "e.jsonl"):
+        Path(name).write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
+    Path("r.py").write_text("def score(completion, row):\n    return float(completion == row['answer'])\n")
     return ["model.path=org/name", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
 
 
 def test_help_and_import_load_no_torch_and_no_ray() -> None:
     code = (
-        "import sys, asyncrl\nfrom asyncrl.cli import main\n"
+        "import sys, asyncrl\nfrom asyncrl.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit as end: assert end.code == 0\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'zmq') if name in sys.modules])"
     )
@@ -36,13 +37,28 @@ def test_help_and_import_load_no_torch_and_no_ray() -> None:
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])
 @pytest.mark.parametrize("experiment", ["null", *(file.stem for file in config_dir().glob("experiment/*.yaml"))])
 def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
-    command: str, experiment: str, files: list[str], capsys: pytest.CaptureFixture[str]
+    command: str,
+    experiment: str,
+    files: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     chosen = [] if experiment == "null" else [f"experiment={experiment}"]
     own = ["0", "replay.shards=2", "replay.shard_address=tcp://127.0.0.1:5580"] if command == "shard" else []
     assert main([command, *own, *chosen, *files, "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    for part in ("processes", "batch", "staleness", "memory", "a lead of", "nothing was started"):
+    for part in (
+        "processes",
+        "learning",
+        "loss: preset=",
+        "learner.lr=",
+        "batch",
+        "staleness",
+        "memory",
+        "a lead of",
+        "nothing was started",
+    ):
         assert part in plan
     assert not Path("runs").exists()
 
@@ -119,7 +135,7 @@ def test_a_shard_needs_its_number_and_an_address_and_local_gives_them(
 ) -> None:
     assert main(["local", *files, "replay.shards=2", "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    assert "-m asyncrl.replay.shard 0 " in plan and "-m asyncrl.replay.shard 1 " in plan
+    assert "-m asyncrl.replay.shards 0 " in plan and "-m asyncrl.replay.shards 1 " in plan
     assert plan.count("replay.shard_address=tcp://127.0.0.1:") == 2
     for wrong in ([], ["2", "replay.shards=2"], ["0"]):
         assert main(["shard", *wrong, *files, "--dry-run"]) == 2
@@ -183,6 +199,24 @@ def test_any_other_error_of_the_system_keeps_its_trace(monkeypatch: pytest.Monke
 def test_a_run_that_is_not_there_is_said_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path / "no run")]) == 2
     assert "no run is no folder here" in capsys.readouterr().err
+
+
+def test_a_run_that_is_missing_is_not_looked_for_on_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    asked: list[str] = []
+    monkeypatch.setattr(verify, "main", lambda path, _: asked.append(path) or 0)
+    for missing in ("runs/none", "elsewhere/none", "none", "some/deep/folder", "./none"):
+        assert main(["verify", missing]) == 2
+        assert f"{missing} is no folder here" in capsys.readouterr().err
+    assert main(["verify", "first"]) == 2
+    assert "Did you mean runs/first?" in capsys.readouterr().err
+    assert main(["verify", "runs/first"]) == main(["verify", "org/name"]) == 0
+    assert asked == ["runs/first", "org/name"]
+    assert "taken for a name on the Hugging Face hub" in capsys.readouterr().err
 
 
 def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

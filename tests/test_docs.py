@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.main import main, parse
 from asyncrl.config import config_keys, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *DOCS]
 FOLDERS = ("asyncrl", "configs", "launchers", "benchmarks", "tests")
 
 
@@ -23,7 +25,7 @@ def test_every_path_a_page_names_exists(page: str) -> None:
         for word in named
         if (word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or word.endswith(".md")) and "NAME" not in word
     }
-    assert paths or page == "SECURITY.md"
+    assert paths or page not in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
@@ -31,7 +33,7 @@ def test_every_path_a_page_names_exists(page: str) -> None:
 def test_every_setting_a_page_names_exists(page: str) -> None:
     rooms = {key.split(".")[0] for key in config_keys() if "." in key}
     named = set(re.findall(r"`((?:[a-z]+)\.(?:[a-z_]+))(?:=[^`]*)?`", (ROOT / page).read_text()))
-    settings = {name for name in named if name.split(".")[0] in rooms and name not in ("reward.py",)}
+    settings = {name for name in named if name.split(".")[0] in rooms and name not in ("reward.py", "run.json")}
     assert settings - set(config_keys()) == set()
 
 
@@ -67,3 +69,42 @@ def test_constraints_pin_every_dependency_exactly() -> None:
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "learner.sh", "replay.sh"])
 def test_launchers_stop_at_the_first_error(script: str) -> None:
     assert "set -euo pipefail" in (ROOT / "launchers" / script).read_text()
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and line of every command in a shell block, its variables filled in from the block."""
+    found: list[tuple[str, str]] = []
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL):
+            settings = re.search(r'^S="([^"]+)"', block, flags=re.MULTILINE)
+            for line in block.splitlines():
+                line = line.replace("$S", settings.group(1) if settings else "").split("  #")[0].split("   # ")[0]
+                words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+                if words and words[0] in ("asyncrl", "bash", "python") and words[1:]:
+                    found.append((page, shlex.join(words)))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_every_command_a_page_shows_is_one(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings load, its paths are there, and `asyncrl` takes it. What it does, integration tests show."""
+    program, *words = shlex.split(line)
+    if program in ("bash", "python") and words[0] != "-m":
+        assert (ROOT / words[0]).is_file(), f"{page} shows {line}"
+        words = [{"quickstart.sh": "quickstart", "rollout.py": "rollout"}.get(Path(words[0]).name, "local"), *words[1:]]
+        if line.startswith(("bash launchers/test.sh", "bash launchers/docs.sh")):
+            return
+    elif program == "python":
+        module = words[1].replace(".", "/")
+        assert (ROOT / f"{module}.py").is_file() or (ROOT / module / "__main__.py").is_file(), f"{page} shows {line}"
+        return
+    given = parse(words)
+    if given.command in ("local", "rollout", "learner", "replay", "quickstart"):
+        own = ["experiment=quickstart"] if given.command == "quickstart" else []
+        rest = [word for word in given.overrides if word != "..."]
+        load_config([*own, "model.path=m", "data.path=d", "eval.path=e", "reward.function=r.py:f", *rest])
+    if given.command == "keys":
+        monkeypatch.chdir(tmp_path)
+        assert main(words) == 0

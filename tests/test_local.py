@@ -10,17 +10,23 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from asyncrl import local
-from asyncrl.commands import Command, learner_command, local_commands, quoted
+from asyncrl.cli import local
+from asyncrl.cli.commands import Command, learner_command, local_commands, quoted
+from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
 from asyncrl.config import load_config
 from asyncrl.errors import RunFolderError
-from asyncrl.local import check_room, show_report, supervise
+from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.storage import sealed
+from asyncrl.telemetry.progress import RunView
+from asyncrl.telemetry.run_folder import origin_of, prepare_run_folder
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -36,8 +42,8 @@ def roles(**code: str) -> list[Command]:
 def run(commands: list[Command], folder: Path) -> tuple[int, str]:
     (folder / "logs").mkdir()
     out = io.StringIO()
-    code = supervise(commands, folder, 10, Console(file=out, width=200))
-    return code, out.getvalue()
+    ended = supervise(commands, folder, 10, Console(file=out, width=200))
+    return ended.code, out.getvalue()
 
 
 def test_the_run_is_over_when_the_learner_is_and_the_server_is_stopped(tmp_path: Path) -> None:
@@ -73,17 +79,17 @@ def test_a_killed_replay_server_is_started_again_and_a_refused_one_is_not(tmp_pa
     )
     (tmp_path / "logs").mkdir()
     out = io.StringIO()
-    assert supervise(killed, tmp_path, 10, Console(file=out, width=200), replay_restarts=2) == 0
+    assert supervise(killed, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 0
     assert out.getvalue().count("started again on its journal") == 2
     (tmp_path / "lives").unlink()
     shard = [
         Command(role="shard-0", arguments=killed[0].arguments, environment={}),
         Command(role="learner", arguments=killed[1].arguments, environment={}),
     ]
-    assert supervise(shard, tmp_path, 10, Console(file=out, width=200), replay_restarts=2) == 0
+    assert supervise(shard, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 0
     assert out.getvalue().count("shard-0 of the replay ended with exit code -9: started again on its journal") == 2
     refused = roles(replay="exit(2)", learner=FOREVER)
-    assert supervise(refused, tmp_path, 10, Console(file=out, width=200), replay_restarts=2) == 1
+    assert supervise(refused, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 1
     assert out.getvalue().count("started again on its journal") == 4
 
 
@@ -156,8 +162,104 @@ def test_one_signal_stops_all_roles_with_the_code_of_the_signal(number: int, tmp
     code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner=learner), tmp_path)
     caller.join()
     assert code == 128 + number
-    assert "resume=auto" in out
     assert "failed" not in out
+
+
+SAVING = """
+import pathlib, sys, time
+stop, folder = pathlib.Path({stop!r}), pathlib.Path({folder!r})
+(folder / "metrics.jsonl").write_text('{{"step": 1, "policy_version": 1}}' + chr(10))
+while not stop.exists(): time.sleep(0.02)
+(folder / "asked").touch()
+time.sleep({takes})
+(folder / "saved").touch()
+"""
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_the_first_ctrl_c_lets_the_learner_save_and_the_second_ends_the_run_at_once(
+    tmp_path: Path, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = threading.Event()
+    take = RunView._take
+
+    def notes(view: RunView, row: dict[str, Any]) -> None:
+        take(view, row)
+        shown.set()
+
+    monkeypatch.setattr(RunView, "_take", notes)
+    learner = SAVING.format(stop=str(tmp_path / "logs" / "stop"), folder=str(tmp_path), takes=0.5 if patient else 600)
+
+    def interrupt() -> None:
+        assert shown.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not patient:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    (tmp_path / "logs").mkdir()
+    caller, out = threading.Thread(target=interrupt), io.StringIO()
+    caller.start()
+    commands = roles(replay=FOREVER, rollout=FOREVER, learner=learner)
+    ended = supervise(commands, tmp_path, 10, Console(file=out, width=200))
+    caller.join()
+    assert ended == Ended(code=130, saved=patient)
+    assert (tmp_path / "saved").exists() == patient
+    assert "SIGINT: the learner ends its step and saves a checkpoint" in out.getvalue()
+
+
+@pytest.mark.parametrize("role", ["rollout", "learner"])
+def test_a_killed_pool_or_torchrun_is_started_again_and_told_so(role: str, tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    dies = f"""
+import os, pathlib
+lives = pathlib.Path({str(lives)!r})
+if "ASYNCRL_RESTARTED" not in os.environ: os.kill(os.getpid(), 9)
+lives.touch()
+"""
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(lives)!r}).exists(): time.sleep(0.02)"
+    commands = roles(**({"replay": FOREVER, "rollout": waits, "learner": waits} | {role: dies}))
+    code, out = run(commands, tmp_path)
+    assert code == 0, out
+    assert "ended with exit code -9: started again" in out
+
+
+def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None:
+    saved = tmp_path / "ckpt" / "step_20"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text('{"step": 19, "policy_version": 21}')
+    (tmp_path / "ckpt" / "latest").symlink_to("step_20")
+    typed = ["asyncrl", "local", "model.path=a b", "overwrite=true", "resume=never"]
+    assert how_to_go_on(tmp_path, typed, Ended(code=130)) == (
+        "stopped; the newest checkpoint is that of step 20. Go on with:\n  asyncrl local 'model.path=a b' resume=auto"
+    )
+    config = load_config([*REQUIRED, "resume=auto", "learner.steps=20"])
+    said = nothing_to_do(config, tmp_path, 20, [*typed, "learner.steps=20"])
+    assert said.startswith("nothing to do: 20 steps are trained and learner.steps=20")
+    assert said.endswith("learner.steps=40 resume=auto")
+    (saved / "state.json").write_text("{")
+    assert "step_20/state.json cannot be read" in how_to_go_on(tmp_path, typed, Ended(code=1))
+    assert "no checkpoint was saved" in how_to_go_on(tmp_path / "none", typed, Ended(code=1))
+
+
+def test_a_start_says_what_the_learner_will_do_when_the_link_to_the_newest_checkpoint_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = load_config([*REQUIRED, f"run.dir={tmp_path / 'run'}", "learner.steps=30"])
+    folder = prepare_run_folder(first, "one")
+    saved = folder / "ckpt" / "step_20"
+    saved.mkdir(parents=True)
+    state = LearnerState(step=19, policy_version=20, skipped_steps=0, run=origin_of(folder))
+    (saved / "state.json").write_text(json.dumps(asdict(state)))
+    sealed.seal(saved)
+    monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=FINE))
+    resumed = replace(first, resume="auto")
+    assert local._run(resumed, [], ["asyncrl", "local"]) == 0
+    said = capsys.readouterr().out
+    assert "latest is missing: going on from step_20" in said and "\nresumed from step 20\n" in said
+    assert Checkpoints(folder / "ckpt", rank=0, keep=1).choose("auto", restarted=False) == saved
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:
@@ -171,7 +273,9 @@ def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:
 def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
     out = io.StringIO()
-    show_report(load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED])
+    show_report(
+        load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED], Ended(code=0)
+    )
     assert (tmp_path / "curves.png").exists()
     assert "trained 1 steps to version 1" in out.getvalue()
     assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
@@ -186,7 +290,9 @@ def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_end
     monkeypatch.setattr(local, "plot_curves", full)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
     out = io.StringIO()
-    show_report(load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED])
+    show_report(
+        load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED], Ended(code=0)
+    )
     assert "not drawn" in out.getvalue() and "now try" in out.getvalue()
 
 
@@ -228,15 +334,15 @@ def test_an_address_the_user_named_is_kept() -> None:
     assert [text for text in command.arguments if text.startswith("replay.address=")] == overrides[-1:]
 
 
-def test_the_learner_runs_under_torchrun_with_restarts_and_without_a_shared_store() -> None:
+def test_the_learner_runs_under_torchrun_with_restarts_and_a_rendezvous_on_loopback() -> None:
     config = load_config([*REQUIRED, "learner.ranks=2", "learner.max_restarts=5"])
     shown = str(learner_command(config, REQUIRED, "id7"))
     for part in (
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        "python -m torch.distributed.run",
+        "python -m asyncrl.learner.torchrun",
         "--nproc-per-node=2",
         "--max-restarts=5",
         "--rdzv-id=id7",
+        "--rdzv-backend=bound --rdzv-endpoint=127.0.0.1:0",
         "-m asyncrl.learner model.path=m",
     ):
         assert part in shown

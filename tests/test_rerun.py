@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.checks.learner import resolved_loss
+from asyncrl.cli.rerun import name_of, rerun_config, written
 from asyncrl.config import config_to_dict, load_config
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.replay.retained import read_surviving
-from asyncrl.rerun import name_of, rerun_config, written
+from asyncrl.replay.audit.rerun import read_surviving
 from asyncrl.telemetry.run_folder import write_config
 
 
@@ -29,7 +30,7 @@ def test_a_rerun_without_settings_has_those_of_the_run(run: Path) -> None:
     assert (config.learner.lr, config.learner.steps, config.replay.max_staleness) == (7e-5, 9, 3)
     assert Path(config.run.dir) == run / "rerun-same"
     ppo = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=ppo", "loss.kl_coef=0"])
-    assert config_to_dict(config)["loss"] == config_to_dict(ppo)["loss"]
+    assert resolved_loss(config.loss) == resolved_loss(ppo.loss)
 
 
 def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:

@@ -15,11 +15,12 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from asyncrl import reward_model
 from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.reward_model import RewardModel
-from asyncrl.rewards.loader import adapt_reward
+from asyncrl.rewards import reward_model
+from asyncrl.rewards.call import Call
+from asyncrl.rewards.forms import adapt_reward
+from asyncrl.rewards.reward_model import RewardModel
 
 TEXTS = [("ab>", "ba"), ("abcdefg>", "gfedcba"), ("c>", ""), ("hgf>", "fghfghfgh")]
 
@@ -79,8 +80,8 @@ def test_without_a_pad_token_texts_are_scored_one_at_a_time(tmp_path: Path) -> N
 def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     loaded = RewardModel(save(Qwen2ForSequenceClassification(tiny()), tmp_path))
     group = adapt_reward(loaded, "model")
-    (chat,) = group(["hi"], {"prompt": [{"role": "user", "content": "hello"}]})
-    (plain,) = group(["assistant: hi\n"], {"prompt": "user: hello\n"})
+    (chat,) = group(Call(completions=["hi"], row={"prompt": [{"role": "user", "content": "hello"}]}))
+    (plain,) = group(Call(completions=["assistant: hi\n"], row={"prompt": "user: hello\n"}))
     assert chat.value == pytest.approx(plain.value)
 
 

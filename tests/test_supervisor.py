@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.supervisor import ProcessId, Supervisor, descendants
+from asyncrl.cli.supervisor import Supervisor
+from asyncrl.family import ProcessId, descendants
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from asyncrl import cli, verify
+from asyncrl.cli import main as command
+from asyncrl.cli import verify
 from asyncrl.config import config_to_dict, load_config, to_yaml
-from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.errors import CheckpointError, ConfigError
 from tests.engines.models import CONFIGS, SHAPE
 
@@ -100,5 +101,5 @@ def test_a_run_is_verified_by_what_it_exported_and_says_so_when_there_is_nothing
 
 
 def test_a_path_without_a_model_is_refused_by_the_command_line(tmp_path, capsys):
-    assert cli.main(["verify", str(tmp_path)]) == 2
+    assert command.main(["verify", str(tmp_path)]) == 2
     assert f"model.path={tmp_path} cannot be loaded" in capsys.readouterr().err

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
+from typing import Any
 
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
+from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config
 
 
@@ -65,6 +68,12 @@ def sequence_fits_microbatch(config: Config) -> Problems:
             f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={config.rollout.max_new_tokens} = {longest}; "
             f"got {config.learner.max_tokens_per_microbatch}. Raise it to at least {longest}"
         )
+
+
+def resolved_loss(loss: LossConfig) -> dict[str, Any]:
+    """Every part that the loss uses, the preset's values filled in; None where it uses none. Read back as settings it
+    is the same loss."""
+    return asdict(resolve(loss))
 
 
 def loss_is_consistent(config: Config) -> Problems:

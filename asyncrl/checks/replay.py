@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 
+from asyncrl.checks.addresses import host_of, is_everywhere, is_loopback
 from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config
 
@@ -14,8 +14,6 @@ BYTES_PER_TOKEN = 13
 
 LONGEST_WAIT_S = 3600.0
 """For which a request may ask the replay server to wait."""
-
-LOOPBACK = ("localhost", "::1")
 
 SIBLING_BASELINES = ("mean", "loo", "opo")
 """Those against which equal rewards are all 0."""
@@ -145,16 +143,6 @@ def waits_end(config: Config) -> Problems:
         )
 
 
-def host_of(address: str) -> str:
-    """`tcp://HOST:PORT` -> HOST; empty for `ipc://`."""
-    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^:/]+)):(\d+)", address)
-    return (found.group(1) or found.group(2)) if found else ""
-
-
-def is_loopback(host: str) -> bool:
-    return host in LOOPBACK or host.startswith("127.")
-
-
 def address_is_safe(config: Config) -> Problems:
     replay = config.replay
     given = {"replay.address": replay.address}
@@ -166,13 +154,22 @@ def address_is_safe(config: Config) -> Problems:
         yield from _network_address(config, key, address)
 
 
+def weights_are_served_on_one_network(config: Config) -> Problems:
+    host = config.weights.host
+    if config.weights.transport == "broadcast" and is_everywhere(host):
+        yield (
+            f"weights.host={host!r} would serve the weights' store on every network this machine is on. Name one "
+            "address of the learner: weights.host=10.0.0.6"
+        )
+
+
 def _network_address(config: Config, key: str, address: str) -> Problems:
     host = host_of(address)
     if host and not 0 < int(address.rpartition(":")[2]) < 65536:
         yield f"{key}={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
     if not host:
         yield f"{key} must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
-    elif host in ("*", "0.0.0.0", "::"):
+    elif is_everywhere(host):
         yield (
             f"{key}={address} would listen on every network this machine is on. Name one address of it: "
             "tcp://10.0.0.5:5577"
@@ -201,4 +198,5 @@ RULES = (
     silence_outlasts_heartbeats,
     waits_end,
     address_is_safe,
+    weights_are_served_on_one_network,
 )

@@ -6,23 +6,32 @@ import math
 import re
 from pathlib import Path
 
+from asyncrl.chat.names import AUTO, RENDERERS
+from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
-from asyncrl.hints import nearest
+from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation.answers import EXTRACTORS
+from asyncrl.losses.rules import CHOICES, RANGES
 from asyncrl.schema import Config
 
-ENVIRONMENTS = ("single_turn",)
+ENVIRONMENTS = ("single_turn", "tools", "reasoning_gym")
 ESTIMATORS = ("group", "gdpo", "reinforce_pp", "gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns")
 
 
 def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Settings that are words: key -> (value, choices)."""
     return {
+        "model.renderer": (config.model.renderer, (AUTO, *RENDERERS)),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "data.overlong": (config.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),
         "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
         "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
         "advantage.estimator": (config.advantage.estimator, ESTIMATORS),
         "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "greedy", "none")),
         "advantage.std": (config.advantage.std, ("none", "group", "batch")),
+        "eval.answer": (config.eval.answer, (*EXTRACTORS, "none")),
+        "reward.metric": (config.reward.metric, ("reward", "accuracy")),
         "reward.host": (config.reward.host, ("worker", "ray")),
         "rollout.host": (config.rollout.host, ("ray", "process")),
         "rollout.drop_truncated": (config.rollout.drop_truncated, ("never", "any", "all")),
@@ -45,6 +54,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "model.lora_alpha": (config.model.lora_alpha, 1),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "reward.workers": (config.reward.workers, 1),
+        "reward.concurrency": (config.reward.concurrency, 0),
         "reward.gpus": (config.reward.gpus, 0),
         "engine.max_sequences": (config.engine.max_sequences, 1),
         "engine.threads": (config.engine.threads, 1),
@@ -84,12 +94,40 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.save_every": (config.learner.save_every, 1),
         "learner.keep_checkpoints": (config.learner.keep_checkpoints, 1),
         "learner.max_restarts": (config.learner.max_restarts, 0),
+        "environment.timeout_s": (config.environment.timeout_s, 0),
+        "environment.max_tokens": (config.environment.max_tokens, 0),
         "eval.every": (config.eval.every, 0),
         "eval.rows": (config.eval.rows, 1),
         "eval.chunk": (config.eval.chunk, 1),
+        "eval.samples": (config.eval.samples, 1),
+        "eval.temperature": (config.eval.temperature, 0),
         "telemetry.samples_per_step": (config.telemetry.samples_per_step, 0),
+        "run.disk_patience_s": (config.run.disk_patience_s, 0),
         "ray.gpus_per_worker": (config.ray.gpus_per_worker, 0),
     }
+
+
+SAID = {
+    "engine.device": "auto, cpu, cuda, cuda:N",
+    "learner.device": "auto, cpu, cuda, cuda:N",
+    "advantage.gamma": "0 to 1",
+    "advantage.lam": "0 to 1",
+    "learner.proximal_ema": "at least 0, below 1",
+    "learner.beta2": "above 0, below 1",
+    "replay.pipeline_depth": "0 to replay.max_staleness",
+}
+"""What the other rules allow, in words."""
+
+
+def allowed() -> dict[str, str]:
+    """Key -> what it may be, for the settings whose own value is judged by a rule."""
+    config = Config()
+    found = {key: ", ".join(choices) for key, (_, choices) in words(config).items()}
+    found |= {key: f"at least {smallest:g}" for key, (_, smallest) in counts(config).items()}
+    found |= dict.fromkeys(above_zero(config), "above 0")
+    found |= {f"loss.{key}": ", ".join(choices) for key, choices in CHOICES.items()}
+    found |= {f"loss.{key}": rule for key, _, _, rule in RANGES}
+    return found | SAID
 
 
 def above_zero(config: Config) -> dict[str, float]:
@@ -128,6 +166,8 @@ def numbers_in_range(config: Config) -> Problems:
     for key, value in (("advantage.gamma", config.advantage.gamma), ("advantage.lam", config.advantage.lam)):
         if not 0 <= value <= 1:
             yield f"{key} must be between 0 and 1; got {value}"
+    if not 0 <= config.reward.max_failure_share <= 1:
+        yield f"reward.max_failure_share must be between 0 and 1; got {config.reward.max_failure_share}"
     if not 0 <= config.learner.proximal_ema < 1:
         yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if not 0 < config.learner.beta2 < 1:
@@ -153,13 +193,20 @@ def resume_or_overwrite(config: Config) -> Problems:
         yield f"resume must be never, auto or the path of a checkpoint; got {config.resume!r}.{hint}"
 
 
-MODEL_REWARD = "asyncrl.reward_model:RewardModel"
-
-
 def reward_is_whole(config: Config) -> Problems:
     reward = config.reward
-    if reward.function == MODEL_REWARD and not reward.model:
-        yield "reward=model needs the model: give reward.model=PATH of a classifier with one output"
+    try:
+        terms = reward_terms(reward)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for term in terms:
+        key = f"reward.functions.{term.name}" if term.name else "reward"
+        if term.function == MODEL_REWARD and not term.model:
+            of = term.name or "reward=model"
+            yield f"{of} needs the model: give {key}.model=PATH of a classifier with one output"
+    if reward.host == "ray" and not terms:
+        yield "reward.host=ray shares a reward among the workers, and reward.function is not set. Leave it out"
     if reward.host == "ray" and config.rollout.host != "ray":
         yield (
             f"reward.host=ray is a Ray actor and rollout.host={config.rollout.host} starts no Ray. Set "
@@ -200,6 +247,13 @@ def evaluation_has_rows(config: Config) -> Problems:
             f"eval.every={config.eval.every} needs eval.path, a JSONL file of held-out rows. Give eval.path=..., or "
             "eval.every=0"
         )
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        yield (
+            f"eval.samples={config.eval.samples} at eval.temperature=0 are so many times the same completion. Give "
+            "eval.temperature=1, or eval.samples=1"
+        )
+    if not math.isfinite(config.eval.pass_score):
+        yield f"eval.pass_score must be a finite number; got {config.eval.pass_score}"
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.eval.name):
         yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {config.eval.name!r}"
 

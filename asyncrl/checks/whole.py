@@ -1,21 +1,22 @@
 """Every rule a configuration must keep, one small function each. All that is wrong is reported at once.
 
 A rule yields what it found: the rule, the value, the way out. Only numbers and words are looked at, so that any
-process can check anywhere; what a role needs on the machine it starts on is asked by `asyncrl.machine`.
+process can check anywhere; what a role needs on the machine it starts on is asked by `asyncrl.checks.machine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.checks import engine, learner, replay, settings
+from asyncrl.checks import data, engine, learner, replay, settings
+from asyncrl.checks.hints import join_problems
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
-from asyncrl.hints import join_problems
 from asyncrl.schema import Config
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
     *settings.RULES,
+    *data.RULES,
     *replay.RULES,
     *learner.RULES,
     *engine.RULES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from asyncrl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # the fake engine needs no torch
-    from asyncrl.weights.staging import Receiver
+    from asyncrl.weights.broadcast.staging import Receiver
+
+
+TextOf = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +28,16 @@ class GenerateRequest:
     n: int
     sampling: SamplingParams
     seed: int
-    pinned: bool = False
-    """Run from start to end under one version: weights that arrive meanwhile are loaded after it (evaluation)."""
+    text_of: TextOf | None = None
+    """What sampled ids say, special tokens included: needed with `sampling.stop`, since engines know no text."""
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """What an episode needs of an engine."""
+
     @property
-    def policy_version(self) -> int:
-        """Version being served; NO_VERSION before the first load."""
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together that it holds."""
         ...
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -41,6 +46,13 @@ class Engine(Protocol):
         Raises:
             GenerationError: the engine is closed or failed, or the request can never fit it.
         """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    @property
+    def policy_version(self) -> int:
+        """Version being served; NO_VERSION before the first load."""
         ...
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
-from asyncrl.engines.runner import ModelRunner
-from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.engines.hf.engine import TransformersEngine
+from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -38,7 +38,7 @@ def make_engine(config: Config) -> Engine:
         return FakeEngine()
     if engine.name == "vllm":
         # Imported now: vLLM is an optional package, and takes seconds to import.
-        module = "asyncrl.engines.vllm_lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm"
+        module = "asyncrl.engines.vllm.lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm.engine"
         return importlib.import_module(module).make_vllm_engine(config)
     if engine.name != "transformers":
         raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, fake")

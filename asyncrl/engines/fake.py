@@ -7,7 +7,6 @@ right weights, the right prompt and the right seed were used. Each decode step t
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.noise import mix
+from asyncrl.engines.stop_text import check_stop, ended_by_text
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.types import NO_VERSION, Completion
 
@@ -27,17 +27,14 @@ class FakeEngine:
     Args:
         vocabulary: tokens are below it; stop tokens come from the request.
         latency_s: of one token of every sequence.
-        load_timeout_s: longest `load_weights` waits for pinned requests.
+        max_length: tokens of prompt and completion together; no request is refused for it.
     """
 
-    def __init__(self, vocabulary: int = 256, latency_s: float = 0.0, load_timeout_s: float = 60.0) -> None:
+    def __init__(self, vocabulary: int = 256, latency_s: float = 0.0, max_length: int = 1 << 20) -> None:
+        self._max_length = max_length
         self._vocabulary = vocabulary
         self._latency_s = latency_s
-        self._load_timeout_s = load_timeout_s
         self._policy_version = NO_VERSION
-        self._condition = threading.Condition()
-        self._pinned = 0
-        self._loads_waiting = 0
         self._closed = False
         names = ("generated_tokens", "decode_steps", "running", "loads", "load_s", "stall_s", "busy_s")
         self._stats = dict.fromkeys(names, 0.0)
@@ -47,8 +44,6 @@ class FakeEngine:
         return self._policy_version
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        if request.pinned:
-            await self._enter_pinned()
         self._stats["running"] += request.n
         started = time.monotonic()
         try:
@@ -56,25 +51,16 @@ class FakeEngine:
         finally:
             self._stats["running"] -= request.n
             self._stats["busy_s"] += time.monotonic() - started
-            if request.pinned:
-                with self._condition:
-                    self._pinned -= 1
-                    self._condition.notify_all()
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
-        started = time.monotonic()
-        with self._condition:
-            self._loads_waiting += 1
-            try:
-                if not self._condition.wait_for(lambda: self._pinned == 0 or self._closed, self._load_timeout_s):
-                    raise WeightsError(f"version {policy_version}: waited {self._load_timeout_s} s for pinned requests")
-                if self._closed:
-                    raise WeightsError("the engine is closed")
-                self._policy_version = policy_version
-                self._stats["loads"] += 1
-            finally:
-                self._loads_waiting -= 1
-                self._stats["load_s"] += time.monotonic() - started
+        if self._closed:
+            raise WeightsError("the engine is closed")
+        self._policy_version = policy_version
+        self._stats["loads"] += 1
 
     def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         version = self._policy_version
@@ -87,21 +73,11 @@ class FakeEngine:
         return {**self._stats, "waiting": 0.0}
 
     async def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-
-    async def _enter_pinned(self) -> None:
-        # Waits for a pending load (bounded by that load's own timeout): pinned requests must not starve it.
-        while True:
-            with self._condition:
-                if not self._loads_waiting or self._closed:
-                    self._pinned += 1
-                    return
-            await asyncio.sleep(0.001)
+        self._closed = True
 
     async def _run(self, request: GenerateRequest) -> list[Completion]:
         rows: list[tuple[list[int], list[float], list[int]]] = [([], [], []) for _ in range(request.n)]
+        check_stop(request)
         lengths = [self._length(request, member) for member in range(request.n)]
         for position in range(max(lengths)):
             await asyncio.sleep(self._latency_s)
@@ -117,6 +93,8 @@ class FakeEngine:
                     logprobs.append(logprob)
                     versions.append(version)
                     self._stats["generated_tokens"] += 1
+                    if ended_by_text(request, tokens):
+                        lengths[member] = position + 1
         return [_completion(request, *row) for row in rows]
 
     def token(
@@ -141,10 +119,14 @@ def _prompt_key(request: GenerateRequest) -> int:
     return mix(0, *(int(token) for token in request.prompt_ids))
 
 
+def _stopped(request: GenerateRequest, tokens: list[int]) -> bool:
+    return tokens[-1] in request.sampling.stop_token_ids or ended_by_text(request, tokens)
+
+
 def _completion(request: GenerateRequest, tokens: list[int], logprobs: list[float], versions: list[int]) -> Completion:
     return Completion(
         token_ids=np.array(tokens, np.int32),
         logprobs=np.array(logprobs, np.float32),
         policy_versions=np.array(versions, np.int32),
-        finish_reason="stop" if tokens[-1] in request.sampling.stop_token_ids else "length",
+        finish_reason="stop" if _stopped(request, tokens) else "length",
     )

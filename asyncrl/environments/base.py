@@ -3,25 +3,67 @@ rewards do; both reach it as functions."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.chat.base import Chat
 from asyncrl.errors import AsyncRLError
 from asyncrl.rewards.score import Outcome
 from asyncrl.types import Completion, Prompt, Trajectory
 
-Generate = Callable[[NDArray[np.int32], int], Awaitable[list[Completion]]]
-"""`(token ids so far [P], n) -> n completions`; may raise GenerationError."""
-Decode = Callable[[Sequence[NDArray[np.int32]]], list[str]]
-"""Texts of token sequences, special tokens left out."""
+
+class Generate(Protocol):
+    async def __call__(
+        self,
+        token_ids: NDArray[np.int32],
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str | int] = (),
+        temperature: float | None = None,
+    ) -> list[Completion]:
+        """`n` completions of the token ids so far [P].
+
+        Args:
+            max_tokens: of each, at most; never above `rollout.max_new_tokens`, and fewer where the context ends.
+            stop: texts or token ids that end a completion, besides the end of a turn; they are its end, and in it.
+            temperature: another than the run's. What is sampled so is read and never trained on: it goes into a
+                `Transcript` as an observation.
+
+        Raises:
+            ContextFullError: there is no room for a single token.
+            GenerationError: the engine could not produce any.
+        """
+        ...
+
+
+class Decode(Protocol):
+    def __call__(self, sequences: Sequence[NDArray[np.int32]], *, special: bool = False) -> list[str]:
+        """Texts of token sequences; special tokens are written out where `special` says so, and left out otherwise."""
+        ...
+
+
 Encode = Callable[[str], NDArray[np.int32]]
 """Token ids [N] of a text as it stands: no special tokens are added, those written out in it are understood."""
-Score = Callable[[list[str], dict[str, Any]], Awaitable[list[Outcome]]]
-"""`(completions [G], row) -> scores [G]`, a RewardError in the place of one that failed; may raise RewardError."""
+
+
+class Score(Protocol):
+    async def __call__(
+        self, completions: list[str], row: dict[str, Any], *, sampled: Sequence[Completion] | None = None
+    ) -> list[Outcome]:
+        """Scores [G] of completions [G], a RewardError in the place of one that failed.
+
+        Args:
+            sampled: the same completions [G] as they were sampled, for rewards that look at token ids or their number.
+
+        Raises:
+            RewardError: none could be scored.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +74,10 @@ class EpisodeTools:
     decode: Decode
     encode: Encode
     score: Score
+    chat: Chat | None = None
+    """Messages to ids and back."""
+    timeout_s: float = 0.0
+    """Longest that one episode may take; 0 is no bound. `ChatEnvironment` sees to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +90,16 @@ class Episodes:
     """[G] what the policy wrote, decoded; for the sample table, never trained on."""
     failures: tuple[AsyncRLError, ...] = ()
     """Of the others: why. They are made again, or left out of the group."""
+    own_prompts: bool = False
+    """Whether trajectories begin with other tokens than the prompt's, all outside the loss: rendered with tools, or
+    with a system's message."""
 
 
 class Environment(Protocol):
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
         """`size` sibling episodes of `prompt`, failures included. Sampled ids are kept as sampled, never tokenized
-        again; each trajectory begins with the prompt's tokens. Evaluations call it with a `size` of 1.
+        again; each trajectory begins with the prompt's tokens (or see
+        `Episodes.own_prompts`). Evaluations call it with a `size` of `eval.samples`.
 
         Raises:
             GenerationError: the engine could not produce any.

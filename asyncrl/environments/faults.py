@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
-from asyncrl.replay import wire
-from asyncrl.replay.payload import group_header
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.group import group_header
 from asyncrl.types import Prompt, Trajectory, TrajectoryGroup
 
 FAILURES = (GenerationError, RewardError, EpisodeError)
@@ -39,14 +39,18 @@ def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> 
         if not isinstance(failure, FAILURES):
             return f"a failure is a GenerationError, RewardError or EpisodeError; {failure!r:.80} came"
     for place, trajectory in enumerate(made):
-        fault = trajectory_fault(trajectory, prompt.token_ids, vocabulary)
+        fault = trajectory_fault(trajectory, None if episodes.own_prompts else prompt.token_ids, vocabulary)
         if fault:
             return f"trajectory {place}: {fault}"
     return _wire_fault(tuple(made), tuple(episodes.texts))
 
 
-def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: int) -> str:
-    """Of one trajectory by itself; its siblings and the wire's own limits are others' concern."""
+def trajectory_fault(trajectory: object, prompt: NDArray[np.int32] | None, vocabulary: int) -> str:
+    """Of one trajectory by itself; its siblings and the wire's own limits are others' concern.
+
+    Args:
+        prompt: what it must begin with; None where that is for the environment to say.
+    """
     if not isinstance(trajectory, Trajectory):
         return f"{trajectory!r:.80} came, not a Trajectory"
     ids = trajectory.token_ids
@@ -56,8 +60,8 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: 
             return f"{name} must be a numpy array of {dtype}; a {type(array).__name__} came"
         if array.dtype != dtype or array.shape != np.shape(ids) or array.ndim != 1:
             return f"{name} must be {dtype}[{np.size(ids)}]; {array.dtype}{list(array.shape)} came"
-    start = len(prompt)
-    if not np.array_equal(ids[:start], prompt) or trajectory.loss_mask[:start].any():
+    start = 1 if prompt is None else len(prompt)
+    if trajectory.loss_mask[:1].any() or (prompt is not None and not begins_with(trajectory, prompt)):
         return f"it must begin with the prompt's {start} tokens, none of them in the loss mask"
     if not trajectory.loss_mask.any():
         return "its loss mask is empty: no token of it was sampled by the policy"
@@ -72,6 +76,12 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32], vocabulary: 
     if not all(isinstance(name, str) for name in trajectory.rewards):
         return f"rewards must be named by strings; {list(trajectory.rewards)!r:.80} came"
     return ""
+
+
+def begins_with(trajectory: Trajectory, prompt: NDArray[np.int32]) -> bool:
+    """All of it, and none of it in the loss mask."""
+    start = len(prompt)
+    return np.array_equal(trajectory.token_ids[:start], prompt) and not trajectory.loss_mask[:start].any()
 
 
 def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:

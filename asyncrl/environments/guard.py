@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,20 +70,23 @@ class GuardedEnvironment:
         if fault:
             raise self._failed(fault)
         return Episodes(
-            trajectories=tuple(episodes.trajectories), texts=tuple(episodes.texts), failures=tuple(episodes.failures)
+            trajectories=tuple(episodes.trajectories),
+            texts=tuple(episodes.texts),
+            failures=tuple(episodes.failures),
+            own_prompts=episodes.own_prompts,
         )
 
     def _checked(self, generate: Generate) -> Generate:
         """What the engine would refuse counts against the engine, and ends the worker when it goes on."""
 
-        async def checked(token_ids: NDArray[np.int32], n: int) -> list[Completion]:
+        async def checked(token_ids: NDArray[np.int32], n: int = 1, **sampling: Any) -> list[Completion]:
             ids = np.asarray(token_ids)
             if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or n < 1:
                 raise ValueError(f"generate takes token ids [P] and n of 1 or more; got {ids.dtype}{ids.shape} and {n}")
             if ids.min() < 0 or ids.max() >= self._vocabulary:
                 given = f"{ids.min()} to {ids.max()}"
                 raise ValueError(f"token ids must be in [0, {self._vocabulary}), the model's vocabulary; got {given}")
-            return await generate(ids.astype(np.int32), n)
+            return await generate(ids.astype(np.int32), n, **sampling)
 
         return checked
 

@@ -3,63 +3,97 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrl.chat.base import Chat
 from asyncrl.environments.base import Environment
+from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.guard import GuardedEnvironment
+from asyncrl.environments.reasoning.environment import ReasoningGym
 from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.stepped import Stepped, is_stepped
+from asyncrl.environments.tools.environment import Tools
 from asyncrl.errors import ConfigError
-from asyncrl.replay.payload import MAX_VOCABULARY
-from asyncrl.rewards.loader import load_function
+from asyncrl.own_code import load_function
+from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.schema import EnvironmentConfig
 
 SETTING = "environment.name"
-ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    "single_turn": SingleTurn,
+    "tools": Tools,
+    "reasoning_gym": ReasoningGym,
+}
+
+
+def is_of_the_user(name: str) -> bool:
+    """`file.py:Name` or `package.module:Name`: finding it runs code that is not ours."""
+    return ":" in name
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Any]:
     """The class or factory that the settings name; nothing is made of it yet.
 
     Raises:
-        ConfigError: an unknown name, or one of the user's that cannot be loaded, called or used.
+        ConfigError: an unknown name, one of the user's that cannot be loaded or used, or arguments it does not have.
     """
     name = config.name
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    if ":" not in name:
+    if is_of_the_user(name):
+        factory = load_function(name, SETTING)
+    elif name in ENVIRONMENTS:
+        factory = ENVIRONMENTS[name]
+    else:
         known = ", ".join(ENVIRONMENTS)
         raise ConfigError(f"{SETTING}={name!r} does not exist. Choose from: {known}, or name yours as file.py:Name")
-    factory = load_function(name, SETTING)
-    try:
-        inspect.signature(factory).bind()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{SETTING}={name} cannot be called without arguments: {error}. Give them defaults"
-        ) from error
-    if inspect.isclass(factory):
+    _check_args(name, factory, config.args)
+    if inspect.isclass(factory) and not is_stepped(factory):
         _check_run(name, factory)
     return factory
 
 
-def make_environment(config: EnvironmentConfig, vocabulary: int = MAX_VOCABULARY) -> Environment:
-    """One of the user's is guarded: what it does wrong costs the group it was making.
+def _check_args(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{SETTING}={name} cannot be called: {error}") from error
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise ConfigError(
+            f"{SETTING}={name} cannot be made: {error}. It is made as {name.rpartition(':')[2]}{signature}, with what "
+            "environment.args names"
+        ) from error
+
+
+def make_environment(
+    config: EnvironmentConfig, vocabulary: int = MAX_VOCABULARY, chat: Chat | None = None
+) -> Environment:
+    """What it does wrong costs the group it was making, no more; only `single_turn` runs nobody else's code.
 
     Args:
         vocabulary: token ids are below it.
+        chat: of the model.
 
     Raises:
-        ConfigError: as `find_environment`; or making it failed.
+        ConfigError: as `find_environment`; or making it failed; or it takes several turns and the model's chat none.
     """
     factory = find_environment(config)
-    if config.name in ENVIRONMENTS:
-        return factory()
+    if factory is SingleTurn:
+        return SingleTurn()
     try:
-        made = factory()
+        made = factory(**config.args)
+    except ConfigError:
+        raise
     except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{SETTING}={config.name}: making the environment failed: {why}") from error
+    if is_stepped(made) and not hasattr(made, "run"):
+        made = Stepped(factory, config.args)
     _check_run(config.name, made)
+    why = chat.why_single if chat is not None and isinstance(made, ChatEnvironment) and made.several_turns else ""
+    if why:
+        raise ConfigError(f"{SETTING}={config.name} talks in several turns, and {why}")
     return GuardedEnvironment(config.name, made, vocabulary)
 
 
@@ -67,5 +101,6 @@ def _check_run(name: str, environment: Any) -> None:
     if not callable(getattr(environment, "run", None)):
         what = environment.__name__ if inspect.isclass(environment) else f"the {type(environment).__name__} it made"
         raise ConfigError(
-            f"{SETTING}={name}: {what} has no run. Give it `async def run(self, prompt, size, tools) -> Episodes`"
+            f"{SETTING}={name}: {what} has no run. Give it `async def run(self, prompt, size, tools) -> Episodes`, or "
+            "`reset(self, row)` and `step(self, text)`"
         )

@@ -13,7 +13,7 @@ class SingleTurn:
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
         completions = await tools.generate(prompt.token_ids, size)
         texts = tools.decode([completion.token_ids for completion in completions])
-        scores = await tools.score(texts, prompt.columns)
+        scores = await tools.score(texts, prompt.columns, sampled=completions)
         made: list[tuple[Trajectory, str]] = []
         failures: list[RewardError] = []
         for completion, text, score in zip(completions, texts, scores, strict=True):

@@ -21,8 +21,8 @@ class Transcript:
         loss_mask  [   0   |    1    |      0      |    1   ]
     """
 
-    def __init__(self, prompt: Prompt) -> None:
-        self._ids = [np.asarray(prompt.token_ids, np.int32)]
+    def __init__(self, prompt: Prompt | Sequence[int] | NDArray[np.int32]) -> None:
+        self._ids = [np.asarray(prompt.token_ids if isinstance(prompt, Prompt) else prompt, np.int32)]
         self._completions: list[Completion | None] = [None]
         """Of each part; None where no policy sampled it."""
 
@@ -31,7 +31,22 @@ class Transcript:
         """[T] all so far: what the next turn is generated from."""
         return np.concatenate(self._ids)
 
+    @property
+    def prompt_length(self) -> int:
+        return len(self._ids[0])
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there is a token that can be trained on."""
+        return any(completion is not None and len(completion.token_ids) for completion in self._completions)
+
     def add_completion(self, completion: Completion) -> None:
+        """Raises ValueError when the learner could not compute its log-probs."""
+        if not completion.trainable:
+            raise ValueError(
+                "this completion was sampled at another temperature than the run's, and the learner's log-probs are "
+                "those at rollout.temperature: it cannot be trained on. Add its token_ids as an observation"
+            )
         self._ids.append(completion.token_ids)
         self._completions.append(completion)
 
@@ -43,8 +58,18 @@ class Transcript:
         self._ids.append(ids.astype(np.int32))
         self._completions.append(None)
 
-    def trajectory(self, score: RewardScore | float, *, extras: Mapping[str, NDArray[Any]] | None = None) -> Trajectory:
-        """All turns with their one reward."""
+    def trajectory(
+        self,
+        score: RewardScore | float,
+        *,
+        truncated: bool = False,
+        extras: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Trajectory:
+        """All turns with their one reward.
+
+        Args:
+            truncated: the context's end cut it; a last turn that was cut says so by itself.
+        """
         token_ids = self.token_ids
         loss_mask = np.zeros(len(token_ids), np.bool_)
         logprobs = np.zeros(len(token_ids), np.float32)
@@ -65,6 +90,6 @@ class Transcript:
             policy_versions=versions,
             reward=score.value if scored else float(score),
             rewards=score.parts if scored else {},
-            finish_reason=finish_reason,
+            finish_reason="length" if truncated else finish_reason,
             extras=extras or {},
         )

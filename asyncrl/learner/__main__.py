@@ -9,32 +9,40 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.config import JOURNAL_DIR, config_to_dict, load_config, run_digest
+from asyncrl.checks.machine import check_machine
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, config_to_dict, disk_patience, load_config, run_digest
 from asyncrl.errors import (
     AsyncRLError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     ConfigError,
     DataError,
+    DiskFullError,
     EpisodeError,
     RewardError,
     RunFolderError,
 )
+from asyncrl.family import die_with_parent
+from asyncrl.learner.assembly import assemble
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.launcher import Launcher
-from asyncrl.learner.place import Place, assemble, join_ranks, prepare_process
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.place import Place, joined_ranks, prepare_process
 from asyncrl.learner.resume import Start
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.stop import StopRequest
 from asyncrl.learner.train import train
-from asyncrl.machine import check_machine
-from asyncrl.replay.client import LearnerClient
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.replay.client.client import LearnerClient
+from asyncrl.replay.net.keyring import with_keys
+from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
+from asyncrl.standstill import watched_supervisors
+from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.metrics import MetricsLog
 from asyncrl.telemetry.progress import format_line
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
 from asyncrl.weights.factory import make_publisher
 
 log = logging.getLogger("asyncrl.learner")
@@ -49,18 +57,13 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
     Raises:
         AsyncRLError: a refused setting, or what ended training.
     """
-    try:
-        with ExitStack() as opened:
-            try:
-                work(overrides, opened)
-            except AsyncRLError as error:
-                if failed is not None:
-                    failed(error)
-                raise
-        barrier()  # rank 0 hosts the store of the others: it must not leave first
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with ExitStack() as opened:
+        try:
+            work(overrides, opened)
+        except AsyncRLError as error:
+            if failed is not None:
+                failed(error)
+            raise
     return 0
 
 
@@ -69,22 +72,28 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     config = load_config(overrides)
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
+    config = with_keys(config)
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
-    run(config, place, join_ranks(config, place), opened)
+    keep_heap()  # batches come in through it
+    run(config, place, opened.enter_context(joined_ranks(config, place)), opened, overrides)
 
 
-def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack) -> None:
+def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overrides: Sequence[str]) -> None:
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
-        run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR,))
+        for change in changes_in(config):
+            log.warning("this resume changes %s", change)
+        run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR, KEYS_DIR), overrides=overrides)
+    opened.enter_context(lived_in(run_dir))
 
     def publisher(roles: Roles) -> ProvingPublisher:
         sender = make_publisher(config, replay, run_dir, place.rank, place.device)
         return ProvingPublisher(sender, config, roles.policy, place.device)
 
+    asked = StopRequest(run_dir)
     parts = assemble(
         config,
         place,
@@ -97,7 +106,7 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack) -> No
         log=lambda start: open_log(config, run_dir, start),
     )
     log.info("%d ranks on %s, from step %d", place.world, place.device, parts.start.step)
-    train(config, parts)
+    train(config, parts, asked)
 
 
 class PrintingLog(MetricsLog):
@@ -117,16 +126,23 @@ def open_log(config: Config, run_dir: Path, start: Start) -> PrintingLog:
         wandb=config.telemetry.wandb,
         tensorboard=config.telemetry.tensorboard,
         resume_step=start.step or None,
+        patience=disk_patience(config),
     )
 
 
-HOPELESS = (CheckpointMismatchError, ConfigError, DataError, EpisodeError, RewardError, RunFolderError)
+HOPELESS = (
+    *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
+    *(RewardError, RunFolderError),
+)
 """What would end the ranks in the same way after every restart."""
 
 
 def rank_main(overrides: Sequence[str]) -> int:
     """`main` as a process of its own: an error is said, and exit code 1."""
     launcher = Launcher.of(os.environ)
+    if launcher.start:
+        # Nobody would start it again, or stop it: it would train on beside the next run in its folder.
+        die_with_parent(launcher.pid)
 
     def failed(error: AsyncRLError) -> None:
         print(f"asyncrl.learner: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -134,10 +150,12 @@ def rank_main(overrides: Sequence[str]) -> int:
             launcher.stop()
 
     try:
-        return main(overrides, failed)
+        with watched_supervisors():
+            return main(overrides, failed)
     except AsyncRLError:
         return 1
 
 
 if __name__ == "__main__":
+    make_streams_plain()
     sys.exit(rank_main(sys.argv[1:]))

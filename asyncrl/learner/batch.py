@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncrl.errors import EpisodeError, LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
-from asyncrl.replay.base import Lease
-from asyncrl.replay.reference import reference_fault
+from asyncrl.replay.codec.reference import reference_fault
+from asyncrl.replay.protocol import Lease
 from asyncrl.types import NO_VERSION, REF_LOGPROBS, StepPlan, Trajectory
 
 

@@ -11,9 +11,10 @@ ckpt/latest     -> step_50                    moved after step_50 is whole
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from asyncrl.errors import CheckpointError, CheckpointMismatchError
-from asyncrl.learner import durable
+from asyncrl.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    DiskFullError,
+    RunFolderError,
+)
 from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier, text_of_rank_zero
 from asyncrl.learner.roles import Roles
+from asyncrl.storage import sealed
+from asyncrl.storage.checkpoints import LATEST, STATE_FILE, begin_branch, branch_begun, finished, newest
+from asyncrl.storage.full_disk import RETRY_S, SAY_S, FullDisk, Patience, free_bytes, is_full
+from asyncrl.telemetry.run_folder import origin_of, owner_of
 
-STATE_FILE = "state.json"
+log = logging.getLogger(__name__)
+
 REPLAY_FILE = "replay.msgpack"
-LATEST = "latest"
 KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
 """Names of the weights and moments of each trained role."""
+RESUMABLE = ("lr", "betas", "weight_decay")
+"""Of an optimizer, what the settings say and not the checkpoint."""
 PARTS = StateDictOptions(strict=False)
 """The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `_check_fits`."""
 
@@ -60,13 +72,17 @@ class LearnerState:
     """Optimizer steps skipped for non-finite numbers so far."""
     kl_coef: float = 0.0
     """Price of the KL in the reward, for the next step."""
+    run: str = ""
+    """Whose it is: the run of the folder it was saved in, the same through all resumes (`origin_of`)."""
 
 
 class Checkpoints:
     """Saves to and loads from one folder. Every method but `newest` is collective over the learner ranks."""
 
-    def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
+    def __init__(self, folder: Path, *, rank: int, keep: int, patience: Patience | None = None) -> None:
         self._folder, self._rank, self._keep = folder, rank, keep
+        self._patience = patience or Patience()
+        self._run = origin_of(folder.parent)
         self._verified: Path | None = None
         """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
 
@@ -77,22 +93,30 @@ class Checkpoints:
             snapshot: of the replay; read on rank 0.
 
         Raises:
-            CheckpointError: it could not be written (disk full, permissions). Earlier checkpoints are untouched.
+            CheckpointError: it could not be written (permissions, a broken disk). Earlier checkpoints are untouched.
+            DiskFullError: there was no space for as long as the patience lasts.
+            RunFolderError: the folder is another run's by now.
         """
+        if self._rank == 0:
+            self._refuse_takeover()
         target = self._folder / f"step_{state.step + 1}"
         aside = target.with_name(target.name + ".tmp")
         try:
+            self._save_tensors(_tensors(roles), aside)
             if self._rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-            barrier()
-            state_dict_saver.save(_tensors(roles), checkpoint_id=aside, no_dist=not dist.is_initialized())
-            if self._rank == 0:
-                write_base(aside, roles.policy.adapters)
-                (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
-                (aside / REPLAY_FILE).write_bytes(msgpack.Packer().pack(snapshot))
+                packed = msgpack.Packer().pack(snapshot)
+
+                def write_small() -> None:
+                    write_base(aside, roles.policy.adapters)
+                    (aside / STATE_FILE).write_text(json.dumps(asdict(replace(state, run=self._run))) + "\n")
+                    (aside / REPLAY_FILE).write_bytes(packed)
+                    sealed.seal(aside)
+
+                self._patience.through(aside, len(packed), write_small)
                 self._commit(aside, target)
             barrier()
+        except DiskFullError:
+            raise
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot write checkpoint {target}: {error}. Earlier checkpoints are intact; free space or choose "
@@ -100,36 +124,73 @@ class Checkpoints:
             ) from error
         return target
 
+    def _save_tensors(self, tensors: dict[str, Any], aside: Path) -> None:
+        """Collective, and so is every new attempt on a full disk: all ranks see the failure of one."""
+        nbytes, full = _bytes_of(tensors), FullDisk(self._patience)
+        while True:
+            if self._rank == 0:
+                self._patience.through(aside, nbytes, lambda: _make_empty(aside))
+            barrier()
+            try:
+                state_dict_saver.save(tensors, checkpoint_id=aside, no_dist=not dist.is_initialized())
+            except CheckpointException as error:
+                if not any(is_full(failure, aside.parent, nbytes) for failure, _ in error.failures.values()):
+                    raise
+            else:
+                full.over()
+                return
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint: the space may be missed elsewhere
+                self._wait_for_space(full, aside, nbytes)
+
+    def _wait_for_space(self, full: FullDisk, aside: Path, nbytes: int) -> None:
+        """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
+        number, so it is tried once a minute all the same."""
+        until = self._patience.clock() + SAY_S
+        full.note(aside, nbytes)
+        while self._patience.clock() < until:
+            self._patience.sleep(RETRY_S)
+            if free_bytes(aside.parent) >= nbytes:
+                return
+            full.note(aside, nbytes)
+
     def choose(self, resume: str, restarted: bool) -> Path | None:
         """The checkpoint to go on from: `never`, `auto` or a path, as in `resume`.
 
         Args:
-            restarted: torchrun restarts this rank after a death, so what this run saved comes before all else.
+            restarted: torchrun restarts this rank after a death: with `never`, what this run saved comes before all
+                else. With a path it always does, once the branch from there has begun (`begin_branch`).
 
         Raises:
             CheckpointError: it is damaged, or the path holds none.
         """
-        if restarted or resume == "auto":
-            newest = self.newest()
-            if newest is not None or resume in ("auto", "never"):
-                return newest
+        if resume == "auto" or (resume == "never" and restarted):
+            return self.newest()
         if resume == "never":
             return None
-        return self._proven(Path(resume).resolve())
+        start = owner_of(self._folder.parent) or ""
+        if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
+            return newest
+        path = self._proven(Path(resume).resolve())
+        for name, aside in begin_branch(self._folder, path, resume, start):
+            log.warning("%s is of the line that this branch leaves: kept as %s, until you delete it", name, aside)
+        return path
 
     def newest(self) -> Path | None:
         """The checkpoint `latest` points to, verified; None if there is none.
 
         Raises:
             CheckpointError: it is there but damaged; the message names the file.
+            CheckpointMismatchError: another run saved it.
         """
-        latest = self._folder / LATEST
-        if not latest.is_symlink():
+        path, said = newest(self._folder)
+        if said:  # a kill while it was being replaced, or damage
+            log.warning("%s", said)
+        if path is None:
             return None
-        path = self._folder / latest.readlink()
-        if not path.exists():  # a kill while it was being replaced
-            path = (self._finished() or [path])[-1]
-        return self._proven(path)
+        proven = self._proven(path)
+        self._refuse_stranger(proven)
+        return proven
 
     def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:
         """Fill `roles` in place from a checkpoint saved with any number of ranks.
@@ -165,6 +226,24 @@ class Checkpoints:
             roles.kl_coef = state.kl_coef
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
 
+    def _refuse_takeover(self) -> None:
+        """Raises RunFolderError."""
+        now = origin_of(self._folder.parent)
+        if now != self._run:
+            raise RunFolderError(
+                f"{self._folder.parent} was of run {self._run or 'nobody'} when this learner began, and is of run "
+                f"{now or 'nobody'} now: it was deleted and begun anew (overwrite=true). This learner ends"
+            )
+
+    def _refuse_stranger(self, path: Path) -> None:
+        """What lies in this folder but another run saved. Raises CheckpointMismatchError."""
+        saved_by = _read_state(path / STATE_FILE).run
+        if saved_by and self._run and saved_by != self._run:
+            raise CheckpointMismatchError(
+                f"{path} was saved by run {saved_by}, and this folder is of run {self._run}: they have other groups "
+                f"and other versions. To begin with its weights all the same give resume={path}; or delete it"
+            )
+
     def _verify_once(self, path: Path, device: torch.device) -> None:
         """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
         damage = ""
@@ -172,33 +251,38 @@ class Checkpoints:
             chosen, self._verified = self._verified, None
             try:
                 if path != chosen:
-                    durable.verify(path)
+                    sealed.verify(path)
             except CheckpointError as error:
                 damage = str(error)
         damage = text_of_rank_zero(damage, device)
         if damage:
-            raise CheckpointError(damage)
+            raise CheckpointDamagedError(damage)
 
     def _proven(self, path: Path) -> Path:
         """Raises CheckpointError."""
-        durable.verify(path)
+        sealed.verify(path)
         self._verified = path
         return path
 
     def _commit(self, aside: Path, target: Path) -> None:
-        durable.seal(aside)
         if target.exists():
             # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new one.
-            durable.remove(target.rename(target.with_name(target.name + ".old.tmp")))
-        durable.move_into_place(aside, target)
-        durable.point(self._folder / LATEST, target)
-        for old in [path for path in self._finished() if path != target][: -self._keep + 1 or None]:
-            durable.remove(old)
+            sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
+        sealed.move_into_place(aside, target)
+        self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
+        for old in [path for path in finished(self._folder) if path != target][: -self._keep + 1 or None]:
+            sealed.remove(old)
 
-    def _finished(self) -> list[Path]:
-        """Checkpoints by step; those that are being made or removed are called `.tmp`."""
-        whole = [path for path in self._folder.glob("step_*") if path.suffix != ".tmp"]
-        return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _bytes_of(values: Mapping[str, Any]) -> int:
+    """Of all tensors in it, the shards of the other ranks too."""
+    nested = sum(_bytes_of(value) for value in values.values() if isinstance(value, Mapping))
+    return nested + sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, Tensor))
 
 
 def _read_state(file: Path) -> LearnerState:
@@ -293,6 +377,9 @@ def _tensors(roles: Roles) -> dict[str, Any]:
 def _fill(roles: Roles, loaded: dict[str, Any]) -> None:
     for name, model, optimizer in roles.trained():
         weights, moments = (loaded[key] for key in KEYS[name])
+        given = [{key: group[key] for key in RESUMABLE} for group in optimizer.param_groups]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=PARTS)
+        for group, settings in zip(optimizer.param_groups, given, strict=True):
+            group.update(settings)  # Or the run would go on with those of the checkpoint, whatever a resume says.
     if roles.average is not None:
         set_model_state_dict(roles.average, loaded["average"])

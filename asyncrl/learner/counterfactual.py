@@ -12,7 +12,7 @@ from asyncrl.learner.model import PolicyModel, reshard
 from asyncrl.learner.plan import plan_minibatches
 from asyncrl.learner.ranks import sum_over_ranks
 from asyncrl.learner.scoring import score
-from asyncrl.replay.base import LearnerReplay, Lease
+from asyncrl.replay.protocol import LearnerReplay, Lease
 from asyncrl.schema import Config
 from asyncrl.weights.base import Canary, PublishStats
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
-from asyncrl.learner.loading import REFUSALS, load_on_rank_zero
+from asyncrl.learner.loading import REFUSALS, load_on_rank_zero, load_proven
 from asyncrl.learner.model import PackedModel, place, prepare
 from asyncrl.schema import Config
 
@@ -59,7 +59,9 @@ def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) 
     """
     path = config.critic.path or config.model.path
     try:
-        hf = load_on_rank_zero(lambda: load_classifier(path), lambda: blank_classifier(path), mesh)
+        hf = load_on_rank_zero(
+            lambda: load_proven(path, lambda: load_classifier(path)), lambda: blank_classifier(path), mesh
+        )
     except REFUSALS as error:
         raise ConfigError(
             f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "

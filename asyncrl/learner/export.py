@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,17 +12,21 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DiskFullError
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.lora import merged, save_adapter
 from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PackedModel, PolicyModel
 from asyncrl.schema import ModelConfig
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.sealed import seal
 
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the source folder that belong to the tokenizer; copied as they are."""
 
 
-def export_hf(model: PolicyModel, config: ModelConfig, target: Path, rank: int) -> None:
+def export_hf(
+    model: PolicyModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
+) -> None:
     """Write `target` so that `AutoModelForCausalLM.from_pretrained(target)` and vLLM load it. Collective.
 
     Weights are saved in `model.dtype`; a tied head is stored once. `target` appears only when it is complete. With
@@ -31,19 +36,23 @@ def export_hf(model: PolicyModel, config: ModelConfig, target: Path, rank: int) 
     if rank != 0:
         return
     if model.adapters is not None:
-        save_adapter(whole, model.adapters, target.with_name("adapter"))
+        adapters, folder = model.adapters, target.with_name("adapter")
+        written(folder, lambda: save_adapter(whole, adapters, folder), nbytes_of(whole), patience)
         whole = merged(whole, model.adapters)
     plain = refilled(AutoModelForCausalLM, model.hf, whole, DTYPES[config.dtype])
     plain.tie_weights()
     plain.generation_config = model.hf.generation_config
-    write(plain, config.path, target)
+    written(target, lambda: write(plain, config.path, target), nbytes_of(plain.state_dict()), patience)
 
 
-def export_critic(model: CriticModel, config: ModelConfig, target: Path, rank: int) -> None:
+def export_critic(
+    model: CriticModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
+) -> None:
     """Write `target`, the critic with its value head, so that `critic.path=target` starts from it. Collective."""
     whole = gathered(model)
     if rank == 0:
-        write(refilled(AutoModelForTokenClassification, model.hf, whole, DTYPES[config.dtype]), config.path, target)
+        plain = refilled(AutoModelForTokenClassification, model.hf, whole, DTYPES[config.dtype])
+        written(target, lambda: write(plain, config.path, target), nbytes_of(plain.state_dict()), patience)
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
@@ -71,22 +80,38 @@ def refilled(
     return plain
 
 
-def write(plain: PreTrainedModel, tokenizer: str, target: Path) -> None:
-    """Raises CheckpointError when it cannot be written (disk full, permissions)."""
-    aside = target.with_name(target.name + ".tmp")
+def nbytes_of(weights: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def written(target: Path, write: Callable[[], None], nbytes: int, patience: Patience | None) -> None:
+    """Write `target`, on a full disk as soon as there is space.
+
+    Raises:
+        CheckpointError: it cannot be written (permissions, a broken disk). DiskFullError: see `Patience`.
+    """
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        plain.save_pretrained(aside)
-        save_tokenizer(tokenizer, aside)
-        for file in aside.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        (patience or Patience()).through(target, nbytes, write, (OSError, SafetensorError))
+    except DiskFullError:
+        raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the trained model to {target}: {error}. The last checkpoint is whole: free space, then "
             "continue with resume=auto, which writes it again"
         ) from error
+
+
+def write(plain: PreTrainedModel, tokenizer: str, target: Path) -> None:
+    """`target` appears when it is whole. Raises OSError, SafetensorError."""
+    aside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    plain.save_pretrained(aside)
+    save_tokenizer(tokenizer, aside)
+    for file in aside.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
+    seal(aside)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
 
 
 def save_tokenizer(source: str, target: Path) -> None:

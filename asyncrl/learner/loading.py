@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.storage.sealed import is_sealed, verify_export
 
 Model = TypeVar("Model", bound=nn.Module)
 REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 """What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
+
+
+def load_proven(path: str, load: Callable[[], Model]) -> Model:
+    """What `load` makes of the model in `path`; one that a run exported is compared with its manifest first.
+
+    Raises:
+        CheckpointError: naming the file that was damaged since.
+    """
+    if is_sealed(Path(path)):
+        verify_export(Path(path))
+    return load()
 
 
 def load_on_rank_zero(load: Callable[[], Model], blank: Callable[[], Model], mesh: DeviceMesh | None) -> Model:

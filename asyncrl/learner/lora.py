@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from asyncrl.errors import CheckpointMismatchError
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.schema import ModelConfig
+from asyncrl.storage.sealed import seal
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
 
@@ -163,6 +164,7 @@ def save_adapter(whole: Mapping[str, Tensor], adapters: Adapters, target: Path) 
     file = target / "adapter_model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
+    seal(target)
 
 
 def _pairs(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Pair]:

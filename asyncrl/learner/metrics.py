@@ -5,38 +5,48 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.data.mixture import SourceNames
 from asyncrl.losses.diagnostics import Sums, summarize
 from asyncrl.types import StepPlan, TrajectoryGroup
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Numbers of one rank in one step, in the three ways in which they combine over micro-batches and ranks."""
+    """Numbers of one rank in one step. Each stands where it says how it combines over micro-batches, updates and ranks;
+    its name says nothing of that. What is the same on every rank is counted on rank 0 alone.
+    """
 
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name -> (numerator, denominator), each added up."""
+    """Name -> (numerator, denominator), each added up; the metric is their quotient (see `summarize`)."""
     maxima: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    """Added up."""
+    per_update: dict[str, float] = field(default_factory=dict)
+    """Added up, then divided by `updates`."""
+    updates: float = 0.0
+    """Optimizer steps on the batch; counted on rank 0."""
+    spreads: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Stem -> (sum, sum of squares, count), each added up; the metrics are `<stem>mean` and `<stem>std`."""
 
     @classmethod
-    def of(cls, sums: Sums, maxima: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Measured:
+    def of(cls, sums: Sums, maxima: Mapping[str, Tensor], per_update: Mapping[str, Tensor]) -> Measured:
         """From scalar tensors, with one transfer from the device."""
         pairs = [scalar for pair in sums.values() for scalar in pair]
-        scalars = [*pairs, *maxima.values(), *totals.values()]
+        scalars = [*pairs, *maxima.values(), *per_update.values()]
         if not scalars:
             return cls()
         values = iter(torch.stack([scalar.detach().double() for scalar in scalars]).tolist())
         return cls(
             ratios={name: (next(values), next(values)) for name in sums},
             maxima={name: next(values) for name in maxima},
-            totals={name: next(values) for name in totals},
+            per_update={name: next(values) for name in per_update},
         )
 
     def add(self, other: Measured) -> None:
@@ -45,35 +55,36 @@ class Measured:
             self.ratios[name] = mine[0] + numerator, mine[1] + denominator
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
-        for name, value in other.totals.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value
+        for into, values in ((self.totals, other.totals), (self.per_update, other.per_update)):
+            for name, value in values.items():
+                into[name] = into.get(name, 0.0) + value
+        self.updates += other.updates
+        for stem, (total, squares, count) in other.spreads.items():
+            had = self.spreads.get(stem, (0.0, 0.0, 0.0))
+            self.spreads[stem] = had[0] + total, had[1] + squares, had[2] + count
 
     def row(self) -> dict[str, float]:
         """Metrics by name."""
         sums = {name: (_double(n), _double(d)) for name, (n, d) in self.ratios.items()}
         means = summarize(sums, {name: _double(value) for name, value in self.maxima.items()})
-        return with_spreads({name: value.item() for name, value in means.items()}) | self.totals
+        row = {name: value.item() for name, value in means.items()} | self.totals
+        row |= {name: value / max(1.0, self.updates) for name, value in self.per_update.items()}
+        for stem, (total, squares, count) in self.spreads.items():
+            mean = total / max(1.0, count)
+            row |= {f"{stem}mean": mean, f"{stem}std": math.sqrt(max(squares / max(1.0, count) - mean**2, 0.0))}
+        return row | explained_variance(row)
 
 
 def _double(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-SPREADS = ("advantage/", "critic/target_", "critic/residual_")
-
-
-def with_spreads(row: dict[str, float]) -> dict[str, float]:
-    """For each of `SPREADS`, the standard deviation in place of the mean square.
-
-    With a critic also `critic/explained_variance`, 1 - Var(target - value) / Var(target) before the update.
-    """
-    row = dict(row)
-    for stem in (stem for stem in SPREADS if f"{stem}square" in row):
-        row[f"{stem}std"] = math.sqrt(max(row.pop(f"{stem}square") - row[f"{stem}mean"] ** 2, 0.0))
+def explained_variance(row: Mapping[str, float]) -> dict[str, float]:
+    """With a critic, `critic/explained_variance`: 1 - Var(target - value) / Var(target) before the update."""
     # Targets that are all alike have no variance to explain.
-    if row.get("critic/target_std", 0.0) > 1e-6:
-        row["critic/explained_variance"] = 1.0 - (row["critic/residual_std"] / row["critic/target_std"]) ** 2
-    return row
+    if row.get("critic/target_std", 0.0) <= 1e-6:
+        return {}
+    return {"critic/explained_variance": 1.0 - (row["critic/residual_std"] / row["critic/target_std"]) ** 2}
 
 
 def over_ranks(mine: Measured, device: torch.device) -> Measured:
@@ -81,7 +92,7 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
     travel with the numbers: two small all-gathers per step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
-    text = json.dumps([mine.ratios, mine.maxima, mine.totals]).encode()
+    text = json.dumps(asdict(mine)).encode()
     size = torch.tensor([len(text)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
@@ -91,8 +102,7 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
     dist.all_gather(everyone, padded)
     together = Measured()
     for theirs in everyone:
-        ratios, maxima, totals = json.loads(theirs.cpu().numpy().tobytes())
-        together.add(Measured(ratios={k: (n, d) for k, (n, d) in ratios.items()}, maxima=maxima, totals=totals))
+        together.add(Measured(**json.loads(theirs.cpu().numpy().tobytes())))
     return together
 
 
@@ -102,7 +112,7 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
     `staleness/hist_<k>` is the fraction of trained tokens that are k versions old.
     """
     rewards = [np.array([t.reward for t in group.trajectories]) for group in plan.groups]
-    lengths = [t.length - t.prompt_length for group in plan.groups for t in group.trajectories]
+    lengths = [t.loss_tokens for group in plan.groups for t in group.trajectories]  # no observations among them
     fresh = plan.tokens_by_staleness()
     count = sum(fresh.values())
     row = {"staleness/mean": 0.0, "staleness/max": float(max(fresh, default=0)), "step/groups": float(len(plan.groups))}
@@ -124,14 +134,21 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
     return row
 
 
-def sample_rows(groups: Sequence[TrajectoryGroup], rows: int) -> list[dict[str, object]]:
-    """The first completion of each group, then the second ...: at most `rows` rows for `samples.jsonl`."""
+def sample_rows(
+    groups: Sequence[TrajectoryGroup], rows: int, sources: SourceNames | None = None
+) -> list[dict[str, object]]:
+    """The first completion of each group, then the second ...: at most `rows` rows for `samples.jsonl`.
+
+    Args:
+        sources: with a mixture, to say which source a prompt is of.
+    """
     depth = max((len(group.trajectories) for group in groups), default=0)
     places = [(group, i) for i in range(depth) for group in groups if i < len(group.trajectories)]
     return [
         {
             "group_id": group.group_id,
             "worker": group.worker,
+            **({} if sources is None else {"source": sources[group.prompt_index]}),
             "prompt": group.prompt_text,
             "completion": group.completion_texts[i] if i < len(group.completion_texts) else "",
             "reward": group.trajectories[i].reward,

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
-from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero
+from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero, load_proven
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters
 from asyncrl.schema import Config, ModelConfig
@@ -153,7 +153,7 @@ def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Devic
             )
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED_ATTENTION, "trust_remote_code": False}
         return load_on_rank_zero(
-            lambda: AutoModelForCausalLM.from_pretrained(config.path, **options),
+            lambda: load_proven(config.path, lambda: _load_whole(config.path, options)),
             lambda: AutoModelForCausalLM.from_config(hf_config, **options),
             mesh,
         )
@@ -164,6 +164,17 @@ def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Devic
             f"model.path={config.path} cannot be loaded as a causal LM: {error}. "
             "Give a directory with config.json and *.safetensors, or a hub name"
         ) from error
+
+
+def _load_whole(path: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Raises ValueError where the checkpoint lacks a weight: transformers makes it at random and says so in a log."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:
+        some = ", ".join(missing[:4]) + (" ..." if len(missing) > 4 else "")
+        raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
+    return model
 
 
 def _field(hf_config: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A rank of the learner, in a run or in a rerun of it: where it computes, whom it meets, what it trains with."""
+"""A rank of the learner, in a run or in a rerun of it: where it computes, and whom it meets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,15 +19,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.checks.addresses import is_loopback
 from asyncrl.errors import ConfigError
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.ranks import choice_of_rank_zero
-from asyncrl.learner.resume import Start, begin
-from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.train import StepLog, Training
-from asyncrl.replay.base import LearnerReplay
+from asyncrl.learner.ranks import barrier
 from asyncrl.schema import Config
-from asyncrl.weights.base import Publisher
+from asyncrl.storage.log_stream import keep_logging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,7 @@ class Place:
     world: int
     device: torch.device
     restarted: bool
-    """torchrun has restarted the ranks after one of them died."""
+    """The ranks were started again after one of them, or their torchrun, died."""
     run_id: str
     """The run whose folder this is; the same for all restarts."""
 
@@ -61,7 +55,8 @@ class Place:
             rank=int(environment.get("RANK", "0")),
             world=int(environment.get("WORLD_SIZE", "1")),
             device=torch.device(kind, local) if kind == "cuda" else torch.device(kind),
-            restarted=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
+            # By torchrun after the death of a rank, or by `asyncrl local` after torchrun's own.
+            restarted=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or "ASYNCRL_RESTARTED" in environment,
             run_id=f"{socket.gethostname()}-{os.getppid()}" if named == "none" else named,
         )
 
@@ -72,6 +67,7 @@ def prepare_process(place: Place, level: int) -> None:
     Args:
         level: of the log.
     """
+    keep_logging()
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said at every checkpoint of one rank
@@ -81,14 +77,28 @@ def prepare_process(place: Place, level: int) -> None:
         torch.cuda.set_device(place.device)
 
 
+def loopback_interfaces(environment: Mapping[str, str], weights_host: str) -> dict[str, str]:
+    """Variables that hold gloo and nccl to loopback, where all ranks (MASTER_ADDR) are on this machine.
+
+    Without them both listen wherever the machine's own name leads. nccl has one for all groups of a process, so it is
+    left alone where the weights go to other machines.
+    """
+    if not is_loopback(environment.get("MASTER_ADDR", "127.0.0.1")):
+        return {}
+    held = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_loopback(weights_host) else ("GLOO_SOCKET_IFNAME",)
+    return {name: "lo" for name in held if name not in environment}
+
+
 def join_ranks(config: Config, place: Place) -> DeviceMesh:
     """The process group of the ranks, of one rank too: the same FSDP2 path then runs everywhere.
 
     Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
-    engines to acknowledge weights, write a checkpoint.
+    engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
     """
-    patience = timedelta(seconds=config.replay.wait_timeout_s + 10 * config.weights.timeout_s + 60)
+    alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
+    patience = timedelta(seconds=alone_s)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
+    os.environ.update(loopback_interfaces(os.environ, config.weights.host))
     if place.world == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
     else:
@@ -96,64 +106,13 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
 
 
-class ClosableLog(StepLog, Protocol):
-    def close(self) -> None: ...
-
-
-class NoLog:
-    """What the ranks other than 0 write to."""
-
-    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
-        return
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def assemble(
-    config: Config,
-    place: Place,
-    opened: ExitStack,
-    *,
-    mesh: DeviceMesh,
-    replay: LearnerReplay,
-    run_dir: Path,
-    resume: str,
-    publisher: Callable[[Roles], Publisher],
-    log: Callable[[Start], ClosableLog],
-) -> Training:
-    """Build the models, go to where training begins, then open publisher and log. Collective.
-
-    Args:
-        opened: closes publisher and log.
-        resume: as the setting.
-        publisher: of the weights that training begins with.
-        log: called on rank 0 alone.
-
-    Raises:
-        CheckpointError, ConfigError: see `Checkpoints` and `build_roles`.
-    """
-    checkpoints = Checkpoints(run_dir / "ckpt", rank=place.rank, keep=config.learner.keep_checkpoints)
-    found = checkpoints.choose(resume, place.restarted) if place.rank == 0 else None
-    resume_from = choice_of_rank_zero(found, place.device)
-    roles = build_roles(config, place.device, mesh)
-    start = begin(replay, checkpoints, roles, resume_from, rank=place.rank, device=place.device)
-    sender = publisher(roles)
-    opened.callback(sender.close)
-    rows = log(start) if place.rank == 0 else NoLog()
-    opened.callback(rows.close)
-    return Training(
-        replay=replay,
-        publisher=sender,
-        roles=roles,
-        checkpoints=checkpoints,
-        start=start,
-        log=rows,
-        run_dir=run_dir,
-        rank=place.rank,
-        world=place.world,
-        device=place.device,
-    )
+@contextmanager
+def joined_ranks(config: Config, place: Place) -> Iterator[DeviceMesh]:
+    """`join_ranks`, and leave together: rank 0 hosts the store of the others, so it must not go first. Who fails leaves
+    at once."""
+    try:
+        yield join_ranks(config, place)
+        barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

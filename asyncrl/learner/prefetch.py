@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-from asyncrl.replay.base import LearnerReplay, Lease
+from asyncrl.replay.protocol import LearnerReplay, Lease
+
+LOOK_S = 0.2
+"""Between two looks whether the learner is to stop."""
 
 
 class LeasePrefetch:
@@ -27,11 +31,19 @@ class LeasePrefetch:
         threading.Thread(target=self._run, args=(step, future), name=f"lease-{step}", daemon=True).start()
         self._pending = (step, future)
 
+    def wait(self, step: int, asked: Callable[[], bool]) -> None:
+        """Until the lease of `step` is there or has failed, or `asked` says that nobody wants it any more."""
+        if self._pending is None:
+            self.ask(step)
+        assert self._pending is not None
+        while not asked() and not wait([self._pending[1]], timeout=LOOK_S).done:
+            pass
+
     def take(self, step: int) -> Lease:
         """The lease of `step`, asked for now if it was not before.
 
         Raises:
-            NoProgress: no group arrived for `wait_s`; the message names whom the server waited for.
+            NoProgress: no group and no token came for `wait_s`; the message names whom the server waited for.
         """
         if self._pending is None:
             self.ask(step)

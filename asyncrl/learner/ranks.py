@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+Done = TypeVar("Done")
+
+MEET_EVERY_S = 15.0
+"""While rank 0 works alone the others meet it so often: less than the timeout of any process group."""
 
 
 def barrier() -> None:
     """Return when every rank is here; at once where there is only one. Bounded by the process group's timeout."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def rank_zero_alone(work: Callable[[], Done], device: torch.device) -> Done:
+    """What `work` returns, which may take longer on rank 0 than the process group's timeout. Collective: the others
+    have done theirs at once and wait for rank 0; unblocked by its end, or its death.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        mine: Future[Done] = pool.submit(work)
+        while True:
+            with contextlib.suppress(FutureTimeout):
+                mine.exception(timeout=MEET_EVERY_S)
+            working = torch.tensor([float(not mine.done())], dtype=torch.float64)
+            if not sum_over_ranks(working, device).item():
+                return mine.result()
 
 
 def text_of_rank_zero(text: str, device: torch.device) -> str:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from asyncrl.errors import CheckpointError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
-from asyncrl.replay.base import LearnerReplay
-from asyncrl.replay.reference import FROM_ROLLOUT, REFERENCE
+from asyncrl.replay.audit.ledger_file import LEDGER_FILE
+from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE
+from asyncrl.replay.protocol import LearnerReplay
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, finished, position_of
+from asyncrl.storage.lines import row_of, tail
+from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.types import NO_VERSION
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +45,18 @@ def begin(
     *,
     rank: int,
     device: torch.device,
+    known_version: int = NO_VERSION,
+    settings: str = "",
+    branch: bool = False,
 ) -> Start:
     """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
 
     The replay answers no other call of a learner that has not done this; no publisher could announce itself.
+
+    Args:
+        known_version: the largest that the run folder names: a replay whose journal is gone may not know it.
+        settings: digest of those that this learner trains by.
+        branch: the checkpoint was chosen by hand.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
@@ -47,12 +64,34 @@ def begin(
         step, version, skipped = state.step, state.policy_version, state.skipped_steps
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     if rank == 0:
-        restored = replay.restore(step=step, policy_version=version, snapshot=snapshot)
+        restored = replay.restore(
+            step=step, policy_version=version, snapshot=snapshot, settings=settings, branch=branch
+        )
         # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         replay.announce({"vocabulary": vocabulary, REFERENCE: FROM_ROLLOUT if roles.reference_comes else ""})
-        numbers = torch.tensor([restored.next_step, restored.next_version], device=device)
+        fresh = restored.next_version
+        if fresh <= known_version:
+            fresh = known_version + 2  # the next one may have been published, and nobody left to write it down
+            log.warning(
+                "the run folder names policy_version %d and the replay knows of none above %d, so its journal is gone: "
+                "going on with %d, for a version is never used twice",
+                *(known_version, restored.next_version - 1, fresh),
+            )
+        numbers = torch.tensor([restored.next_step, fresh], device=device)
     if dist.is_initialized():
         dist.broadcast(numbers, src=0)
     next_step, next_version = numbers.tolist()
     return Start(step=next_step, policy_version=next_version, parent=version, skipped_steps=skipped)
+
+
+def highest_version(run_dir: Path) -> int:
+    """The largest policy_version that anything in a run folder names; NO_VERSION where nothing does."""
+    versions = [NO_VERSION]
+    for name in (METRICS_FILE, LEDGER_FILE):
+        rows = (row_of(line) for line in tail(run_dir / name))
+        versions += [row["policy_version"] for row in rows if row and isinstance(row.get("policy_version"), int)]
+    for path in finished(run_dir / CHECKPOINT_DIR):
+        with contextlib.suppress(CheckpointError):  # damaged, and not the one to go on from
+            versions.append(position_of(path)[1])
+    return max(versions)

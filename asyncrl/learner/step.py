@@ -21,8 +21,10 @@ from asyncrl.losses import Denominators, LossInputs, policy_loss
 from asyncrl.losses.anchor import ema_update
 from asyncrl.losses.config import scales_learning_rate
 from asyncrl.losses.diagnostics import ess_lr_scale
-from asyncrl.replay.base import Lease
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+
+TRAINED_TOKENS = "perf/trained_tokens"
 
 
 def train_step(
@@ -54,40 +56,41 @@ def train_step(
     ]
     batches = with_scores(config, roles, batches)
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
-    reports: list[UpdateReport] = []
+    if rank == 0:
+        measured.add(_of_no_update())
     for minibatch, share in zip(minibatches, shares_of(batches, minibatches), strict=True):
         report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, world, device)
         measured.add(numbers)
-        reports.append(report)
+        if rank == 0:
+            measured.add(_of_an_update(report, minibatch))
         if roles.critic is not None:
             fit, numbers = update_critic(config, roles.critic, share, minibatch.denominators, plan.step, world)
             measured.add(numbers)
             # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
             report = report if not report.applied else fit
         guard.observe(plan.step, report, share)
-    count = max(1, len(reports))
-    # Added up over the updates of the batch; the mean, as `loss/total` is.
-    measured.totals |= {name: value / count for name, value in measured.totals.items() if name.startswith("loss/")}
     if rank == 0:
-        measured.totals |= _of_the_step(roles, reports, minibatches)
+        trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
+        measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))
         measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
         if config.advantage.kl_coef > 0:
             measured.totals["kl/coef"] = roles.kl_coef
     return measured
 
 
-def _of_the_step(
-    roles: Roles, reports: Sequence[UpdateReport], minibatches: Sequence[MinibatchPlan]
-) -> dict[str, float]:
+def _of_an_update(report: UpdateReport, minibatch: MinibatchPlan) -> Measured:
     """What is the same on every rank."""
-    count = max(1, len(reports))
-    return {
-        "perf/trained_tokens": sum(minibatch.denominators.tokens for minibatch in minibatches),
-        "optim/trained_parameters": float(sum(p.numel() for p in roles.policy.parameters() if p.requires_grad)),
-        "optim/lr": sum(report.lr for report in reports) / count,
-        "optim/grad_norm": sum(report.grad_norm for report in reports) / count,
-        "loss/total": sum(report.loss for report in reports) / count,
-    }
+    return Measured(updates=1.0, per_update=_optim(report), totals={TRAINED_TOKENS: minibatch.denominators.tokens})
+
+
+def _of_no_update() -> Measured:
+    """A step without a single fresh token has no update, and its row the same names."""
+    nothing = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
+    return Measured(per_update=_optim(nothing), totals={TRAINED_TOKENS: 0.0})
+
+
+def _optim(report: UpdateReport) -> dict[str, float]:
+    return {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm, "loss/total": report.loss}
 
 
 def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:

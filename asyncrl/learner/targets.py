@@ -114,14 +114,17 @@ def with_targets(
     if not per_sequence and config.std == "batch":
         moments = sum_over_ranks(whitening_moments(advantages, rows.mask), device)
         advantages = masked_whiten(advantages, rows.mask, moments=moments)
-    measured = Measured(ratios=moments_of("advantage/", advantages, rows))
+    measured = Measured(spreads={"advantage/": moments_of(advantages, rows)})
     if gap is not None:
         measured.ratios["kl/in_reward"] = float(gap.sum()), float(rows.mask.sum())
     value_targets: Sequence[Tensor | None] = [None] * len(batches)
     if targets is not None:
         value_targets = rows.spread(targets, batches)
         residual = targets - rows.gather(batches, "values")
-        measured.ratios |= moments_of("critic/target_", targets, rows) | moments_of("critic/residual_", residual, rows)
+        measured.spreads |= {
+            "critic/target_": moments_of(targets, rows),
+            "critic/residual_": moments_of(residual, rows),
+        }
     parts = zip(batches, rows.spread(advantages, batches), value_targets, strict=True)
     return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
 
@@ -242,10 +245,7 @@ def log_ratios(rows: Rows, batches: Sequence[MicroBatch]) -> Table:
     return torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
 
 
-def moments_of(prefix: str, table: Table, rows: Rows) -> dict[str, tuple[float, float]]:
-    """Mean and mean square of this rank's tokens, as sums that add up over ranks (see `Measured.row`)."""
-    inside, count = table[rows.mask], float(rows.mask.sum())
-    return {
-        f"{prefix}mean": (float(inside.sum()), count),
-        f"{prefix}square": (float(inside.square().sum()), count),
-    }
+def moments_of(table: Table, rows: Rows) -> tuple[float, float, float]:
+    """Sum, sum of squares and number of this rank's tokens (see `Measured.spreads`)."""
+    inside = table[rows.mask]
+    return float(inside.sum()), float(inside.square().sum()), float(rows.mask.sum())

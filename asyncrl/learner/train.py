@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +11,25 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.config import disk_patience
+from asyncrl.data.mixture import source_names
+from asyncrl.errors import NoProgress
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.ranks import barrier, rank_zero_alone
 from asyncrl.learner.resume import Start
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step import train_step
-from asyncrl.replay.base import LearnerReplay, Lease, TrainedReply
+from asyncrl.learner.stop import Asked, agreed, never
+from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
 from asyncrl.types import EvalSummary, StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
+
+log = logging.getLogger(__name__)
 
 
 class StepLog(Protocol):
@@ -50,24 +57,26 @@ class Training:
     device: torch.device
 
 
-def train(config: Config, parts: Training) -> int:
-    """Train from `parts.start` to `learner.steps`.
+def train(config: Config, parts: Training, asked: Asked = never) -> int:
+    """Train from `parts.start` to `learner.steps`, or until `asked`: then what is trained is saved first.
 
     Consumes: step batches, leased from the replay one step ahead of training.
     Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
         the next; the copy of the published weights, before the optimizer's step, and before the next version is
         announced if the policy made no step; the other ranks, in every backward; at the end, open evaluations. Each
         wait has a deadline.
-    Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up).
+    Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up);
+        `asked`, while it waits for a batch.
 
     Every rank runs this; rank 0 alone talks to the replay about anything but leases. Steps count from 0 on the wire,
     as in StepPlan; what users see (metrics, checkpoints) counts trained steps, so the last row is `learner.steps`.
+    Evaluations have rows of their own.
 
     Returns:
         The last published policy_version.
 
     Raises:
-        NoProgress: no batch, or no evaluation result, in time. NonFiniteError, CheckpointError, WeightsError.
+        NoProgress: no batch in time. NonFiniteError, CheckpointError, WeightsError.
     """
     settings, steps = config.learner, config.learner.steps
     replay, publisher, roles, start = parts.replay, parts.publisher, parts.roles, parts.start
@@ -76,18 +85,23 @@ def train(config: Config, parts: Training) -> int:
     guard.skipped = start.skipped_steps
     leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
     clock = StepClock()
+    names = source_names(config.data)
 
     version = start.policy_version
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
     hold_back(roles.optimizer, publisher)
     publisher.publish(version, roles.policy.named_hf_parameters())
-    if rank == 0 and start.step == 0:
-        evaluate(config, replay, trained=0, version=version)
+    if rank == 0 and start.step < steps and evaluation_due(config, start.step):
+        evaluate(config, replay, trained=start.step, version=version)
 
+    clock.start()
     for step in range(start.step, steps):
         trained, last = step + 1, step + 1 == steps
-        clock.start()
+        leases.wait(step, asked)
+        if agreed(asked(), device):
+            save_before_end(config, parts, step, version, skipped=guard.skipped)
+            return version
         lease = leases.take(step)
         if not last:
             leases.ask(step + 1)
@@ -109,29 +123,45 @@ def train(config: Config, parts: Training) -> int:
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
-        if rank == 0 and due(trained, config.eval.every, last):
+        if rank == 0 and evaluation_due(config, trained):
             evaluate(config, replay, trained=trained, version=version)
-        final: dict[str, float] = {}
-        if rank == 0 and last:  # before the checkpoint of the last step: after it a restarted learner has nothing to do
-            final = evaluation_metrics(replay.wait_evaluations(wait_s=config.replay.wait_timeout_s))
-        if due(trained, settings.save_every, last):
-            state = LearnerState(step=step, policy_version=version, skipped_steps=guard.skipped, kl_coef=roles.kl_coef)
-            parts.checkpoints.save(state, roles, replay.snapshot() if rank == 0 else {})
-            if rank == 0:
-                replay.commit(step=step)
-            clock.lap("checkpoint")
-
+        evaluations = reply.evaluations
+        if last and config.eval.path:  # before the last checkpoint: after it a restarted learner has nothing to do
+            evaluations += last_evaluations(replay, config.replay.wait_timeout_s, rank=rank, device=device)
+        # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
-            parts.log.write(trained, version, row | final)
-            parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step))
+            parts.log.write(trained, version, row)
+            write_evaluations(parts.log, evaluations, config.reward.metric)
+            parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
+        clock.start()
+        if due(trained, settings.save_every, last):
+            save(parts, step, version, skipped=guard.skipped)
+            clock.lap("checkpoint")
 
-    export_hf(roles.policy, config.model, parts.run_dir / "hf", rank)
+    patience = disk_patience(config)
+    export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience)
     if roles.critic is not None:
-        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank)
+        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
     if rank == 0:
         replay.finish()
     return version
+
+
+def save(parts: Training, step: int, version: int, *, skipped: int) -> None:
+    """The checkpoint after `step`, and the replay's note that it is durable. Collective."""
+    state = LearnerState(step=step, policy_version=version, skipped_steps=skipped, kl_coef=parts.roles.kl_coef)
+    parts.checkpoints.save(state, parts.roles, parts.replay.snapshot() if parts.rank == 0 else {})
+    if parts.rank == 0:
+        parts.replay.commit(step=step)
+
+
+def save_before_end(config: Config, parts: Training, step: int, version: int, *, skipped: int) -> None:
+    """What is trained but not saved yet when the learner stops before `step`. Collective."""
+    if step > parts.start.step and not due(step, config.learner.save_every, last=False):
+        save(parts, step - 1, version, skipped=skipped)
+    if parts.rank == 0:
+        log.info("asked to stop: ends after step %d, saved", step)
 
 
 def hold_back(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
@@ -159,31 +189,63 @@ def due(trained: int, every: int, last: bool) -> bool:
     return every > 0 and (last or trained % every == 0)
 
 
+def evaluation_due(config: Config, trained: int) -> bool:
+    """Whether the weights after so many steps are to be evaluated: the first, the last, and every so many between."""
+    every = config.eval.every
+    between = every > 0 and trained % every == 0
+    return bool(config.eval.path) and (trained in (0, config.learner.steps) or between)
+
+
 def evaluate(config: Config, replay: LearnerReplay, *, trained: int, version: int) -> None:
     """Start an evaluation on the workers' engines; its result comes with a later `trained`."""
-    if config.eval.every > 0:
-        replay.evaluate(
-            step=trained,
-            policy_version=version,
-            eval_set=config.eval.name,
-            rows=config.eval.rows,
-            chunk=config.eval.chunk,
-        )
+    replay.evaluate(
+        step=trained,
+        policy_version=version,
+        eval_set=config.eval.name,
+        rows=config.eval.rows,
+        chunk=config.eval.chunk,
+    )
 
 
-def evaluation_metrics(summaries: Iterable[EvalSummary]) -> dict[str, float]:
-    """`eval/<name>/*`; `step` is the trained steps at which the evaluation was asked for."""
-    row: dict[str, float] = {}
-    for summary in sorted(summaries, key=lambda summary: summary.step):  # of two of one set the newer stays
-        name = f"eval/{summary.eval_set}"
-        if summary.count:  # with every row failed nothing is known of the policy: that is no accuracy of 0
-            row[f"{name}/accuracy"] = summary.accuracy
-        row[f"{name}/count"] = float(summary.count)
-        row[f"{name}/failed"] = float(summary.failed)
-        row[f"{name}/step"] = float(summary.step)
-        row[f"{name}/version_min"] = float(summary.version_min)
-        row[f"{name}/version_max"] = float(summary.version_max)
-    return row
+def last_evaluations(
+    replay: LearnerReplay, wait_s: float, *, rank: int, device: torch.device
+) -> tuple[EvalSummary, ...]:
+    """What is still being evaluated when training is over. Collective: the other ranks wait with rank 0.
+
+    An evaluation that gets nowhere for `wait_s` is given up with a warning: the weights are trained all the same.
+    """
+
+    def wait() -> tuple[EvalSummary, ...]:
+        try:
+            return replay.wait_evaluations(wait_s=wait_s)
+        except NoProgress as error:
+            log.warning("the last evaluation is missing: %s", error)
+            return ()
+
+    return rank_zero_alone(wait if rank == 0 else tuple, device)
+
+
+def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metric: str) -> None:
+    """A row each, at the step of the oldest weights that it measured."""
+    for summary in summaries:
+        # One version per step, and none is asked for that an earlier learner published.
+        step = summary.step + summary.version_min - summary.policy_version
+        log.write(step, summary.version_min, evaluation_metrics(summary, metric))
+
+
+def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
+    """`eval/<name>/*`; the mean is called `metric`, other figures as they are."""
+    name = f"eval/{summary.eval_set}"
+    row = {
+        f"{name}/count": float(summary.count),
+        f"{name}/failed": float(summary.failed),
+        f"{name}/version_min": float(summary.version_min),
+        f"{name}/version_max": float(summary.version_max),
+        f"{name}/superseded": float(summary.superseded),
+    }
+    if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
+        row[f"{name}/{metric}"] = summary.mean
+    return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
 
 
 def step_row(
@@ -202,12 +264,12 @@ def step_row(
     row["idle/learner"] = times["time/wait_batch"] / seconds
     row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
     row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
-    return row | evaluation_metrics(reply.evaluations)
+    return row
 
 
 @dataclass(slots=True)
 class StepClock:
-    """Where the seconds of one step went."""
+    """Where the seconds of one step went; a checkpoint counts for the step that comes after it."""
 
     laps: dict[str, float] = field(default_factory=dict)
     started: float = 0.0

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.losses.compose import LossOutput, policy_loss
-    from asyncrl.losses.config import LossConfig, preset
+    from asyncrl.losses.config import preset
     from asyncrl.losses.inputs import Denominators, LossInputs
     from asyncrl.losses.kl import kl_estimate
     from asyncrl.losses.presets import PRESETS
+    from asyncrl.losses.settings import LossConfig
 
 __all__ = [
     "PRESETS",
@@ -30,7 +31,7 @@ __all__ = [
 _HOME = {
     "PRESETS": "presets",
     "Denominators": "inputs",
-    "LossConfig": "config",
+    "LossConfig": "settings",
     "LossInputs": "inputs",
     "LossOutput": "compose",
     "kl_estimate": "kl",

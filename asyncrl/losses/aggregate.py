@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from asyncrl.losses.config import LossConfig
 from asyncrl.losses.inputs import Denominators
 from asyncrl.losses.ratios import Segments, Tokens
+from asyncrl.losses.settings import LossConfig
 
 
 def token_factors(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.aggregate import token_factors
-from asyncrl.losses.config import KEYS, LossConfig, resolve
+from asyncrl.losses.config import resolve
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, LossInputs
 from asyncrl.losses.kl import kl_estimate
@@ -23,6 +23,7 @@ from asyncrl.losses.preset_row import Preset
 from asyncrl.losses.presets import PRESETS
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, loglinear_proximal, make_safe
 from asyncrl.losses.rejection import rejections
+from asyncrl.losses.settings import KEYS, LossConfig
 from asyncrl.losses.surrogates import SURROGATES
 from asyncrl.losses.weights import behavior_weight
 

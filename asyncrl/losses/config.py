@@ -1,87 +1,19 @@
 """The loss settings: torch-free, so that a config is composed and refused where no torch is loaded.
 
-`LossConfig` is what Hydra fills, what `preset()` returns and what `policy_loss` takes. Every key but `preset` may be
-None, which means the preset's own value; `resolve()` fills them in and refuses what the preset would ignore.
+`LossConfig` (`settings.py`) is what Hydra fills, what `preset()` returns and what `policy_loss` takes. Every key but
+`preset` may be None, which means the preset's own value; `resolve()` fills them in and refuses what the preset would
+ignore.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.preset_row import COMMON_DEFAULTS, Preset
 from asyncrl.losses.presets import PRESETS
 from asyncrl.losses.rules import check_values, used_keys
-
-
-@dataclass(kw_only=True, slots=True)
-class LossConfig:
-    """A preset and what to change in it. None keeps the preset's value; a key the preset does not use is refused."""
-
-    preset: str = "dppo_tv"
-    edge: str | None = None
-    """Edge of the surrogate: `B` proximal/behavior, `U` learner/proximal, `E` learner/behavior. Where the preset
-    leaves it open: `U` if proximal log-probs are given, else `E`."""
-    level: str | None = None
-    """Ratio of the `token`, the `sequence` product, its `geometric` mean, `gspo_token`, or the turn's (`segment`)
-    geometric mean."""
-    aggregation: str | None = None
-    clip_low: float | None = None
-    """Lower bound of the ratio is 1 - clip_low (for `gmpo`: of the log-ratio, -clip_low)."""
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    """Cap c > 1 on the loss of tokens with a negative advantage: at most -A c."""
-    delta: float | None = None
-    """Two-sided cap on the unclipped ratio; more than 1 + clip_high."""
-    ratio_floor: float | None = None
-    """Absolute bounds of a detached ratio."""
-    ratio_cap: float | None = None
-    band_low: float | None = None
-    """Absolute, exclusive bounds: tokens whose ratio is outside give nothing."""
-    band_high: float | None = None
-    divergence_low: float | None = None
-    """Largest divergence downwards (advantage < 0), as a probability difference or in nats."""
-    divergence_high: float | None = None
-    weight: str | None = None
-    """Behavior weight w = proximal/behavior: `none`, `truncate` min(w, high), `clip`, `zero` outside [low, high],
-    `mask` (1 inside, 0 outside) or `self_normalize` (truncated, then divided by its mean)."""
-    weight_level: str | None = None
-    weight_low: float | None = None
-    weight_high: float | None = None
-    opsm_delta: float | None = None
-    """Sequences with A < 0 whose mean log(behavior/learner) is above this give nothing."""
-    reject: str | None = None
-    """Statistic of the edge E (B where a proximal policy is used) by which tokens or sequences are rejected."""
-    reject_scope: str | None = None
-    reject_low: float | None = None
-    reject_high: float | None = None
-    reject_gate: str | None = None
-    """Reject only where A < 0 (`negative`) or where the update would move further away (`outward`)."""
-    veto: float | None = None
-    """Sequences with any ratio below this (same edge as `reject`) are rejected whole."""
-    max_age: int | None = None
-    """Tokens older than this, in policy versions, are rejected."""
-    denominator: str | None = None
-    """`keep` counts rejected tokens, `renormalize` does not (only where no global counts are given)."""
-    tau_pos: float | None = None
-    tau_neg: float | None = None
-    beta: float | None = None
-    """Strength of the regression to the behavior policy (`dro`)."""
-    epsilon: float | None = None
-    """Width of the quadratic trust region (`drpo`)."""
-    m2_tau: float | None = None
-    """Bound on the second moment of the log-ratio (the `m2po_*` presets)."""
-    kl: str | None = None
-    """Estimator of the KL to the reference policy; `+` takes the gradient of k2, `ratio_` multiplies by the ratio."""
-    kl_coef: float | None = None
-    behavior_kl: float | None = None
-    """Coefficient of (learner - behavior)^2 in log-probs, over all loss tokens."""
-    constant_length: float | None = None
-    """Length by which the `constant` aggregation divides; usually `rollout.max_new_tokens`."""
-
-
-KEYS: tuple[str, ...] = tuple(f.name for f in fields(LossConfig) if f.name != "preset")
+from asyncrl.losses.settings import KEYS, LossConfig
 
 
 def find_preset(name: str) -> Preset:

@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import LossConfig
 from asyncrl.losses.m2po import m2po_keep
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, probability
+from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import binary_kl
 
 

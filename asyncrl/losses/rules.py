@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.preset_row import Preset
-
-if TYPE_CHECKING:
-    from asyncrl.losses.config import LossConfig
+from asyncrl.losses.settings import LossConfig
 
 LEVELS = ("token", "sequence", "geometric", "gspo_token", "segment")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean", "token_sum")

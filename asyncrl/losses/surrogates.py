@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from asyncrl.losses.config import LossConfig
 from asyncrl.losses.m2po import m2po_clip_range, m2po_keep
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, at_level, edge_ends, probability
+from asyncrl.losses.settings import LossConfig
 
 Sides = tuple[Tensor | None, Tensor | None]
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from asyncrl.losses.config import LossConfig
 from asyncrl.losses.ratios import Tokens, at_level
+from asyncrl.losses.settings import LossConfig
 
 
 def behavior_weight(

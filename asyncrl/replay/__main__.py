@@ -8,12 +8,17 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.checks.machine import check_machine
+from asyncrl.config import JOURNAL_DIR, disk_patience, load_config, run_digest
 from asyncrl.errors import AsyncRLError
-from asyncrl.machine import check_machine
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.history import LEDGER_FILE, LedgerFile
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.replay.audit.ledger_file import LEDGER_FILE, LedgerFile
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.serving import run_server
+from asyncrl.standstill import watched_supervisors
+from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.occupancy import lived_in
 
 EXIT_REFUSED = 2
 """A restart cannot help; whatever else ends the process by itself, it can."""
@@ -27,22 +32,28 @@ def main(overrides: Sequence[str]) -> int:
     """
     config = load_config(overrides)
     check_machine(config, "replay")
+    config = with_keys(config)
+    keep_logging()
+    patience = disk_patience(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    run_server(
-        config.replay,
-        AdmissionSettings.from_config(config),
-        # Of a new run. A journal that is there keeps its id, and peers of that run go on; others are refused.
-        run_id=uuid.uuid4().hex[:12],
-        run_digest=run_digest(config),
-        seed=config.seed,
-        ledger=LedgerFile(Path(config.run.dir) / LEDGER_FILE),
-        folder=Path(config.run.dir) / JOURNAL_DIR,
-        fresh=config.overwrite,
-    )
+    with lived_in(config.run.dir), watched_supervisors():
+        run_server(
+            config.replay,
+            AdmissionSettings.from_config(config),
+            # Of a new run. A journal that is there keeps its id, and peers of that run go on; others are refused.
+            run_id=uuid.uuid4().hex[:12],
+            run_digest=run_digest(config),
+            seed=config.seed,
+            ledger=LedgerFile(Path(config.run.dir) / LEDGER_FILE, patience),
+            folder=Path(config.run.dir) / JOURNAL_DIR,
+            fresh=config.overwrite,
+            patience=patience,
+        )
     return 0
 
 
 if __name__ == "__main__":
+    make_streams_plain()
     try:
         sys.exit(main(sys.argv[1:]))
     except AsyncRLError as error:

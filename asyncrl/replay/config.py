@@ -15,6 +15,7 @@ class JournalConfig:
     segment_mb: int = 64
     """Size of one journal file, taken from the disk at once."""
     window_mb: int = 1024
+    """With `retain=window`: how much stays after it is no longer needed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,7 +23,8 @@ class ReplayConfig:
     address: str = "tcp://127.0.0.1:5577"
     """Where the replay server binds and everyone connects. Loopback only, unless `keys` is set."""
     keys: str = ""
-    """Directory made by `asyncrl keys`: turns on CURVE encryption and the allow-list. Required off loopback."""
+    """Directory made by `asyncrl keys`, one key pair per role: whoever connects proves its role, and all is encrypted.
+    Empty: `<run.dir>/keys`, made by itself. Required off loopback, where each machine has a folder of its own."""
     max_staleness: int = 4
     """Hard bound: no token older than this, in policy versions, ever contributes to a gradient."""
     pipeline_depth: int = 2
@@ -41,10 +43,12 @@ class ReplayConfig:
     max_bytes: int = 1 << 30
     """Memory for stored groups; the byte credits of all producers together never exceed it."""
     heartbeat_s: float = 1.0
+    """Time between two signs of life of a peer."""
     heartbeat_timeout_s: float = 10.0
     """Silence after which a worker is taken for dead and its assignments go to others."""
     wait_timeout_s: float = 300.0
-    """Longest wait without progress (learner for a batch, worker for the server) before a typed error."""
+    """Longest wait without progress (learner for a batch, worker for the server) before a typed error. Tokens and
+    environment steps are progress: a first group may take longer."""
     shards: int = 0
     """So many processes store the payloads and hand them to the learner's ranks; the replay server then sees headers
     alone. 0: it stores them itself, which carries a thousand GPUs (docs/scale.md)."""

@@ -14,23 +14,28 @@ from pathlib import Path
 import zmq
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.awake import awake_clock
+from asyncrl.replay.audit.ledger_file import LedgerFile
+from asyncrl.replay.audit.ledger_thread import LedgerThread
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.disk import Disk, FolderDisk
-from asyncrl.replay.durable import open_core
-from asyncrl.replay.heap import keep_heap, spare_collector
-from asyncrl.replay.history import LedgerFile
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.payloads import InShards, refuse_other_store
-from asyncrl.replay.receipts import Seals
-from asyncrl.replay.recovery import unfinished_run
-from asyncrl.replay.router import router
-from asyncrl.replay.server import TICK_S, ReplayServer
-from asyncrl.replay.survivors import learner_of
-from asyncrl.replay.sync_thread import SyncThread
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.journal.disk import Disk, FolderDisk
+from asyncrl.replay.journal.durable import open_core
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.journal.recovery import unfinished_run
+from asyncrl.replay.journal.sync_thread import SyncThread
+from asyncrl.replay.net.clock import awake_clock
+from asyncrl.replay.net.keys import Guests
+from asyncrl.replay.net.malloc import keep_heap, spare_collector
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.loop import TICK_S, ReplayServer
+from asyncrl.replay.server.payloads import refuse_other_store
+from asyncrl.replay.server.router import router
+from asyncrl.replay.server.survivors import learner_of
+from asyncrl.replay.shards.handlers import with_shards
+from asyncrl.replay.shards.payloads import InShards
+from asyncrl.replay.shards.receipts import Seals
+from asyncrl.storage.full_disk import Patience
 
 log = logging.getLogger(__name__)
 
@@ -57,19 +62,22 @@ def run_server(
     folder: Path | None = None,
     disk: Disk | None = None,
     fresh: bool = False,
+    patience: Patience | None = None,
 ) -> None:
     """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
 
     Args:
         run_id: of a new run; a journal that is there already keeps its own.
-        ledger: told every event before it is applied, and what the journal remembers.
+        ledger: told every event, by a thread of its own, and what the journal remembers.
         folder: of the journal, when `replay.durability` is `journal`. Without it and `disk` all is kept in memory.
         disk: where the journal is, instead of `folder`.
         fresh: throw away the journal of an earlier run; that of an unfinished run is kept if its learner is still
             there.
+        patience: with a full disk.
 
     Raises:
-        ConfigError: see `router`. LedgerError: the conservation law broke. JournalError: the journal is damaged, in use
+        ConfigError: see `router`. LedgerError: the conservation law broke. DiskFullError: there was no space for longer
+        than the patience lasts. JournalError: the journal is damaged, in use
         or of another version, or its disk failed.
     """
     keep_heap()
@@ -83,7 +91,8 @@ def run_server(
             disk = FolderDisk(folder, locked=True)
         if fresh and disk is not None and not goes_on(disk, socket, config, stopped):
             discard(disk)
-        memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, ledger, disk))
+        told = stack.enter_context(contextlib.closing(LedgerThread(ledger))) if ledger is not None else None
+        memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, told, disk, folder, patience))
         server = server_of(memory, config, socket, run_digest)
         log.info("replay server of run %s listens on %s", memory.run_id, config.address)
         server.serve(stopped)
@@ -102,13 +111,16 @@ def server_of(memory: Memory, config: ReplayConfig, socket: zmq.Socket, run_dige
     """Raises JournalError when its payloads are elsewhere than `replay.shards` says."""
     kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
     refuse_other_store(kept, config.shards)
-    seals = Seals(config.keys, run_digest)
     silence_s, clock = silence_of(config), memory.core.clock
-    payloads = InShards(config.shards, memory.run_id, seals, silence_s, clock) if config.shards else None
+    handlers = Handlers(memory.core)
+    if config.shards:
+        payloads = InShards(config.shards, memory.run_id, Seals(config.keys, run_digest), silence_s, clock)
+        handlers = with_shards(Handlers(memory.core, payloads), payloads)
     return ReplayServer(
         memory.core,
-        Desk(memory.core, payloads),
+        handlers,
         socket,
+        guests=Guests(config.keys),
         run_id=memory.run_id,
         boot=memory.boot,
         run_digest=run_digest,
@@ -126,8 +138,10 @@ def opened(
     run_id: str,
     run_digest: str,
     seed: int,
-    ledger: LedgerFile | None,
+    ledger: LedgerThread | None,
     disk: Disk | None,
+    folder: Path | None = None,
+    patience: Patience | None = None,
 ) -> Iterator[Memory]:
     """The core, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
     boot = uuid.uuid4().hex
@@ -147,9 +161,10 @@ def opened(
         listener=ledger,
         replayed=ledger.replayed if ledger else None,
         heartbeat_s=config.heartbeat_s,
+        sharded=config.shards > 0,
         **limits,
     )
-    sync = SyncThread(writer, config.journal.fsync_ms / 1000)
+    sync = SyncThread(writer, config.journal.fsync_ms / 1000, patience, folder)
     try:
         yield Memory(core, writer.run["run_id"], writer.run["boot"], sync)
     finally:
@@ -186,7 +201,7 @@ def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threa
         return False
     whose = f"the journal of run {run_id}" if damage is None else f"a journal that cannot be read ({damage})"
     log.info("overwrite=true: %s is deleted unless a learner of its run is heard in %.0f s", whose, wait_s)
-    peer = learner_of(run_id, socket, wait_s, stopped, awake_clock(config))
+    peer = learner_of(run_id, socket, wait_s, stopped, awake_clock(config), Guests(config.keys))
     if peer is None:
         return stopped.is_set()
     log.warning(

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.rewards.child KIND FUNCTION MODEL PROGRESS_FD PARENT_PID`: where a function of the user runs.
+"""`python -m asyncrl.rewards.child KIND WHAT TIMEOUT_S AT_ONCE PROGRESS_FD PARENT_PID`: where a user's function runs.
 
 consumes:     calls from the pipe on standard input
 waits for:    the next call, without a deadline: the pool owns the deadlines and kills this process past one
@@ -9,93 +9,186 @@ User code may print, crash, hang or exit here; none of it reaches the rollout wo
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
 import functools
+import inspect
+import json
 import mmap
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.checks.rewards import RewardTerm
+from asyncrl.errors import AsyncRLError, RewardError
+from asyncrl.family import die_with_parent
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.rewards.call import Call, CallClock
 from asyncrl.rewards.filters import FinishedGroup, make_filter
 from asyncrl.rewards.loader import make_reward
-from asyncrl.rewards.score import RewardScore
-from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, end_call, pack_frame
+from asyncrl.rewards.score import Outcome, RewardScore
+from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, begin_place, end_call, pack_frame
+from asyncrl.storage.log_stream import keep_logging
 
 READ_BYTES = 1 << 20
 FLUSH_S = 0.005
 """Results wait at most this long for the end of their batch."""
-PR_SET_PDEATHSIG = 1
 
 
-def reward_answers(function: str, model: str) -> Callable[..., Any]:
-    """`(completions, row) -> [[value, parts] or why there is none, ...]`"""
-    reward = make_reward(function, model)
+def reward_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
+    """`(completions, row, ids, finish reasons) -> [[value, parts] or [reason, why there is none], ...]`, and whether
+    ids and reasons are looked at."""
+    terms = [RewardTerm(**term | {"data_source": tuple(term["data_source"])}) for term in json.loads(what)]
+    reward = make_reward(terms, clock)
 
-    def answer(completions: list[str], row: dict[str, Any]) -> list[Any]:
-        outcomes = reward(completions, row)
-        return [[o.value, o.parts] if isinstance(o, RewardScore) else str(o) for o in outcomes]
+    def answer(completions: list[str], row: dict[str, Any], ids: Any, finish_reasons: Any) -> Any:
+        try:
+            call = Call(completions=completions, row=row, packed_ids=ids, finish_reasons=finish_reasons)
+            found = reward(call)
+        except RewardError as error:
+            return packed([error] * len(completions))
+        return later(found, len(completions)) if inspect.isawaitable(found) else packed(found)
 
-    return answer
+    async def later(awaitable: Awaitable[list[Outcome]], size: int) -> list[Any]:
+        try:
+            return packed(await awaitable)
+        except RewardError as error:
+            return packed([error] * size)
+
+    def packed(outcomes: list[Outcome]) -> list[Any]:
+        return [[o.value, o.parts] if isinstance(o, RewardScore) else [o.reason, str(o)] for o in outcomes]
+
+    return answer, reward.looks_at_tokens
 
 
-def filter_answers(function: str, model: str) -> Callable[..., Any]:
+def filter_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
     """`(fields of a FinishedGroup) -> [keep, why not]`"""
-    judge = make_filter(function)
+    judge = make_filter(json.loads(what))
 
     def answer(fields: dict[str, Any]) -> list[Any]:
         verdict = judge(FinishedGroup(**fields))
         return [verdict.keep, verdict.why]
 
-    return answer
+    return answer, False
 
 
 KINDS = {"reward": reward_answers, "filter": filter_answers}
 
 
-def main(kind: str, function: str, model: str, progress_fd: int, parent_pid: int) -> int:
+def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int, parent_pid: int) -> int:
     calls_fd, results_fd = _take_pipes()
-    _die_with_parent(parent_pid)
+    make_streams_plain()
+    # A reward stuck inside C code never sees the closed pipe: without this it would outlive a killed worker.
+    die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    progress = mmap.mmap(progress_fd, PROGRESS_BYTES)
+    server = _Server(calls_fd, results_fd, mmap.mmap(progress_fd, PROGRESS_BYTES))
     try:
-        answers = KINDS[kind](function, model)
+        answers, looks_at_tokens = KINDS[kind](what, server.clock(timeout_s, at_once))
     except AsyncRLError as error:
         _write(results_fd, pack_frame(["refused", str(error)]))
         return 2
-    _write(results_fd, pack_frame(["ready"]))
-    _serve(answers, calls_fd, results_fd, progress)
+    _write(results_fd, pack_frame(["ready", looks_at_tokens]))
+    server.serve(answers)
     return 0
 
 
-def _serve(answers: Callable[..., Any], calls_fd: int, results_fd: int, progress: mmap.mmap) -> None:
-    buffer = FrameBuffer()
-    while data := os.read(calls_fd, READ_BYTES):
+class _Server:
+    """Calls one after the other; what they await goes on beside the next ones.
+
+    The loop runs only while something is awaited and no call is there: a function may well use `asyncio.run` itself.
+    """
+
+    def __init__(self, calls_fd: int, results_fd: int, progress: mmap.mmap) -> None:
+        self._calls_fd, self._results_fd, self._progress = calls_fd, results_fd, progress
+        self._buffer = FrameBuffer()
+        self._loop = asyncio.new_event_loop()
+        self._open: dict[int, asyncio.Task[None]] = {}
+        """What is awaited, by call id."""
+        self._running = 0
+        """Id of the call that is running or whose awaitables are being made."""
+
+    def clock(self, timeout_s: float, at_once: int) -> CallClock:
+        begin = functools.partial(begin_place, self._progress)
+        return CallClock(timeout_s, begin, self._watch, asyncio.Semaphore(at_once))
+
+    def serve(self, answers: Callable[..., Any]) -> None:
+        self._loop.add_reader(self._calls_fd, self._loop.stop)
+        while True:
+            if self._open:
+                self._loop.run_forever()  # until a call comes, or the last one is answered
+            data = os.read(self._calls_fd, READ_BYTES)
+            if not data:
+                return
+            self._take(answers, data)
+
+    def _take(self, answers: Callable[..., Any], data: bytes) -> None:
         results: list[bytes] = []
         flushed = time.monotonic()
-        for call_id, *arguments in buffer.feed(data):
-            begin_call(progress, call_id)
+        for call_id, *arguments in self._buffer.feed(data):
+            self._running = call_id
+            begin_call(self._progress, call_id)
             answer = _answer(functools.partial(answers, *arguments))
-            end_call(progress)
+            end_call(self._progress)
+            if inspect.isawaitable(answer):
+                self._open[call_id] = self._loop.create_task(self._finish(call_id, answer))
+                continue
             results.append(pack_frame([call_id, answer]))
             if time.monotonic() - flushed > FLUSH_S:
-                _write(results_fd, b"".join(results))
+                _write(self._results_fd, b"".join(results))
                 results, flushed = [], time.monotonic()
-        _write(results_fd, b"".join(results))
+        _write(self._results_fd, b"".join(results))
+
+    async def _finish(self, call_id: int, answer: Awaitable[Any]) -> None:
+        try:
+            said = await answer
+        except Exception as error:  # user code at a process boundary: its failure is an answer, sent back as text
+            said = failure_text(error)
+        del self._open[call_id]
+        _write(self._results_fd, pack_frame([call_id, said]))
+        if not self._open:
+            self._loop.stop()
+
+    def _watch(self, place: int, awaitable: Awaitable[Any]) -> Awaitable[Any]:
+        return _Watched(awaitable, self._progress, self._running, place)
+
+
+class _Watched:
+    """Tells the pool at each step of a coroutine whose it is: one that blocks or crashes is blamed alone."""
+
+    def __init__(self, awaitable: Awaitable[Any], progress: mmap.mmap, call_id: int, place: int) -> None:
+        self._steps = awaitable.__await__()
+        self._progress, self._call_id, self._place = progress, call_id, place
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        error: BaseException | None = None
+        while True:
+            begin_call(self._progress, self._call_id)
+            begin_place(self._progress, self._place)
+            try:
+                step = self._steps.send(None) if error is None else self._steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            finally:
+                end_call(self._progress)
+            try:
+                yield step
+                error = None
+            except BaseException as raised:  # a cancellation, or the deadline: it is the coroutine's to handle
+                error = raised
 
 
 def _answer(call: Callable[[], Any]) -> Any:
     """What the call gives, or the text of its failure."""
     try:
         return call()
-    except AsyncRLError as error:
-        return str(error)
     except Exception as error:  # user code at a process boundary: its failure is an answer, sent back as text
-        return f"{type(error).__name__}: {error}"
+        return failure_text(error)
+
+
+def failure_text(error: Exception) -> str:
+    return str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
 
 
 def _take_pipes() -> tuple[int, int]:
@@ -105,15 +198,8 @@ def _take_pipes() -> tuple[int, int]:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    keep_logging()  # or a `print` in user code would fail its reward on a full disk
     return calls_fd, results_fd
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """A reward stuck inside C code never sees the closed pipe: without this it would outlive a killed worker."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -124,6 +210,7 @@ def _write(fd: int, data: bytes) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
+        kind, what, timeout_s, *numbers = sys.argv[1:]
+        sys.exit(main(kind, what, float(timeout_s), *map(int, numbers)))
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(1)

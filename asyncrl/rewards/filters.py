@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import ConfigError, FilterError
-from asyncrl.rewards.loader import load_function, settle
+from asyncrl.own_code import load_function
+from asyncrl.rewards.loader import settle
 
 SETTING = "rollout.filters"
 

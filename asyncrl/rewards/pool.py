@@ -1,20 +1,26 @@
 """Runs a function of the user, a reward or a filter, in child processes with a deadline per call.
 
 A call that hangs, crashes its process, raises or returns nonsense fails alone; calls that shared its process are run
-again in a fresh one. No failure ever becomes a score.
+again in a fresh one. Of a reward that is called per completion, the completion fails alone. No failure ever becomes a
+score.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from asyncrl.checks.rewards import AT_ONCE, RewardTerm, full_name
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, WireError
 from asyncrl.rewards.process import FunctionProcess
 from asyncrl.rewards.score import Outcome, RewardScore
-from asyncrl.rewards.wire import IDLE, pack_frame
+from asyncrl.rewards.wire import IDLE, TOGETHER, WHOLE, pack_frame, told
+from asyncrl.types import Completion
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +29,10 @@ START_TIMEOUT_S = 120.0
 MODEL_START_TIMEOUT_S = 900.0
 """The same with a reward model to load, or to download."""
 CLOSE_TIMEOUT_S = 5.0
+TOGETHER_S = 1.0
+"""Calls that run together end each other's deadline by themselves; past so much more, their process is killed."""
+MAX_GUILTY = 3
+"""Completions of one group that may cost a process, or a deadline, each; then the rest of the group fails too."""
 MAX_BLAMELESS_DEATHS = 3
 """Deaths in a row outside any call and without an answer between them, after which waiting calls fail."""
 
@@ -33,25 +43,45 @@ class _Call:
     answer: asyncio.Future[Any]
 
 
+class CallEnded(Exception):
+    """A call without an answer: why, one of `types.REWARD_FAILURES`, and at which of its completions if at one."""
+
+    def __init__(self, why: str, reason: str = "raised", place: int = WHOLE) -> None:
+        super().__init__(why)
+        self.why, self.reason, self.place = why, reason, place
+
+
 class FunctionPool:
     """Starts the children, sends them calls, replaces them. `RewardPool` and `FilterPool` say what is called.
 
     Args:
         kind: `reward` or `filter`, see `child.KINDS`.
         error: what a failed call raises.
-        function: `file.py:name` or `package.module:name`.
+        function: what failures are told with.
+        what: what the children make, as JSON.
         workers: child processes.
         timeout_s: deadline of one call, counted from the moment it begins to run.
-        model: `reward.model`; given, `function` names what is made of it (see `make_reward`).
+        at_once: async calls that one child runs side by side.
+        start_timeout_s: for a child to import or load what it calls.
     """
 
     def __init__(
-        self, kind: str, error: type[AsyncRLError], function: str, *, workers: int, timeout_s: float, model: str = ""
+        self,
+        kind: str,
+        error: type[AsyncRLError],
+        function: str,
+        what: str,
+        *,
+        workers: int,
+        timeout_s: float,
+        at_once: int = AT_ONCE,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._kind, self._error = kind, error
-        self._function = function
-        self._model = model
-        self._start_timeout_s = MODEL_START_TIMEOUT_S if model else START_TIMEOUT_S
+        self._function, self._what = function, what
+        self._at_once = at_once
+        self._looks_at_tokens = False
+        self._start_timeout_s = start_timeout_s
         self._workers = workers
         self._timeout_s = timeout_s
         self._processes: list[FunctionProcess] = []
@@ -92,14 +122,21 @@ class FunctionPool:
 
     async def call(self, *arguments: Any) -> Any:
         """The function's answer, as the child wrote it. Raises `error`: it raised, timed out or killed its process."""
+        try:
+            return await self._ask(*arguments)
+        except CallEnded as ended:
+            raise self.failure(ended.why) from None
+
+    async def _ask(self, *arguments: Any) -> Any:
+        """The same, and raises CallEnded."""
         if self._closing:
-            raise self._error(f"the {self._kind} pool is closed")
+            raise CallEnded(f"the {self._kind} pool is closed", "lost")
         call_id, self._next_id = self._next_id, self._next_id + 1
         self._counts[f"{self._kind}_calls"] += 1
         try:
             frame = pack_frame([call_id, *arguments])
         except WireError as error:
-            raise self.failure(str(error)) from error
+            raise CallEnded(str(error), "lost") from error
         call = _Call(frame, asyncio.get_running_loop().create_future())
         self._dispatch(call_id, call)
         return await call.answer
@@ -132,6 +169,7 @@ class FunctionPool:
         head, *rest = message
         if head == "ready":
             process.ready = True
+            self._looks_at_tokens = rest[0]
             self._refusal = ""
             self._ready.set()
             waiting, self._waiting = self._waiting, {}
@@ -147,7 +185,7 @@ class FunctionPool:
         if call is None or call.answer.done():
             return
         if isinstance(rest[0], str):
-            call.answer.set_exception(self.failure(rest[0]))
+            call.answer.set_exception(CallEnded(rest[0]))
         else:
             call.answer.set_result(rest[0])
 
@@ -174,18 +212,19 @@ class FunctionPool:
 
     def _blame(self, process: FunctionProcess, description: str) -> None:
         """Fail the call that was running when the process died, if one was."""
-        guilty, _ = process.current_call()
+        guilty, _, place = process.progress()
         call = process.outstanding.pop(guilty, None)
         if call is None:
             self._blameless_deaths += 1
         elif process.overdue == guilty:
-            self._fail(call, f"the call ran longer than reward.timeout_s={self._timeout_s:g} s and was killed")
+            why = f"the call ran longer than reward.timeout_s={self._timeout_s:g} s and was killed"
+            self._fail(call, CallEnded(why, "timed_out", place))
         else:
-            self._fail(call, f"the call ended its process ({description})")
+            self._fail(call, CallEnded(f"the call ended its process ({description})", "exited", place))
 
     async def _start_process(self) -> None:
         process = FunctionProcess(self._on_message, self._on_death)
-        await process.start(self._kind, self._function, self._model)
+        await process.start(self._kind, self._what, self._timeout_s, self._at_once)
         self._processes.append(process)
 
     async def _watch(self) -> None:
@@ -199,37 +238,42 @@ class FunctionPool:
                 self._check_deadline(process)
 
     def _check_deadline(self, process: FunctionProcess) -> None:
-        call_id, running_s = process.current_call()
-        silent_s = asyncio.get_running_loop().time() - process.heard_at
+        call_id, began, place = process.progress()
+        now = time.monotonic()
         if call_id == IDLE:
+            silent_s = now - max(process.heard_at, began)
             # Stopped or wedged outside any call (or never came up): replaced, and nobody is to blame.
-            limit = self._start_timeout_s if not process.ready else self._timeout_s
+            limit = self._start_timeout_s if not process.ready else self._timeout_s + TOGETHER_S
             if silent_s > limit and (process.outstanding or not process.ready):
                 process.kill()
-        elif running_s > self._timeout_s:
+        elif now - began > self._timeout_s + (TOGETHER_S if place == TOGETHER else 0.0):
             process.overdue = call_id
             process.kill()
 
     def failure(self, why: str) -> AsyncRLError:
         """Count a failed call and say what to raise."""
+        said = f"{self._function}: {why}"
+        self.count_failure(said)
+        return self._error(said)
+
+    def count_failure(self, said: str) -> None:
         self._counts[f"{self._kind}_failures"] += 1
         count = f"{self._counts[f'{self._kind}_failures']:.0f}"
         # The 1st, 10th, 100th ...: one that always fails stalls the run and must be seen, without filling a disk.
         if not self._closing and count.strip("0") == "1":
-            log.warning("%s failure %s, its group is not whole: %s: %.500s", self._kind, count, self._function, why)
-        return self._error(f"{self._function}: {why}")
+            log.warning("%s failure %s, its group is not whole: %.600s", self._kind, count, said)
 
-    def _fail(self, call: _Call, why: str) -> None:
+    def _fail(self, call: _Call, ended: CallEnded) -> None:
         if not call.answer.done():
-            call.answer.set_exception(self.failure(why))
+            call.answer.set_exception(ended)
 
     def _fail_all(self, why: str) -> None:
         for process in self._processes:
             for call in process.outstanding.values():
-                self._fail(call, why)
+                self._fail(call, CallEnded(why, "lost"))
             process.outstanding.clear()
         for call in self._waiting.values():
-            self._fail(call, why)
+            self._fail(call, CallEnded(why, "lost"))
         self._waiting.clear()
 
     def _spawn(self, work: Any) -> None:
@@ -239,25 +283,73 @@ class FunctionPool:
 
 
 class RewardPool(FunctionPool):
-    """`async with RewardPool(...) as pool: scores = await pool.score(completions, row)`; see `FunctionPool`."""
+    """`async with RewardPool(...) as pool: scores = await pool.score(completions, row)`; see `FunctionPool`.
 
-    def __init__(self, function: str, *, workers: int, timeout_s: float, model: str = "") -> None:
-        super().__init__("reward", RewardError, function, workers=workers, timeout_s=timeout_s, model=model)
+    Args:
+        terms: what `reward_terms` makes of the settings, or one function: `file.py:name`, `package.module:name`, or the
+            name of one that ships.
+    """
 
-    async def score(self, completions: list[str], row: dict[str, Any]) -> list[Outcome]:
+    def __init__(
+        self, terms: str | Sequence[RewardTerm], *, workers: int, timeout_s: float, at_once: int = AT_ONCE
+    ) -> None:
+        terms = [RewardTerm(function=full_name(terms))] if isinstance(terms, str) else terms
+        super().__init__(
+            "reward",
+            RewardError,
+            " + ".join(term.name or term.function for term in terms),
+            json.dumps([asdict(term) for term in terms]),
+            workers=workers,
+            timeout_s=timeout_s,
+            at_once=at_once,
+            start_timeout_s=MODEL_START_TIMEOUT_S if any(term.model for term in terms) else START_TIMEOUT_S,
+        )
+
+    async def score(
+        self, completions: list[str], row: dict[str, Any], *, sampled: Sequence[Completion] | None = None
+    ) -> list[Outcome]:
         """One score per completion of one group, or why this one has none.
 
+        Args:
+            sampled: the same completions as the engine gave them, for functions that look at token ids.
+
         Raises:
-            RewardError: none has one: the call timed out or killed its process, or failed for each of them.
+            RewardError: none has one.
         """
-        answers = await self.call(completions, row)
-        failed = [answer for answer in answers if isinstance(answer, str)]
-        error = self.failure(failed[0]) if failed else None
-        if error is not None and len(failed) == len(answers):
-            raise error
-        return [
-            RewardError(f"{self._function}: {answer}")
-            if isinstance(answer, str)
-            else RewardScore(value=answer[0], parts=answer[1])
-            for answer in answers
-        ]
+        outcomes: dict[int, Outcome] = {}
+        left, guilty = list(range(len(completions))), 0
+        sampled = sampled if self._looks_at_tokens else None
+        while left:
+            given = [
+                [completions[place] for place in left],
+                row,
+                *told([sampled[place] for place in left] if sampled else None),
+            ]
+            try:
+                answers = await self._ask(*given)
+            except CallEnded as ended:
+                guilty += 1
+                error = RewardError(f"{self._function}: {ended.why}", ended.reason)
+                if ended.place < 0:
+                    outcomes |= dict.fromkeys(left, error)
+                    break
+                outcomes[left.pop(ended.place)] = error
+                if guilty == MAX_GUILTY:
+                    why = f"{self._function}: given up with {guilty} others of its group: {ended.why}"
+                    outcomes |= {place: RewardError(why, "lost") for place in left}
+                    break
+            else:
+                outcomes |= {place: self._outcome(answer) for place, answer in zip(left, answers, strict=True)}
+                break
+        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, RewardError)]
+        if failed:
+            self.count_failure(str(failed[0]))
+        if failed and len(failed) == len(completions):
+            raise failed[0]
+        return [outcomes[place] for place in range(len(completions))]
+
+    def _outcome(self, answer: list[Any]) -> Outcome:
+        if isinstance(answer[0], str):
+            named = self._function in answer[1]  # a wrong number is told of with the name
+            return RewardError(answer[1] if named else f"{self._function}: {answer[1]}", answer[0])
+        return RewardScore(value=answer[0], parts=answer[1])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.errors import WireError
-from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, read_progress
+from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, Progress, read_progress
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -44,10 +44,10 @@ class FunctionProcess(asyncio.SubprocessProtocol):
         self.outstanding: dict[int, Any] = {}
         """Calls sent or about to be, by id, in order."""
 
-    async def start(self, kind: str, function: str, model: str) -> None:
+    async def start(self, kind: str, what: str, timeout_s: float, at_once: int) -> None:
         loop = asyncio.get_running_loop()
         paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-        settings = (kind, function, model, str(self._progress_fd), str(os.getpid()))
+        settings = (kind, what, str(timeout_s), str(at_once), str(self._progress_fd), str(os.getpid()))
         command = [sys.executable, "-m", "asyncrl.rewards.child", *settings]
         try:
             await loop.subprocess_exec(
@@ -71,10 +71,9 @@ class FunctionProcess(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(frame)
 
-    def current_call(self) -> tuple[int, float]:
-        """`(id or IDLE, seconds it has been running)`."""
-        call_id, began = read_progress(self._progress)
-        return call_id, (time.monotonic() - began if call_id != IDLE else 0.0)
+    def progress(self) -> Progress:
+        """What it does just now."""
+        return read_progress(self._progress)
 
     def kill(self) -> None:
         """SIGKILL for it and all it started; `on_death` follows."""

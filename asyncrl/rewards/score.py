@@ -23,6 +23,17 @@ Outcome = RewardScore | RewardError
 """Of one completion: its score, or why it has none."""
 
 
+class NotApplicable(RewardError):
+    """A function of the TRL kind said `None`: it has nothing to say of this completion, and others may."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function} returned None, it does not apply here, and no other does. Return one number per completion, "
+            "or give a function that does apply",
+            "no_number",
+        )
+
+
 def to_score(returned: Any, function: str) -> RewardScore:
     """A number, or a dict with `score` and other entries (numeric ones become named parts, the rest is ignored).
 
@@ -32,7 +43,8 @@ def to_score(returned: Any, function: str) -> RewardScore:
     if not isinstance(returned, dict):
         return RewardScore(value=_finite(returned, function))
     if "score" not in returned:
-        raise RewardError(f"{function} returned a dict without `score` (keys: {sorted(map(str, returned))}). Add it")
+        keys = sorted(map(str, returned))
+        raise RewardError(f"{function} returned a dict without `score` (keys: {keys}). Add it", "no_number")
     parts = {
         str(name): _finite(entry, f"{function}[{name!r}]")
         for name, entry in returned.items()
@@ -49,9 +61,9 @@ def _is_number(value: Any) -> bool:
 def _finite(value: Any, function: str) -> float:
     if not _is_number(value):
         raise RewardError(
-            f"{function} returned {value!r:.80}. Return one number per completion, or a dict with `score`"
+            f"{function} returned {value!r:.80}. Return one number per completion, or a dict with `score`", "no_number"
         )
     number = float(value)
     if not math.isfinite(number):
-        raise RewardError(f"{function} returned {number}. Return a finite number")
+        raise RewardError(f"{function} returned {number}. Return a finite number", "no_number")
     return number

@@ -1,13 +1,15 @@
 """What passes between the pool and its children: length-prefixed msgpack frames, and one shared progress record.
 
     pool -> child:  [call id, argument, ...]
-    child -> pool:  ["ready"] or ["refused", why]; then [call id, answer] or [call id, why it failed]
+    child -> pool:  ["ready", whether it looks at token ids] or ["refused", why]; then [call id, answer] or
+                    [call id, why it failed]
 
-    of a reward:    (completions, row) -> [[value, parts] or why this one has none, ...]
+    of a reward:    (completions, row, token ids, finish reasons) -> [[value, parts] or [reason, why this one has
+                    none], ...]; token ids as int32 bytes, or nil with the finish reasons
     of a filter:    (fields of a FinishedGroup) -> [keep, why not]
 
-The progress record is what lets the pool name the guilty call exactly, after a timeout or a crash, although results
-are written in batches. Both ends are asyncrl's own processes on one machine.
+The progress record is what lets the pool name the guilty call exactly, and the completion in it, after a timeout or a
+crash, although results are written in batches. Both ends are asyncrl's own processes on one machine.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgpack
+import numpy as np
 
 from asyncrl.errors import WireError
+from asyncrl.types import Completion
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
-_PROGRESS = struct.Struct("<qd")
-PROGRESS_BYTES = _PROGRESS.size
+_ID, _CLOCK, _PLACE = range(3)
+PROGRESS_BYTES = 24
 IDLE = 0
 """Call id of the progress record between calls; real ids start at 1."""
+WHOLE, TOGETHER = -1, -2
+"""Places of the progress record, beside those of single completions: one call for all of them, or all at once."""
 
 
 def pack_frame(message: list[Any]) -> bytes:
@@ -40,6 +46,14 @@ def pack_frame(message: list[Any]) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a reward call of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
+
+
+def told(sampled: Sequence[Completion] | None) -> tuple[list[bytes] | None, list[str] | None]:
+    """What goes with the texts of completions: their token ids and finish reasons."""
+    if sampled is None:
+        return None, None
+    packed = [np.ascontiguousarray(one.token_ids, dtype=np.int32).tobytes() for one in sampled]
+    return packed, [one.finish_reason for one in sampled]
 
 
 class FrameBuffer:
@@ -65,16 +79,38 @@ class FrameBuffer:
         del self._bytes[:start]
 
 
+class Progress(NamedTuple):
+    call_id: int
+    """Or IDLE."""
+    began: float
+    """When this call, this completion of it, or idleness began: the system-wide monotonic clock, in seconds."""
+    place: int
+    """Which of the call's completions is being scored, or WHOLE, or TOGETHER."""
+
+
 def begin_call(progress: mmap.mmap, call_id: int) -> None:
-    """The child is about to run this call; the time is the system-wide monotonic clock, in seconds."""
-    _PROGRESS.pack_into(progress, 0, IDLE, time.monotonic())
-    _PROGRESS.pack_into(progress, 0, call_id, time.monotonic())
+    """The child is about to run this call."""
+    end_call(progress)
+    _whole_numbers(progress)[_ID] = call_id
+
+
+def begin_place(progress: mmap.mmap, place: int) -> None:
+    """Of the call that runs: it is about to score this completion. The id stays: read as IDLE in between, a process
+    that was busy for long would look like one that hangs outside any call."""
+    memoryview(progress).cast("d")[_CLOCK] = time.monotonic()
+    _whole_numbers(progress)[_PLACE] = place
 
 
 def end_call(progress: mmap.mmap) -> None:
-    _PROGRESS.pack_into(progress, 0, IDLE, time.monotonic())
+    _whole_numbers(progress)[_ID] = IDLE
+    begin_place(progress, WHOLE)
 
 
-def read_progress(progress: mmap.mmap) -> tuple[int, float]:
-    """`(call id or IDLE, when it began)`."""
-    return _PROGRESS.unpack_from(progress, 0)
+def read_progress(progress: mmap.mmap) -> Progress:
+    numbers = _whole_numbers(progress)
+    return Progress(numbers[_ID], memoryview(progress).cast("d")[_CLOCK], numbers[_PLACE])
+
+
+def _whole_numbers(progress: mmap.mmap) -> memoryview:
+    """Each field is one store: `struct` clears its place before it writes, and a clock read as 0 is past all."""
+    return memoryview(progress).cast("q")

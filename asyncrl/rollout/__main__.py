@@ -1,4 +1,5 @@
-"""`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over.
+"""`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over. What `asyncrl local` and
+`asyncrl rollout` start: they have looked at machine and rows.
 
 `--worker` alone is internal: one worker, its spec as a line of JSON on standard input (see `process_host`).
 """
@@ -12,13 +13,17 @@ import threading
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError
+from asyncrl.family import die_with_parent
+from asyncrl.plain_text import make_streams_plain
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, late_import
 from asyncrl.rollout.pool import run_pool
+from asyncrl.storage.log_stream import keep_logging
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: that of the pool, or 2 with the reason when a setting or a row was refused."""
+    """Exit code: that of the pool, or 2 with the reason when a setting was refused."""
     if arguments == ["--worker"]:
+        die_with_parent(os.getppid())  # stopped, it would not see the pipe of a dead pool
         spec = _read_spec()
         threading.Thread(target=_exit_with_pool, daemon=True).start()
         code = late_import("process").run_worker_process(spec)
@@ -27,6 +32,7 @@ def main(arguments: list[str]) -> int:
         # Not by return: that waits for every thread, and one that is stuck in an engine that died would keep this
         # process for ever, which its pool would take for a worker at work.
         os._exit(code)
+    keep_logging()
     try:
         return run_pool(load_config(arguments))
     except AsyncRLError as error:
@@ -53,4 +59,5 @@ def _exit_with_pool() -> None:
 
 
 if __name__ == "__main__":
+    make_streams_plain()
     sys.exit(main(sys.argv[1:]))

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.chat.base import Chat
 from asyncrl.data.prompts import PromptSource
-from asyncrl.engines.base import Engine, GenerateRequest
+from asyncrl.engines.base import GenerateRequest, Sampler
 from asyncrl.environments.base import Decode, Encode, Environment, Episodes, EpisodeTools, Score
 from asyncrl.environments.faults import FAILURES
-from asyncrl.errors import AsyncRLError, IncompleteGroupError
+from asyncrl.errors import AsyncRLError, ContextFullError, DataError, EpisodeError, IncompleteGroupError, RewardError
+from asyncrl.rewards.score import Outcome
+from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.reward_parts import RewardParts
+from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.types import (
     NO_VERSION,
     Assignment,
@@ -27,8 +34,11 @@ from asyncrl.types import (
     EvalResult,
     Prompt,
     SamplingParams,
+    Trajectory,
     TrajectoryGroup,
 )
+
+log = logging.getLogger(__name__)
 
 NEXT_TRY = 0x9E3779B97F4A7C15
 """Added to the seed for each further try at missing members, or they would be sampled as before and fail as before."""
@@ -47,12 +57,22 @@ class GroupShape:
 class EpisodeRunner:
     """What every episode of a worker shares."""
 
-    engine: Engine
+    engine: Sampler
     environment: Environment
     decode: Decode
     encode: Encode
     score: Score
     parts: RewardParts = field(default_factory=RewardParts)
+    stepped: Callable[[], None] = lambda: None
+    """Called at each environment step: an answer of the engine, or of the reward, that an episode asked for."""
+    watch: RewardWatch = field(default_factory=RewardWatch)
+    chat: Chat | None = None
+    timeout_s: float = 0.0
+    """Of one episode, as `environment.timeout_s`."""
+    max_tokens: int = 0
+    """Of one episode, as `environment.max_tokens`."""
+    accuracy: bool = False
+    """Whether the reward says it is one (`reward.metric`): then an evaluated row scores 0 or 1, or has failed."""
 
     async def run_group(
         self, assignment: Assignment, prompt: Prompt, *, shape: GroupShape, sampling: SamplingParams, worker: str
@@ -62,6 +82,7 @@ class EpisodeRunner:
         Raises:
             GenerationError, RewardError, EpisodeError: no member came to its end, no greedy completion did, however
                 often it was tried, or something that the learner needs is missing.
+            HopelessRewardError: rewards fail too often, of this group and of those before it.
             IncompleteGroupError: some members did, but fewer than are enough, however often the others were tried.
         """
         started_at = time.time()
@@ -101,7 +122,7 @@ class EpisodeRunner:
         failures: list[AsyncRLError] = []
         for again in range(shape.tries):
             try:
-                made = await self._run(prompt, 1, self.parts.greedy, name=f"{name}.greedy{again}", seed=0)
+                made = await self._run_watched(prompt, 1, self.parts.greedy, name=f"{name}.greedy{again}", seed=0)
             except FAILURES as error:  # counted as one of the tries
                 failures.append(error)
                 continue
@@ -114,7 +135,7 @@ class EpisodeRunner:
         self, prompt: Prompt, shape: GroupShape, sampling: SamplingParams, *, name: str, seed: int
     ) -> Episodes:
         """Those that fail are made again alone, once any sibling has come to its end."""
-        made = await self._run(prompt, shape.size, sampling, name=name, seed=seed)
+        made = await self._run_watched(prompt, shape.size, sampling, name=name, seed=seed)
         failures: list[AsyncRLError] = list(made.failures)
         for again in range(1, shape.tries):
             missing = shape.size - len(made.trajectories)
@@ -122,7 +143,7 @@ class EpisodeRunner:
                 break
             fresh = (seed + again * NEXT_TRY) % 2**63
             try:
-                more = await self._run(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
+                more = await self._run_watched(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
             except FAILURES as error:  # counted as one of the tries
                 failures.append(error)
                 continue
@@ -135,60 +156,157 @@ class EpisodeRunner:
             )
         return made
 
-    async def run_evaluation(
-        self, assignment: EvalAssignment, rows: PromptSource, *, sampling: SamplingParams
-    ) -> EvalResult:
-        """Score rows `[start, stop)`, one episode each, all at one version (the caller holds it in the engine).
+    async def run_evaluation(self, assignment: EvalAssignment, given: EvaluatedSet) -> EvalResult:
+        """Score rows `[start, stop)` on whatever weights the engine has meanwhile.
 
-        Rows whose generation or reward failed, or that still came from another version, have no score.
+        Rows of which no sample has a score, whyever, have none; the first reason is logged. Rows past the end of the
+        file are none.
         """
+        stop = min(assignment.stop, given.rows.rows)
+        name = f"eval.{assignment.job_id}.{assignment.attempt}"
         episodes = (
-            self._evaluate(rows[row], sampling, f"eval.{assignment.job_id}.{row}.{assignment.attempt}")
-            for row in range(assignment.start, assignment.stop)
+            # Seeded by the row alone: two points of a curve differ by the weights, and by no luck of the draw.
+            self.run_row(given.rows, row, given.samples, given.sampling, name=f"{name}.{row}", seed=row)
+            for row in range(assignment.start, stop)
         )
-        outcomes = [outcome for outcome in await asyncio.gather(*episodes) if outcome is not None]
-        versions = [version for version, _ in outcomes]
-        version = max(set(versions), key=lambda v: (versions.count(v), v), default=assignment.policy_version)
-        scores = tuple(score for scored_at, score in outcomes if scored_at == version)
+        outcomes = await asyncio.gather(*episodes)
+        scored = [outcome for outcome in outcomes if outcome.trajectories]
+        failures = [failure for outcome in outcomes for failure in outcome.failures]
+        if failures:
+            what = f"{len(failures)} of {len(outcomes) * given.samples} samples of evaluation {assignment.eval_set}"
+            log.warning("%s have no score; the first: %s", what, failures[0])
+        made = [trajectory for outcome in scored for trajectory in outcome.trajectories]
+        versions = np.concatenate([np.empty(0, np.int32), *(one.policy_versions[one.loss_mask] for one in made)])
+        sums, known = given.figures(outcomes)
         return EvalResult(
             job_id=assignment.job_id,
             chunk=assignment.chunk,
             attempt=assignment.attempt,
-            policy_version=version,
-            scores=scores,
-            failed=assignment.stop - assignment.start - len(scores),
+            version_min=int(versions.min()) if len(versions) else NO_VERSION,
+            version_max=int(versions.max()) if len(versions) else NO_VERSION,
+            scores=tuple(float(np.mean([one.reward for one in outcome.trajectories])) for outcome in scored),
+            failed=len(outcomes) - len(scored),
+            missing=assignment.stop - assignment.start - len(outcomes),
+            sums=sums,
+            known=known,
         )
 
-    async def _evaluate(self, prompt: Prompt, sampling: SamplingParams, name: str) -> tuple[int, float] | None:
-        """`(version, score)` of one row; None when generation or reward failed. A version change inside it fails it."""
-        try:
-            episodes = await self._run(prompt, 1, sampling, name=name, seed=0, pinned=True)
-        except FAILURES:  # counted: rows without a score are the result's `failed`
-            return None
-        if not episodes.trajectories:
-            return None
-        (trajectory,) = episodes.trajectories
-        versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
-        if len(versions) > 1:
-            return None
-        return (versions.pop() if versions else NO_VERSION), trajectory.reward
-
-    async def _run(
-        self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int, pinned: bool = False
+    async def run_row(
+        self, rows: PromptSource, row: int, samples: int, sampling: SamplingParams, *, name: str, seed: int
     ) -> Episodes:
-        turns = itertools.count()
+        """`samples` episodes of an evaluation row, those among the failures that have no score that counts.
 
-        async def generate(token_ids: NDArray[np.int32], n: int) -> list[Completion]:
+        Raises:
+            EngineDiedError: there is nothing to evaluate with.
+        """
+        try:
+            made = await self._run(rows[row], samples, sampling, name=name, seed=seed)
+        except (*FAILURES, DataError) as error:  # counted; and a row that cannot be used is no reason to end a worker
+            return Episodes(trajectories=(), texts=(), failures=(error,) * samples)
+        failures = list(made.failures)
+        failures += [
+            RewardError(f"{rows.where(row)}: reward.metric=accuracy, but the score is {trajectory.reward}")
+            for trajectory in made.trajectories
+            if not self._counts(trajectory)
+        ]
+        kept = [place for place, trajectory in enumerate(made.trajectories) if self._counts(trajectory)]
+        lost = samples - len(kept) - len(failures)
+        return Episodes(
+            trajectories=tuple(made.trajectories[place] for place in kept),
+            texts=tuple(made.texts[place] for place in kept),
+            failures=(*failures, *[EpisodeError("the environment made no trajectory")] * lost),
+        )
+
+    def _counts(self, trajectory: Trajectory) -> bool:
+        return not self.accuracy or trajectory.reward in (0.0, 1.0)
+
+    async def _run_watched(
+        self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int
+    ) -> Episodes:
+        try:
+            made = await self._run(prompt, size, sampling, name=name, seed=seed)
+        except (RewardError, EpisodeError) as error:
+            self.watch.saw(prompt.row, 0, [error] * size)
+            raise
+        self.watch.saw(prompt.row, len(made.trajectories), made.failures)
+        return made
+
+    async def _run(self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int) -> Episodes:
+        turns = itertools.count()
+        longest = min(self.engine.max_length, self.max_tokens or self.engine.max_length)
+
+        async def generate(
+            token_ids: NDArray[np.int32],
+            n: int = 1,
+            *,
+            max_tokens: int | None = None,
+            stop: Sequence[str | int] = (),
+            temperature: float | None = None,
+        ) -> list[Completion]:
             turn = next(turns)
+            limit = min(sampling.max_new_tokens, max_tokens or sampling.max_new_tokens)
+            # A prompt that is too long by itself is for the engine to refuse: cut to one token nobody would see why.
+            if len(token_ids) > len(prompt.token_ids) or self.max_tokens:
+                limit = min(limit, room_in(longest, len(token_ids)))
             request = GenerateRequest(
                 request_id=f"{name}.{turn}",
                 prompt_ids=token_ids,
                 n=n,
-                sampling=sampling,
+                sampling=changed_sampling(sampling, limit, stop, temperature),
                 seed=(seed + turn) % 2**63,
-                pinned=pinned,
+                text_of=self._text_of,
             )
-            return await self.engine.generate(request)
+            completions = await self.engine.generate(request)
+            self.stepped()
+            if temperature is None or temperature == sampling.temperature:
+                return completions
+            return [replace(completion, trainable=False) for completion in completions]
 
-        tools = EpisodeTools(generate=generate, decode=self.decode, encode=self.encode, score=self.score)
+        async def score(
+            completions: list[str], row: dict[str, Any], *, sampled: Sequence[Completion] | None = None
+        ) -> list[Outcome]:
+            outcomes = await self.score(completions, row, sampled=sampled)
+            self.stepped()
+            return outcomes
+
+        tools = EpisodeTools(
+            generate=generate,
+            decode=self.decode,
+            encode=self.encode,
+            score=score,
+            chat=self.chat,
+            timeout_s=self.timeout_s,
+        )
         return await self.environment.run(prompt, size, tools)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return self.decode([np.asarray(ids, np.int32)], special=True)[0]
+
+
+def room_in(longest: int, length: int) -> int:
+    """Raises ContextFullError when there is none."""
+    if longest <= length:
+        raise ContextFullError(
+            f"the episode has {length} tokens, and {longest} is the most that the engine holds or "
+            "environment.max_tokens allows"
+        )
+    return longest - length
+
+
+def changed_sampling(
+    sampling: SamplingParams, limit: int, stop: Sequence[str | int], temperature: float | None
+) -> SamplingParams:
+    """Of one call. Raises ValueError for a temperature below 0, or stops that are none."""
+    if temperature is not None and temperature < 0:
+        raise ValueError(f"temperature must be >= 0 (0 is greedy); got {temperature}")
+    texts = tuple(each for each in stop if isinstance(each, str))
+    ids = tuple(int(each) for each in stop if not isinstance(each, str))
+    if not all(texts):
+        raise ValueError("an empty stop text would end everything")
+    return replace(
+        sampling,
+        temperature=sampling.temperature if temperature is None else temperature,
+        max_new_tokens=limit,
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ids))),
+        stop=(*sampling.stop, *texts),
+    )

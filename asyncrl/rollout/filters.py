@@ -7,15 +7,19 @@ sampling as in DAPO). The user's own filters (`rollout.filters`) come after the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.errors import FilterError, HopelessFilterError
 from asyncrl.rewards.filter_pool import FilterPool
-from asyncrl.rewards.filters import FinishedGroup
+from asyncrl.rewards.filters import FinishedGroup, Verdict
+from asyncrl.rollout.failure_share import FailureShare
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import DropReason, Prompt, TrajectoryGroup
 
+SHOWN = 400
+"""Characters of the last failure."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """True: the group is to be dropped."""
 
@@ -51,21 +55,44 @@ class Filters:
     built_in: BuiltIn = ()
     own: Sequence[FilterPool] = ()
     """Of the user."""
+    max_failure_share: float = 1.0
+    """`reward.max_failure_share`: groups that a filter fails for are dropped for ever, and no step is ever trained."""
+    where: Callable[[int], str] = str
+    """File and line of a row."""
+    _shares: dict[int, FailureShare] = field(default_factory=dict)
+    """By place in `own`: one that works says nothing of another."""
 
     async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
         """What the first filter says that wants the group dropped.
 
         Raises:
             FilterError: one of the user's failed. The group is then neither kept nor dropped by it.
+            HopelessFilterError: one fails so often that the run could not go on for long.
         """
         for reason, unwanted in self.built_in:
             if unwanted(group):
                 return Unwanted(reason, "by rollout.drop_*")
-        for pool in self.own:
-            verdict = await pool.judge(finished(group, prompt))
+        for place, pool in enumerate(self.own):
+            verdict = await self._judged(place, group, prompt)
             if not verdict.keep:
                 return Unwanted(DropReason.FILTERED, f"{pool.name}: {verdict.why}" if verdict.why else pool.name)
         return None
+
+    async def _judged(self, place: int, group: TrajectoryGroup, prompt: Prompt) -> Verdict:
+        share = self._shares.setdefault(place, FailureShare(self.max_failure_share))
+        pool, size = self.own[place], len(group.trajectories)
+        try:
+            verdict = await pool.judge(finished(group, prompt))
+        except FilterError as error:
+            if too_many := share.add(0, size):
+                raise HopelessFilterError(
+                    f"the filter {pool.name} of rollout.filters failed {too_many}. The last group, row {prompt.row} "
+                    f"({self.where(prompt.row)}): {' '.join(str(error).split()):.{SHOWN}}. Mend the filter, then go on "
+                    "with resume=auto; or raise reward.max_failure_share"
+                ) from error
+            raise
+        share.add(size, 0)
+        return verdict
 
 
 def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:

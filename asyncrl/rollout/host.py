@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
+from asyncrl.errors import AsyncRLError
+
 EXIT_STOPPED, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 """Ended as it should; failed, so that a restart may help; refused by a rule that a restart will not change."""
 
@@ -35,13 +37,29 @@ class WorkerExit:
     """`exit code 1`, `signal SIGKILL`, what Ray says of a dead actor."""
 
 
+class HostLostError(AsyncRLError, ConnectionError):
+    """What the workers run on is gone.
+
+    Args:
+        mendable: it was started by this pool, which can start it again.
+    """
+
+    def __init__(self, said: str, *, mendable: bool) -> None:
+        super().__init__(said)
+        self.mendable = mendable
+
+
 class WorkerHost(Protocol):
     def start(self, spec: WorkerSpec) -> None:
         """Start this worker; returns before it is up."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
-        """Workers that ended since the last call; waits up to `timeout_s` for the first."""
+        """Workers that ended since the last call; waits up to `timeout_s` for the first.
+
+        Raises:
+            HostLostError: none of them can be heard of or started any more.
+        """
         ...
 
     def close(self) -> None:

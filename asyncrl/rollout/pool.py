@@ -4,7 +4,7 @@
 consumes:     ends of workers
 waits for:    any worker to end, without a deadline: workers run as long as the run does, and end by themselves when
               the replay server stops them or stays away
-unblocked by: a worker's end, a restart that is due, SIGTERM or SIGINT
+unblocked by: a worker's end, a restart that is due, the loss of what workers run on, SIGTERM or SIGINT
 """
 
 from __future__ import annotations
@@ -14,27 +14,44 @@ import fcntl
 import heapq
 import itertools
 import os
+import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from asyncrl.checks.sources import HUB, is_own
 from asyncrl.config import config_to_dict, run_digest
-from asyncrl.data.jsonl import JsonlFile
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.host import EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerHost, WorkerSpec, late_import
+from asyncrl.family import Family, undertaker
+from asyncrl.replay.net.keyring import with_keys
+from asyncrl.rollout.host import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    HostLostError,
+    WorkerExit,
+    WorkerHost,
+    WorkerSpec,
+    late_import,
+)
 from asyncrl.schema import Config
+from asyncrl.standstill import Standstills, watched_supervisors
+from asyncrl.storage.occupancy import lived_in
 
 HOST_MODULES = {"ray": "ray_host", "process": "process_host"}
 TURN_S = 0.5
 STEADY_S = 60.0
 """A worker that lived this long is restarted at once; one that dies young waits, longer each time."""
 MAX_DELAY_S = 10.0
+REAP_S = 5.0
+BEGUN = "ASYNCRL_POOL_BEGUN"
+"""Environment variable: how often this pool was started anew because its own Ray was lost."""
 
 
 @dataclass(slots=True)
@@ -54,15 +71,24 @@ class RolloutPool:
         """Heap of `(monotonic time, worker)`: restarts to come."""
         self._max_restarts = max_restarts
         self._signal = 0
+        self.family = Family(os.getpid())
+        self._standstills = Standstills()
 
     def run(self) -> int:
-        """Exit code: 0 when every worker stopped as it should, 1 when one failed for good, 128 + a signal's number."""
+        """Exit code: 0 when every worker stopped as it should, 1 when one failed for good, 128 + a signal's number.
+
+        Raises:
+            HostLostError: the workers run on something that is gone; they have been stopped.
+        """
         try:
             for name in self._slots:
                 self._start(name)
             unfinished = set(self._slots)
             while unfinished and not self._signal:
                 self._start_due()
+                self.family.look()
+                for said in self._standstills.look(self.family.members):
+                    _say(said)
                 for ended in self._host.wait(TURN_S):
                     if ended.code == EXIT_STOPPED:
                         unfinished.discard(ended.name)
@@ -170,16 +196,45 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Make what names a local file absolute: a Ray actor does not run in the directory of the command."""
-    for group, key in (("run", "dir"), ("data", "path"), ("eval", "path"), ("replay", "keys")):
+    for group, key in (("run", "dir"), ("replay", "keys")):
         if config[group][key]:
             config[group][key] = str(Path(config[group][key]).resolve())
     for group, key in (("model", "path"), ("reward", "model")):
         if config[group][key] and Path(config[group][key]).is_dir():
             config[group][key] = str(Path(config[group][key]).resolve())
+    for entry in (config["data"], config["eval"]):
+        entry["path"] = _absolute_rows(entry["path"])
+    config["data"]["mixture"] = {
+        name: entry | {"path": _absolute_rows(entry["path"])} if isinstance(entry, dict) else _absolute_rows(entry)
+        for name, entry in config["data"]["mixture"].items()
+    }
     for group, key in (("reward", "function"), ("environment", "name")):
         config[group][key] = _absolute_function(config[group][key])
+    functions = config["reward"]["functions"]
+    config["reward"]["functions"] = {name: _absolute_term(entry) for name, entry in functions.items()}
     config["rollout"]["filters"] = [_absolute_function(spec) for spec in config["rollout"]["filters"]]
+    if config["environment"]["name"] == "tools":
+        config["environment"]["args"] = _absolute_tools(config["environment"]["args"])
     return config
+
+
+def _absolute_rows(given: Any) -> Any:
+    """Of a path of rows, or of each in a list: files, folders and globs; names on the hub and classes are none."""
+    if isinstance(given, list | tuple):
+        return [_absolute_rows(each) for each in given]
+    if not given or given.startswith(HUB):
+        return given
+    return _absolute_function(given) if is_own(given) else str(Path(given).resolve())
+
+
+def _absolute_tools(args: dict[str, Any]) -> dict[str, Any]:
+    """The files of functions, and those that the commands of servers name."""
+    functions = [_absolute_function(spec) for spec in args.get("functions", [])]
+    commands = [
+        shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command))
+        for command in args.get("mcp", [])
+    ]
+    return args | {key: value for key, value in (("functions", functions), ("mcp", commands)) if key in args}
 
 
 def _absolute_function(spec: str) -> str:
@@ -188,25 +243,74 @@ def _absolute_function(spec: str) -> str:
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
 
 
+def _absolute_term(entry: Any) -> Any:
+    """One of `reward.functions`."""
+    if isinstance(entry, str):
+        return _absolute_function(entry)
+    found = dict(entry) | {"function": _absolute_function(entry["function"])}
+    if found.get("model") and Path(found["model"]).is_dir():
+        found["model"] = str(Path(found["model"]).resolve())
+    return found
+
+
 def run_pool(config: Config) -> int:
-    """Check the data files, start the workers and see them through. Returns the exit code of `RolloutPool.run`.
+    """Start the workers and see them through. Returns the exit code of `RolloutPool.run`. The rows were looked at by
+    the command that started this (`asyncrl.cli.preflight`); a worker refuses one that it cannot use.
 
     Raises:
-        DataError: a row of `data.path` or `eval.path` cannot be used.
-        ConfigError: `rollout.host` is unknown.
+        ConfigError: `rollout.host` is unknown, or the run's keys are not safe.
     """
     if config.rollout.host not in HOST_MODULES:
         raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
-    for path in filter(None, (config.data.path, config.eval.path)):
-        JsonlFile(path).check()
-    with pool_number(Path(config.run.dir) / "logs") as number:
+    config = with_keys(config)
+    with pool_number(Path(config.run.dir) / "logs") as number, lived_in(config.run.dir), watched_supervisors(_say):
+        buried = undertaker()
         specs = worker_specs(config, number)
+        hold_ray_to_loopback(config, os.environ)
         host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
         pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
         # After the host is up: Ray installs handlers of its own, and these have to win.
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, pool.stop)
-        return pool.run()
+        try:
+            return pool.run()
+        except HostLostError as error:
+            return _begin_again(error, config, pool.family)
+        finally:
+            buried.kill()
+            buried.wait()
+
+
+def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
+    """Start this process anew, with the same number and arguments, if that mends the loss: Ray cannot be shut down
+    safely once a part of it is gone. Returns the exit code if it does not."""
+    begun = int(os.environ.get(BEGUN, "0"))
+    _say(f"{lost}")
+    if not lost.mendable or begun >= config.rollout.max_worker_restarts:
+        if lost.mendable:
+            _say(f"It was started rollout.max_worker_restarts={begun} times. The pool ends")
+        return EXIT_FAILED
+    _say(f"Start {begun + 1} of at most {config.rollout.max_worker_restarts}")
+    family.kill()
+    _reap_children(REAP_S)
+    environment = {**os.environ, BEGUN: str(begun + 1)}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _reap_children(limit_s: float) -> None:
+    """Whoever this process becomes does not know of them: they would stay in the process table."""
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+
+
+def hold_ray_to_loopback(config: Config, environment: MutableMapping[str, str]) -> None:
+    """Before Ray is imported: where Ray starts no cluster its processes listen on 127.0.0.1, else on every interface.
+    The variable says "cluster" of two systems and is read on all."""
+    if config.rollout.host == "ray" and not config.ray.address:
+        environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def _say(message: str) -> None:

@@ -17,17 +17,35 @@ from pathlib import Path
 import torch
 
 from asyncrl.config import config_from_dict
-from asyncrl.errors import ConfigError, DataError, FencedError, ModelMismatchError
+from asyncrl.errors import (
+    ConfigError,
+    DataError,
+    FencedError,
+    HopelessFilterError,
+    HopelessRewardError,
+    ModelMismatchError,
+)
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
 from asyncrl.rollout.wiring import run_worker
 from asyncrl.schema import Config
+from asyncrl.standstill import watched_supervisors
+from asyncrl.storage.full_disk import FULL
+from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.occupancy import lived_in
+
+REFUSALS = (ConfigError, DataError, FencedError, HopelessFilterError, HopelessRewardError, ModelMismatchError)
+"""A restart cannot help."""
 
 
 def run_worker_process(spec: WorkerSpec) -> int:
     """Run one worker to its end in this process, whose output goes to the worker's log from here on."""
     redirect_output(Path(spec.log_path))
+    make_streams_plain()  # a Ray actor has not come through our own `__main__`
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    keep_heap()  # groups leave through it, tens of MB/s
     ending = EndWatch()
     print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}", flush=True)
     try:
@@ -35,13 +53,14 @@ def run_worker_process(spec: WorkerSpec) -> int:
         torch.set_num_threads(config.engine.threads)
         # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
-        asyncio.run(_run_until_signal(config, spec, ending))
+        with lived_in(config.run.dir), watched_supervisors():
+            asyncio.run(_run_until_signal(config, spec, ending))
     except asyncio.CancelledError:
         # Not EXIT_STOPPED: when the pool sent it, the pool is closing and asks for no code; from anybody else (a node
         # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
         print("ended by a signal", flush=True)
         return EXIT_FAILED
-    except (ConfigError, DataError, FencedError, ModelMismatchError) as error:
+    except REFUSALS as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_REFUSED
     except SystemExit:
@@ -71,7 +90,14 @@ def redirect_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"{path}: {error.strerror}; this worker logs here", flush=True)  # rather than not at all
+    else:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    keep_logging()

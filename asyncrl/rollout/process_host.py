@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -65,6 +66,10 @@ class ProcessHost:
 
     def _reap(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """consumes: nothing; waits for: the end of this process, however long the run is; unblocked by: its end."""
+        # Before its number is free: what an environment started in its group is not to outlive it.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         if process.stdin is not None:
             process.stdin.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,16 +16,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.host import EXIT_FAILED, WorkerExit, WorkerSpec, late_import
+from asyncrl.family import die_with_parent
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, late_import
 from asyncrl.rollout.pool import absolute_paths, worker_environment
+from asyncrl.rollout.ray_health import RayHealth
 from asyncrl.rollout.reward_service import start_service
 from asyncrl.schema import Config
 
 NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20
 """Near Ray's minimum: trajectories and weights never go through it."""
-PLACE_TIMEOUT_S = 300.0
-"""For Ray to find a node and start the actor's process."""
+PLACE_TOLD_S = 30.0
+"""So often it is said that Ray has not found a place for a worker, or not started its process."""
 
 
 class RolloutWorkerActor:
@@ -37,6 +40,7 @@ class RolloutWorkerActor:
         """Blocks for the life of the worker; returns its exit code."""
         spec = WorkerSpec(**payload)
         os.environ.update(spec.environment)
+        die_with_parent(os.getppid())  # of a raylet that is killed Ray leaves the actors running
         return late_import("process").run_worker_process(spec)
 
 
@@ -47,6 +51,7 @@ class _Started:
     placed: Any
     """Reference that is ready once the actor's process runs; None after it was."""
     started_at: float
+    told_at: float
 
 
 class RayHost:
@@ -57,9 +62,18 @@ class RayHost:
         processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a place of its own, reserved at its
             first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
             gave its GPUs back when it died might not get as many again.
+        patience_s: longest time without a single worker that runs.
     """
 
-    def __init__(self, *, address: str, workers: int, gpus_per_worker: float, processes_per_worker: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        address: str,
+        workers: int,
+        gpus_per_worker: float,
+        processes_per_worker: int = 1,
+        patience_s: float = 300.0,
+    ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
         if address:
@@ -71,6 +85,8 @@ class RayHost:
                     "or leave ray.address empty for a local one"
                 ) from error
         else:
+            # Ray's own, 15, starves the engines where the learner or anything else wants the same cores.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
             ray.init(
                 address="local",
@@ -87,6 +103,9 @@ class RayHost:
         self._places: dict[str, PlacementGroup] = {}
         self._running: dict[Any, _Started] = {}
         self._service: Any = None
+        self._health = RayHealth(address)
+        self._local, self._lost = not address, False
+        self._patience_s, self._some_ran_at = patience_s, time.monotonic()
 
     def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
         """Start the reward service that the workers will look for; see `reward_service`."""
@@ -95,9 +114,15 @@ class RayHost:
     def start(self, spec: WorkerSpec) -> None:
         actor = self._actor_class.options(**self._place(spec.name)).remote()
         placed = actor.placed.remote()
-        self._running[actor.run.remote(asdict(spec))] = _Started(spec.name, actor, placed, time.monotonic())
+        now = time.monotonic()
+        self._running[actor.run.remote(asdict(spec))] = _Started(spec.name, actor, placed, now, now)
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
+        try:
+            self._health.check()
+        except HostLostError:
+            self._lost = True
+            raise
         if not self._running:
             time.sleep(timeout_s)
             return []
@@ -105,6 +130,9 @@ class RayHost:
         return [self._collect(reference) for reference in done] + self._unplaced()
 
     def close(self) -> None:
+        if self._lost:  # each of the calls below would wait for what is gone
+            return
+        self._health.close()
         for started in self._running.values():
             ray.kill(started.actor)
         self._running.clear()
@@ -136,22 +164,35 @@ class RayHost:
         return WorkerExit(name=started.name, code=code, how=f"exit code {code}")
 
     def _unplaced(self) -> list[WorkerExit]:
-        exits = []
-        for reference, started in list(self._running.items()):
-            if started.placed is None:
-                continue
-            if ray.wait([started.placed], timeout=0)[0]:
+        """Say who waits for a place; give up when nobody has had one for `patience_s`."""
+        now = time.monotonic()
+        for started in self._running.values():
+            if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
                 started.placed = None
-            elif time.monotonic() - started.started_at > PLACE_TIMEOUT_S:
-                del self._running[reference]
-                ray.kill(started.actor)
-                how = (
-                    f"Ray found no place for it in {PLACE_TIMEOUT_S:.0f} s: it asks for {self._gpus:g} GPUs and "
-                    f"{self._processes if self._processes > 1 else 0} CPUs on one machine (ray.gpus_per_worker, "
-                    "engine.tensor_parallel); see `ray status`"
-                )
-                exits.append(WorkerExit(name=started.name, code=EXIT_FAILED, how=how))
+        waiting = {ref: started for ref, started in self._running.items() if started.placed is not None}
+        if len(waiting) < len(self._running):
+            self._some_ran_at = now
+        for started in waiting.values():
+            if now - started.told_at > PLACE_TOLD_S:
+                started.told_at = now
+                print(f"worker {started.name}: {self._no_place(now - started.started_at)}", file=sys.stderr, flush=True)
+        since = min((started.started_at for started in waiting.values()), default=now)
+        if not waiting or now - max(self._some_ran_at, since) < self._patience_s:
+            return []
+        exits = []
+        for reference, started in waiting.items():
+            del self._running[reference]
+            ray.kill(started.actor)
+            how = f"{self._no_place(now - started.started_at)}, and no other worker runs (replay.wait_timeout_s)"
+            exits.append(WorkerExit(name=started.name, code=EXIT_REFUSED, how=how))
         return exits
+
+    def _no_place(self, waited_s: float) -> str:
+        return (
+            f"Ray has found no place for it in {waited_s:.0f} s: it asks for {self._gpus:g} GPUs and "
+            f"{self._processes if self._processes > 1 else 0} CPUs on one machine (ray.gpus_per_worker, "
+            "engine.tensor_parallel); see `ray status`"
+        )
 
 
 def _summary(error: RayError) -> str:
@@ -166,6 +207,7 @@ def make_host(config: Config) -> RayHost:
         workers=config.rollout.workers,
         gpus_per_worker=config.ray.gpus_per_worker,
         processes_per_worker=config.engine.tensor_parallel,
+        patience_s=config.replay.wait_timeout_s,
     )
     if config.reward.host == "ray":
         host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], worker_environment(config))

@@ -44,7 +44,8 @@ class WorkerReport:
         self._since = time.monotonic()
 
     def progress(self) -> float:
-        """A number that changes with every generated token and every finished group."""
+        """A number that grows with every generated token, every environment step and every finished group. Its name in
+        the heartbeat is `progress`."""
         tokens = sum(source().get("generated_tokens", 0.0) for source in self._sources)
         return tokens + sum(self._counts.values())
 
@@ -53,6 +54,7 @@ class WorkerReport:
             seconds = dict(self._seconds)
             seconds[self._working] += time.monotonic() - self._since
         stats = {"busy_s": seconds[True], "waiting_s": seconds[False], **dict(self._counts)}
+        stats["progress"] = self.progress()
         for source in self._sources:
             stats.update(source())
         return stats

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, RewardError
-from asyncrl.replay.reference import reference_fault
+from asyncrl.replay.codec.reference import reference_fault
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory
 

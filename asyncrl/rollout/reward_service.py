@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from asyncrl.checks.rewards import at_once, reward_terms
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.pool import MODEL_START_TIMEOUT_S, RewardPool
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.schema import RewardConfig
+from asyncrl.types import Completion
 
 CONCURRENT_CALLS = 1000
 """Groups in the service at once; more wait in Ray."""
 RESTARTS = 10
 """Of the actor, after its process was lost; calls made meanwhile wait for the next one."""
 
-Scores = list[tuple[float, dict[str, float]] | str]
-"""Per completion its score and parts, or why it has none."""
+Scores = list[tuple[float, dict[str, float]] | tuple[str, str]]
+"""Per completion its score and parts, or the reason and why it has none."""
 
 
 class RewardService:
@@ -34,8 +37,9 @@ class RewardService:
     def __init__(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
         os.environ.update(environment)
         settings = RewardConfig(**reward)
+        terms = reward_terms(settings)
         self._make_pool = partial(
-            RewardPool, settings.function, workers=settings.workers, timeout_s=settings.timeout_s, model=settings.model
+            RewardPool, terms, workers=settings.workers, timeout_s=settings.timeout_s, at_once=at_once(settings)
         )
         self._pool = self._make_pool()
         self._starting: asyncio.Task[None] | None = None
@@ -48,10 +52,10 @@ class RewardService:
             return str(error)
         return ""
 
-    async def score(self, completions: list[str], row: dict[str, Any]) -> Scores:
+    async def score(self, completions: list[str], row: dict[str, Any], sampled: Sequence[Completion] | None) -> Scores:
         await self._started()
-        outcomes = await self._pool.score(completions, row)
-        return [(o.value, o.parts) if isinstance(o, RewardScore) else str(o) for o in outcomes]
+        outcomes = await self._pool.score(completions, row, sampled=sampled)
+        return [(o.value, o.parts) if isinstance(o, RewardScore) else (o.reason, str(o)) for o in outcomes]
 
     async def _started(self) -> None:
         # The first call after each start of the actor's process starts the pool, for all that wait.
@@ -87,30 +91,38 @@ class SharedRewards:
     async def __aexit__(self, *_: object) -> None:
         """The service lives as long as the pool of workers."""
 
-    async def score(self, completions: list[str], row: dict[str, Any]) -> list[Outcome]:
+    async def score(
+        self, completions: list[str], row: dict[str, Any], *, sampled: Sequence[Completion] | None = None
+    ) -> list[Outcome]:
         """Raises RewardError: the call failed there, was not answered in time, or the service is lost."""
         self._counts["reward_calls"] += 1
         try:
-            scores: Scores = await asyncio.wait_for(self._actor.score.remote(completions, row), self._wait_s)
+            scores: Scores = await asyncio.wait_for(self._actor.score.remote(completions, row, sampled), self._wait_s)
         except TimeoutError as error:
             why = f"the reward service gave no answer in {self._wait_s:.0f} s; raise reward.workers"
             raise self._failure(why) from error
         except RayTaskError as error:
-            raise self._failure(str(error.cause or error)) from error
+            reason = error.cause.reason if isinstance(error.cause, RewardError) else "lost"
+            raise self._failure(str(error.cause or error), reason) from error
         except RayActorError as error:
             raise self._failure(f"the reward service is lost: {error}") from error
         except RayError as error:
             raise self._failure(f"Ray could not reach the reward service: {error}") from error
-        failed = [score for score in scores if isinstance(score, str)]
-        self._counts["reward_failures"] += bool(failed)
-        return [RewardError(o) if isinstance(o, str) else RewardScore(value=o[0], parts=o[1]) for o in scores]
+        outcomes = [_outcome(score) for score in scores]
+        self._counts["reward_failures"] += any(isinstance(outcome, RewardError) for outcome in outcomes)
+        return outcomes
 
     def stats(self) -> dict[str, float]:
         return dict(self._counts)
 
-    def _failure(self, why: str) -> RewardError:
+    def _failure(self, why: str, reason: str = "lost") -> RewardError:
         self._counts["reward_failures"] += 1
-        return RewardError(why)
+        return RewardError(why, reason)
+
+
+def _outcome(score: tuple[Any, Any]) -> Outcome:
+    first, second = score
+    return RewardError(second, first) if isinstance(first, str) else RewardScore(value=first, parts=second)
 
 
 def service_name() -> str:

@@ -45,13 +45,13 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
     return int(model.vocab_size)
 
 
-def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS and those of `generation_config.json`.
+def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of `generation_config.json`.
 
     Chat models end a turn with another token than their tokenizer's EOS; missing it, every completion would run on
     to `rollout.max_new_tokens`.
     """
-    ids = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id, *turn_ends}
     if not Path(model_path).is_dir() or (Path(model_path) / "generation_config.json").is_file():
         ids |= _generation_stops(model_path)
     return tuple(sorted(token for token in ids if token is not None))
@@ -66,8 +66,8 @@ def _generation_stops(model_path: str) -> set[int]:
 
 
 def make_decode(tokenizer: Any) -> Decode:
-    def decode(sequences: Sequence[NDArray[np.int32]]) -> list[str]:
-        return tokenizer.batch_decode([ids.tolist() for ids in sequences], skip_special_tokens=True)
+    def decode(sequences: Sequence[NDArray[np.int32]], *, special: bool = False) -> list[str]:
+        return tokenizer.batch_decode([ids.tolist() for ids in sequences], skip_special_tokens=not special)
 
     return decode
 

@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.chat.choice import open_chat, told
+from asyncrl.chat.renderer import RendererChat
+from asyncrl.checks.sources import eval_source
+from asyncrl.data.dataset import open_alone, open_dataset
 from asyncrl.data.prompts import PromptSource
-from asyncrl.engines.base import Engine, OwnProcesses
+from asyncrl.engines.base import Engine, OwnProcesses, Sampler
 from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
+from asyncrl.environments.base import Environment
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.registry import make_environment
-from asyncrl.replay.client import RolloutClient
-from asyncrl.replay.payload import MAX_VOCABULARY
+from asyncrl.replay.client.client import RolloutClient
+from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rollout.concurrency import slots_per_worker
 from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters, built_in_filters
 from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.reward_parts import RewardParts
-from asyncrl.rollout.rewards import make_rewards
+from asyncrl.rollout.reward_watch import RewardWatch
+from asyncrl.rollout.rewards import Rewards, make_rewards
 from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, make_encode, stop_token_ids
-from asyncrl.rollout.version_hold import VersionHold
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.schema import Config, RolloutConfig
 from asyncrl.types import SamplingParams
 from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
+class Texts:
     """What of a worker depends on the tokenizer and the data files."""
 
     tokenizer: Any
+    chat: RendererChat
     vocabulary: int
     """Token ids are below it."""
     prompts: PromptSource
@@ -50,8 +61,8 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         ConfigError, DataError: a setting or a row of the data can never work; restarting is useless.
         AsyncRLError: anything else that ended it.
     """
-    texts = _load_texts(config)
-    environment = make_environment(config.environment, texts.vocabulary)
+    texts = load_texts(config)
+    environment = environment_of(config, texts)
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(make_rewards(config))
@@ -65,44 +76,94 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             config.replay.address, worker=name, run_digest=digest, stats=report, config=config.replay
         )
         stack.push_async_callback(replay.close)
-        hold = VersionHold(engine.load_weights, config.replay.wait_timeout_s)
-        subscriber = _subscriber(config, name, replay, engine, hold)
+        subscriber = _subscriber(config, name, replay, engine)
         stack.callback(subscriber.close)
-        for source in (engine.stats, rewards.stats, subscriber.stats, *(pool.stats for pool in own_filters)):
+        for source in (
+            texts.prompts.stats,
+            engine.stats,
+            rewards.stats,
+            subscriber.stats,
+            *(pool.stats for pool in own_filters),
+        ):
             report.add(source)
+        watch = RewardWatch(config.reward.max_failure_share, texts.prompts.where)
+        report.add(watch.stats)
         if isinstance(environment, GuardedEnvironment):
             report.add(environment.stats)
-        runner = EpisodeRunner(
-            engine=engine,
-            environment=environment,
-            decode=make_decode(texts.tokenizer),
-            encode=make_encode(texts.tokenizer),
-            score=rewards.score,
-            parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
-        )
+        runner = make_runner(config, texts, engine, environment, rewards, report=report, watch=watch)
         worker = RolloutWorker(
             name=name,
             replay=replay,
             runner=runner,
             prompts=texts.prompts,
-            evaluation_rows=texts.evaluation_rows,
+            evaluated=evaluated_set(config, texts),
             check=subscriber.check,
             proven=lambda: subscriber.proven,
-            filters=Filters(built_in_filters(config.rollout), own_filters),
+            filters=Filters(
+                built_in_filters(config.rollout),
+                own_filters,
+                max_failure_share=config.reward.max_failure_share,
+                where=texts.prompts.where,
+            ),
             shape=group_shape(config.rollout),
             sampling=texts.sampling,
             slots=slots_per_worker(config),
             # Half of the learner's patience: a stuck engine is replaced before the learner gives up on it.
             wait_timeout_s=config.replay.wait_timeout_s / 2,
-            hold=hold,
             report=report,
         )
         report.start_clocks()
+        log.info("the engine is ready")  # `asyncrl local` says so
         with LoopWatch(limit_s=config.replay.wait_timeout_s / 2), ending:
             await worker.run()
 
 
-def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine, hold: VersionHold) -> Subscriber:
+def environment_of(config: Config, texts: Texts) -> Environment:
+    """That of the settings, for this model. Raises ConfigError as `make_environment`."""
+    return make_environment(config.environment, texts.vocabulary, texts.chat)
+
+
+def evaluated_set(config: Config, texts: Texts) -> EvaluatedSet | None:
+    if texts.evaluation_rows is None:
+        return None
+    settings = config.eval
+    return EvaluatedSet(
+        rows=texts.evaluation_rows,
+        sampling=replace(texts.sampling, temperature=settings.temperature),
+        samples=settings.samples,
+        pass_score=settings.pass_score,
+        answer=settings.answer,
+    )
+
+
+def make_runner(
+    config: Config,
+    texts: Texts,
+    engine: Sampler,
+    environment: Environment,
+    rewards: Rewards,
+    *,
+    report: WorkerReport,
+    watch: RewardWatch,
+) -> EpisodeRunner:
+    """What makes episodes of prompts, of a worker and of an evaluation that stands alone."""
+    return EpisodeRunner(
+        engine=engine,
+        environment=environment,
+        decode=make_decode(texts.tokenizer),
+        encode=make_encode(texts.tokenizer),
+        score=rewards.score,
+        parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
+        stepped=lambda: report.count("environment_steps"),
+        watch=watch,
+        chat=texts.chat,
+        timeout_s=config.environment.timeout_s,
+        max_tokens=config.environment.max_tokens,
+        accuracy=config.reward.metric == "accuracy",
+    )
+
+
+def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine) -> Subscriber:
     # The fake engine has no model: nothing to prove, nothing to hold names against.
     model_less = config.engine.name == "fake"
     return make_subscriber(
@@ -110,7 +171,7 @@ def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine
         replay.rendezvous(),
         name,
         replay.incarnation,
-        hold.load_weights,
+        engine.load_weights,
         engine.receiver() if isinstance(engine, OwnProcesses) else None,
         score=None if model_less else engine.score,
         stall_s=lambda: engine.stats()["stall_s"],
@@ -126,33 +187,39 @@ def group_shape(rollout: RolloutConfig) -> GroupShape:
     )
 
 
-def slots_per_worker(config: Config) -> int:
-    """Groups one worker makes at once: its share of `rollout.max_in_flight`, and no more than keep its engine full.
-
-    A quarter more than the engine decodes together, so that a finished group's place is taken without a round trip.
-    """
-    share = -(-config.rollout.max_in_flight // config.rollout.workers)
-    together = max(1, config.engine.max_sequences // config.rollout.group_size)
-    return max(1, min(share, together + -(-together // 4)))
-
-
-def _load_texts(config: Config) -> _Texts:
+def load_texts(config: Config) -> Texts:
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = MAX_VOCABULARY if config.engine.name == "fake" else check_vocabulary(config.model.path, tokenizer)
+    chat = open_chat(tokenizer, config.model.path, config.model.renderer, config.model.chat)
+    log.info("%s", told(chat, config.model.renderer))
     limit = config.data.max_prompt_tokens
     prompts = PromptSource(
-        config.data.path, tokenizer, seed=config.seed, shuffle=config.data.shuffle, max_prompt_tokens=limit
+        open_dataset(config.data),
+        chat,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        max_prompt_tokens=limit,
+        overlong=config.data.overlong,
     )
     evaluation_rows = None
-    if config.eval.path:
-        evaluation_rows = PromptSource(config.eval.path, tokenizer, seed=0, shuffle=False, max_prompt_tokens=limit)
+    evaluated = eval_source(config)
+    if evaluated is not None:
+        evaluation_rows = PromptSource(
+            open_alone(evaluated),
+            chat,
+            seed=0,
+            shuffle=False,
+            max_prompt_tokens=limit,
+            overlong=config.data.overlong,
+        )
     sampling = SamplingParams(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
-        stop_token_ids=stop_token_ids(config.model.path, tokenizer),
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer, chat.stop_token_ids),
     )
-    return _Texts(
+    return Texts(
         tokenizer=tokenizer,
+        chat=chat,
         vocabulary=vocabulary,
         prompts=prompts,
         evaluation_rows=evaluation_rows,

@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import (
@@ -26,14 +26,15 @@ from asyncrl.errors import (
     GenerationError,
     IncompleteGroupError,
     NoProgress,
+    OverlongError,
     RewardError,
 )
-from asyncrl.replay.base import Acquired, RolloutReplay
+from asyncrl.replay.protocol import Acquired, RolloutReplay
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
-from asyncrl.rollout.version_hold import VersionHold
-from asyncrl.types import Assignment, DropReason, EvalAssignment, Prompt, SamplingParams, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, Prompt, SamplingParams, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ CANCEL_S = 30.0
 MAX_GENERATION_FAILURES = 8
 """Failed generations in a row after which the engine, not the prompts, is taken for broken."""
 
+Result = TypeVar("Result")
+
 
 class RolloutWorker:
     """The loop and what it holds.
 
     Args:
-        runner: makes the groups; `hold` keeps its engine at one version during an evaluation chunk.
-        evaluation_rows: rows of `eval.path` in file order; None when the run has no evaluation.
+        runner: makes the groups.
+        evaluated: what is evaluated beside the training; None when the run has no evaluation.
         check: raises what stopped the weight subscriber, if anything did.
         proven: false while the weights in the engine wait for their canary; nothing leaves the worker meanwhile.
         filters: what drops finished groups; see `filters.py`.
@@ -66,7 +69,7 @@ class RolloutWorker:
         replay: RolloutReplay,
         runner: EpisodeRunner,
         prompts: PromptSource,
-        evaluation_rows: PromptSource | None,
+        evaluated: EvaluatedSet | None,
         check: Callable[[], None],
         proven: Callable[[], bool],
         filters: Filters,
@@ -74,35 +77,32 @@ class RolloutWorker:
         sampling: SamplingParams,
         slots: int,
         wait_timeout_s: float,
-        hold: VersionHold,
         report: WorkerReport,
     ) -> None:
         self._name = name
         self._replay = replay
         self._runner = runner
         self._prompts = prompts
-        self._evaluation_rows = evaluation_rows
+        self._evaluated = evaluated
         self._check = check
         self._proven = proven
         self._filters = filters
         self._shape = shape
         self._sampling = sampling
-        self._greedy = SamplingParams(
-            temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids
-        )
         self._slots = slots
         # One request for several slots: asking for each freed slot alone costs a round trip per group.
         self._ask = max(1, slots // 8)
         self._wait_timeout_s = wait_timeout_s
-        self._hold = hold
         self._report = report
         self._groups: set[asyncio.Task[None]] = set()
-        self._evaluations: set[asyncio.Task[None]] = set()
+        self._evaluations: dict[asyncio.Task[None], EvalAssignment] = {}
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._failures_in_row = 0
         self._progress = (-1.0, time.monotonic())
         self._looked_at = 0.0
+        self._telling = 0
+        """Groups and evaluations that are made and wait for the server alone."""
 
     async def run(self) -> None:
         """Until the server says stop.
@@ -128,12 +128,16 @@ class RolloutWorker:
 
     def _start(self, acquired: Acquired) -> None:
         for assignment in acquired.assignments:
-            self._launch(self._make_group(assignment), self._groups)
+            self._groups.add(self._launch(self._make_group(assignment)))
         for evaluation in acquired.evaluations:
-            self._launch(self._evaluate(evaluation), self._evaluations)
+            self._evaluations[self._launch(self._evaluate(evaluation))] = evaluation
 
     async def _make_group(self, assignment: Assignment) -> None:
-        prompt = self._prompts[assignment.prompt_index]
+        try:
+            prompt = self._prompts[assignment.prompt_index]
+        except OverlongError as error:
+            await self._replay.fail(assignment, DropReason.OVER_LENGTH, str(error))
+            return
         try:
             group = await self._runner.run_group(
                 assignment, prompt, shape=self._shape, sampling=self._sampling, worker=self._name
@@ -141,12 +145,12 @@ class RolloutWorker:
         except IncompleteGroupError as error:
             self._failures_in_row = 0  # some members were generated
             self._report.count("groups_failed")
-            await self._replay.fail(assignment, DropReason.INCOMPLETE, str(error))
+            await self._told(self._replay.fail(assignment, DropReason.INCOMPLETE, str(error)))
             return
         except GenerationError as error:
             self._report.count("groups_failed")
             self._failures_in_row += 1
-            await self._replay.fail(assignment, DropReason.FAILED_GENERATION, str(error))
+            await self._told(self._replay.fail(assignment, DropReason.FAILED_GENERATION, str(error)))
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
                 raise
             return
@@ -154,16 +158,25 @@ class RolloutWorker:
             self._report.count("groups_failed")
             reward = isinstance(error, RewardError)
             reason = DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT
-            await self._replay.fail(assignment, reason, str(error))
+            await self._told(self._replay.fail(assignment, reason, str(error)))
             return
         self._failures_in_row = 0
         await self._wait_proven()
         if not await self._passes(assignment, prompt, group):
             return
-        reply = await self._replay.insert(group)
+        reply = await self._told(self._replay.insert(group))
         self._report.count(f"groups_{reply.status}")
         if reply.status == "rejected":
             log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+
+    async def _told(self, word: Awaitable[Result]) -> Result:
+        """waits for: the server, which answers when its disk has taken it in; unblocked by: the answer, or the client,
+        which knows whether the server is there."""
+        self._telling += 1
+        try:
+            return await word
+        finally:
+            self._telling -= 1
 
     async def _passes(self, assignment: Assignment, prompt: Prompt, group: TrajectoryGroup) -> bool:
         """Whether the filters let the group through; if not, its end is reported."""
@@ -171,21 +184,19 @@ class RolloutWorker:
             unwanted = await self._filters.why_dropped(group, prompt)
         except FilterError as error:
             self._report.count("groups_failed")
-            await self._replay.fail(assignment, DropReason.FAILED_FILTER, str(error))
+            await self._told(self._replay.fail(assignment, DropReason.FAILED_FILTER, str(error)))
             return False
         if unwanted is not None:
             self._report.count("groups_filtered")
-            await self._replay.fail(assignment, unwanted.reason, unwanted.detail)
+            await self._told(self._replay.fail(assignment, unwanted.reason, unwanted.detail))
         return unwanted is None
 
     async def _evaluate(self, assignment: EvalAssignment) -> None:
-        if self._evaluation_rows is None:
+        if self._evaluated is None:
             raise ConfigError(f"asked to evaluate {assignment.eval_set!r} but eval.path is empty. Set it on all peers")
-        rows = f"rows {assignment.start} to {assignment.stop - 1} of evaluation {assignment.eval_set}"
-        async with self._hold.held(rows):
-            result = await self._runner.run_evaluation(assignment, self._evaluation_rows, sampling=self._greedy)
+        result = await self._runner.run_evaluation(assignment, self._evaluated)
         await self._wait_proven()
-        await self._replay.report_evaluation(result)
+        await self._told(self._replay.report_evaluation(result))
         self._report.count("evaluation_rows", len(result.scores))
 
     async def _wait_proven(self) -> None:
@@ -193,15 +204,15 @@ class RolloutWorker:
         while not self._proven():
             await asyncio.sleep(PROOF_POLL_S)
 
-    def _launch(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    def _launch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        tasks.add(task)
         self._report.working(True)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
-        self._evaluations.discard(task)
+        self._evaluations.pop(task, None)
         self._report.working(bool(self._groups or self._evaluations))
         if not task.cancelled() and task.exception() is not None:
             self._error = self._error or task.exception()
@@ -224,7 +235,10 @@ class RolloutWorker:
             return
         self._looked_at = now
         mark = self._report.progress()
-        if mark != self._progress[0] or not (self._groups or self._evaluations):
+        if mark != self._progress[0] or len(self._groups) + len(self._evaluations) <= self._telling:
+            self._progress = (mark, now)
+        elif now - self._progress[1] > self._wait_timeout_s and not self._groups:
+            self._give_up_evaluations()
             self._progress = (mark, now)
         elif now - self._progress[1] > self._wait_timeout_s:
             raise NoProgress(
@@ -232,6 +246,14 @@ class RolloutWorker:
                 f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). Waited for the engine of {self._name}, "
                 "or for an environment that waits for something else"
             )
+
+    def _give_up_evaluations(self) -> None:
+        """Only they are silent: their rows have failed, and the worker is there for groups that come."""
+        for task, given in list(self._evaluations.items()):
+            failed = EvalResult.all_failed(given)
+            log.warning("%d rows of evaluation %s gave no token and are given up", failed.failed, given.eval_set)
+            task.cancel()
+            self._groups.add(self._launch(self._replay.report_evaluation(failed)))
 
     async def _cancel_all(self) -> None:
         tasks = [*self._groups, *self._evaluations]

@@ -1,21 +1,22 @@
 """What the learner writes down: one JSON object per step, and the same rows to the optional sinks.
 
-consumes: a row of floats per trained step · waits for: nothing but the disk · read by: the live view, the report, you
+consumes: a row of floats per trained step · waits for: the disk, a full one too · read by: live view, report, you
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from asyncrl.errors import ConfigError, RunFolderError
+from asyncrl.errors import ConfigError
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.lines import LineFile, open_kept
+from asyncrl.telemetry.evaluations import is_evaluation
 from asyncrl.telemetry.run_folder import redacted
 
 METRICS_FILE = "metrics.jsonl"
@@ -48,45 +49,40 @@ class MetricsLog:
         wandb: bool,
         tensorboard: bool,
         resume_step: int | None,
+        patience: Patience | None = None,
     ) -> None:
+        self._patience = patience or Patience()
         self._sinks: list[Sink] = []
         if wandb:
             self._sinks.append(WandbSink(Path(run_dir), run_name, redacted(config), resume_step))
         if tensorboard:
             self._sinks.append(TensorboardSink(Path(run_dir)))
-        self._metrics = _open_after(Path(run_dir) / METRICS_FILE, resume_step or 0)
-        self._samples = _open_after(Path(run_dir) / SAMPLES_FILE, resume_step or 0)
+        self._metrics = self._open(Path(run_dir) / METRICS_FILE, resume_step or 0)
+        self._samples = self._open(Path(run_dir) / SAMPLES_FILE, resume_step or 0)
+
+    def _open(self, path: Path, last_step: int) -> LineFile:
+        return open_kept(path, lambda row: _step_of(row) <= last_step, self._patience)
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
-        """Append one row. A value that is no finite number becomes null: JSON has no NaN."""
+        """Append one row. A value that is no finite number becomes null: JSON has no NaN.
+
+        Raises:
+            DiskFullError: there was no space for as long as the patience lasts.
+        """
         values = {name: _number(value) for name, value in row.items()}
         line = {"step": step, "policy_version": policy_version, "time": round(time.time(), 3), **values}
-        _append(self._metrics, json.dumps(line, allow_nan=False))
+        self._metrics.append([line], allow_nan=False)
         finite = {name: value for name, value in values.items() if value is not None}
         for sink in self._sinks:
             sink.write(step, {"policy_version": policy_version, **finite})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append some trajectories of this step: prompt, completion, reward."""
-        for row in rows:
-            _append(self._samples, json.dumps({"step": step, **row}, ensure_ascii=False, default=str))
+        """Append some trajectories of this step: prompt, completion, reward. Raises DiskFullError."""
+        self._samples.append(({"step": step, **row} for row in rows), ensure_ascii=False, default=str)
 
     def close(self) -> None:
-        for file in (self._metrics, self._samples):
-            with contextlib.suppress(OSError):  # the write that failed has told, and its text is still in here
-                file.close()
         for sink in self._sinks:
             sink.close()
-
-
-def _append(file: TextIO, line: str) -> None:
-    """Raises RunFolderError when the disk does not take it."""
-    try:
-        file.write(line + "\n")
-    except OSError as error:
-        raise RunFolderError(
-            f"{file.name} cannot be written: {error.strerror or error}. Free space there, then go on with resume=auto"
-        ) from error
 
 
 def _number(value: float) -> float | int | None:
@@ -97,22 +93,10 @@ def _number(value: float) -> float | int | None:
     return plain if math.isfinite(plain) else None
 
 
-def _open_after(path: Path, last_step: int) -> TextIO:
-    """Open for appending, only whole rows up to `last_step` kept. Line-buffered: each row is on its way at once."""
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= last_step]
-        shorter = path.with_suffix(".tmp")
-        shorter.write_text("".join(line + "\n" for line in kept))
-        shorter.replace(path)
-    return path.open("a", buffering=1)
-
-
-def _step_of(line: str) -> float:
-    """A line cut off by a kill counts as endlessly late: it is dropped."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def _step_of(row: Mapping[str, Any]) -> float:
+    """What names no step counts as endlessly late: it is dropped."""
+    step = row.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 class WandbSink:
@@ -127,9 +111,14 @@ class WandbSink:
         self._run = module.init(
             name=run_name, id=run_id, dir=str(run_dir), config=config, resume="allow" if resumed else None
         )
+        self._run.define_metric("eval/*", step_metric="eval/step")
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=step)
+        if is_evaluation(row):
+            # Its step may lie behind, and W&B drops what is logged for a step that is over.
+            self._run.log({**{k: v for k, v in row.items() if k.startswith("eval/")}, "eval/step": step}, commit=False)
+        else:
+            self._run.log(dict(row), step=step)
 
     def close(self) -> None:
         self._run.finish()

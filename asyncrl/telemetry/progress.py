@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE
 
 Row = Mapping[str, Any]
@@ -27,15 +28,6 @@ BUSY_BELOW = 0.1
 WORKER_LOGS = "rollout-*.log"
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
 MAX_WARNINGS = 10
-
-
-def accuracies(row: Row) -> dict[str, float]:
-    """Evaluation set -> accuracy, of the sets that finished by this row."""
-    return {
-        name.split("/")[1]: float(value)
-        for name, value in row.items()
-        if name.startswith("eval/") and name.endswith("/accuracy") and value is not None
-    }
 
 
 def who_waits(row: Row) -> str:
@@ -51,6 +43,16 @@ def who_waits(row: Row) -> str:
     return f"rollouts wait for learner {rollout:.0%}"
 
 
+def failed_rewards(row: Row) -> str:
+    """`12 (raised 10, timed_out 2)`: completions that got none, so far; empty when there are none."""
+    prefix = "reward/failed_"
+    count = row.get("reward/failed") or 0
+    reasons = ", ".join(
+        f"{name.removeprefix(prefix)} {row[name]:.0f}" for name in sorted(row) if name.startswith(prefix)
+    )
+    return f"{count:.0f}{f' ({reasons})' if reasons else ''}" if count else ""
+
+
 def format_line(row: Row) -> str:
     """One step on one line; what a row does not have is left out."""
     parts = [f"step {row['step']}", f"version {row['policy_version']}"]
@@ -64,18 +66,22 @@ def format_line(row: Row) -> str:
         value = row.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    parts += [f"eval {name} {value:.3f}" for name, value in accuracies(row).items()]
+    parts += [f"eval {name} {evaluation}" for name, evaluation in evaluations(row).items()]
+    failed = failed_rewards(row)
+    parts += [f"rewards failed {failed}"] if failed else []
     waiting = who_waits(row)
     return " | ".join([*parts, waiting] if waiting else parts)
 
 
 class MetricsTail:
-    """New whole rows of a growing metrics file; notices when a resume made it shorter."""
+    """New whole rows of a growing metrics file. A resume makes it shorter: what it kept is no news."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._inode = 0
+        self._read: set[int] = set()
+        """Of the lines that were read, their hashes."""
 
     def read(self) -> list[Row]:
         try:
@@ -89,7 +95,9 @@ class MetricsTail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
+        self._read.update(map(hash, fresh))
+        return [json.loads(line) for line in fresh]
 
 
 class RewardWarnings:
@@ -117,17 +125,26 @@ class RewardWarnings:
 
 
 class RunView:
-    """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often."""
+    """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often.
 
-    def __init__(self, run_dir: Path, steps: int, console: Console) -> None:
+    Args:
+        resumed: steps that were trained before; rows that are there already are not shown again.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, console: Console, resumed: int = 0) -> None:
         self._tail = MetricsTail(run_dir / METRICS_FILE)
+        self._resumed = resumed
+        if resumed:
+            self._tail.read()
+        self.trained = False
+        """A step was, since this began."""
         self._warnings = RewardWarnings(run_dir / "logs")
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
         self._first: tuple[int, float] | None = None
         self._latest: dict[str, Any] = {}
-        self._accuracies: dict[str, tuple[float, float, int]] = {}
+        self._evaluations: dict[str, Course] = {}
         self._state = "starting"
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
@@ -146,22 +163,26 @@ class RunView:
         for row in self._tail.read():
             self._take(row)
         for warning in self._warnings.read():
-            self._console.print(warning, markup=False, highlight=False, soft_wrap=True)
+            self.say(warning)
         if self._live:
             self._live.update(self._render(), refresh=True)
 
+    def say(self, text: str) -> None:
+        """Above the table, where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def _take(self, row: Row) -> None:
-        if row["step"] < self._latest.get("step", 0):
-            self._first = None  # a resume went back: the old pace says nothing about the new one
-        if self._first is None:
-            self._first = (row["step"], time.monotonic())
-        self._latest |= row  # the row of a late evaluation has nothing else in it
-        for name, value in accuracies(row).items():
-            first, best, _ = self._accuracies.get(name, (value, value, 0))
-            self._accuracies[name] = (first, max(best, value), row["step"])
-            self._latest[f"eval/{name}/accuracy"] = value
+        self.trained = True
+        for name, evaluation in evaluations(row).items():
+            self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
+        if not is_evaluation(row):
+            if row["step"] < self._latest.get("step", 0):
+                self._first = None  # a resume went back: the old pace says nothing about the new one
+            if self._first is None:
+                self._first = (row["step"], time.monotonic())
+            self._latest |= row
         if self._live is None:
-            self._console.print(format_line(row), highlight=False, soft_wrap=True)
+            self._console.print(format_line(row), markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self) -> str:
         if self._first is None or self._latest["step"] <= self._first[0]:
@@ -170,7 +191,7 @@ class RunView:
         return clock(pace * (self._steps - self._latest["step"]))
 
     def _render(self) -> Group:
-        step = self._latest.get("step", 0)
+        step = self._latest.get("step", self._resumed)
         elapsed = clock(time.monotonic() - self._started)
         head = Text(f"{self._state}   step {step}/{self._steps}   elapsed {elapsed}   left {self._eta()}")
         bar = ProgressBar(total=self._steps, completed=step, width=60)
@@ -181,10 +202,7 @@ class RunView:
         row = self._latest
         for label, cells in (
             ("reward", [_cell(row, "reward/mean", "{:.3f}")]),
-            *(
-                (f"eval {name}", [f"best {best:.3f} (began at {first:.3f}, last at step {at})"])
-                for name, (first, best, at) in self._accuracies.items()
-            ),
+            *((f"eval {name}", [str(course)]) for name, course in self._evaluations.items()),
             (
                 "staleness",
                 [
@@ -200,6 +218,7 @@ class RunView:
                     _cell(row, "perf/generated_tokens_per_s", "generated {:,.0f}"),
                 ],
             ),
+            ("rewards failed", [failed_rewards(row)]),
             ("who waits", [who_waits(row)]),
         ):
             shown = "  ".join(cell for cell in cells if cell)

@@ -14,22 +14,25 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from asyncrl.schema import Config
+from asyncrl.telemetry.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics import METRICS_FILE
-from asyncrl.telemetry.progress import accuracies, clock, who_waits
+from asyncrl.telemetry.progress import clock, failed_rewards, who_waits
 from asyncrl.telemetry.staleness_table import staleness_table
 
 Row = Mapping[str, Any]
 
 CURVES_FILE = "curves.png"
+MAX_FAILED_LINES = 3
+"""Evaluations of a set with failed rows that the summary names: the last ones."""
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All whole rows; an empty list when there are none."""
+    """All whole rows, one per step, see `by_step`; an empty list when there are none. Step 0 is an evaluation alone."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return by_step(json.loads(line) for line in lines if line.endswith("\n"))
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
@@ -38,15 +41,17 @@ def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def evaluation_sets(rows: Sequence[Row]) -> list[str]:
-    return sorted({name for row in rows for name in accuracies(row)})
+def evaluated(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """`(set, metric)` of all evaluations with a result."""
+    return sorted({(name, found.metric) for row in rows for name, found in evaluations(row).items() if found.metric})
 
 
 def summary(rows: Sequence[Row]) -> str:
     """The end of a run in a few lines, each from its metrics."""
-    if not rows:
+    trained = [row for row in rows if row["step"] > 0]
+    if not trained:
         return "no step was trained"
-    first, last = rows[0], rows[-1]
+    first, last = trained[0], trained[-1]
     lines = [
         f"trained {last['step']} steps to version {last['policy_version']} in {clock(last['time'] - first['time'])}"
     ]
@@ -59,18 +64,39 @@ def summary(rows: Sequence[Row]) -> str:
         if values:
             tail = statistics.mean(values[-10:])
             lines.append(f"{label}: began at {form.format(values[0])}, mean of the last 10 steps {form.format(tail)}")
-    for name in evaluation_sets(rows):
-        steps, values = series(rows, f"eval/{name}/accuracy")
-        best = max(range(len(values)), key=values.__getitem__)
-        lines.append(
-            f"accuracy on {name}: {values[0]:.3f} at step {steps[0]} -> {values[-1]:.3f} at step {steps[-1]} "
-            f"(best {values[best]:.3f} at step {steps[best]})"
-        )
-    ages = staleness_table(rows)
+    lines += evaluation_lines(rows)
+    failed = next((said for row in reversed(rows) if (said := failed_rewards(row))), "")
+    if failed:
+        lines.append(f"completions that got no reward: {failed}")
+    ages = staleness_table(trained)
     if ages:
         lines += ["learner against the data it trained on, by age of the token in policy versions:", *ages]
     waiting = who_waits(_mean_idle(rows))
     return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def evaluation_lines(rows: Sequence[Row]) -> list[str]:
+    """From where to where each set went, which rows are in no mean, and which evaluations were never made."""
+    lines = []
+    for name, metric in evaluated(rows):
+        steps, values = series(rows, f"eval/{name}/{metric}")
+        best = max(range(len(values)), key=values.__getitem__)
+        lines.append(
+            f"{metric} on {name}: {values[0]:.3f} at step {steps[0]} -> {values[-1]:.3f} at step {steps[-1]} "
+            f"(best {values[best]:.3f} at step {steps[best]})"
+        )
+    for name in sorted({name for row in rows for name in evaluations(row)}):
+        found = [(row["step"], evaluations(row)[name]) for row in rows if name in evaluations(row)]
+        lines += [f"evaluation of {name} at step {step}: {one}" for step, one in found if one.failed][
+            -MAX_FAILED_LINES:
+        ]
+        superseded = sum(series(rows, f"eval/{name}/superseded")[1])
+        if superseded:
+            lines.append(
+                f"{superseded:.0f} evaluations of {name} were not begun before the next one was due, and left out: "
+                "raise eval.every, or lower eval.rows"
+            )
+    return lines
 
 
 def _mean_idle(rows: Sequence[Row]) -> Row:
@@ -79,15 +105,15 @@ def _mean_idle(rows: Sequence[Row]) -> Row:
 
 
 def plot_curves(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Reward and evaluation accuracy above, staleness below, over the steps, as PNG."""
+    """Reward and evaluations above, staleness below, over the steps, as PNG."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
     _plot(above, rows, "reward/mean", label="reward/mean", alpha=0.6)
-    for name in evaluation_sets(rows):
-        _plot(above, rows, f"eval/{name}/accuracy", label=f"eval/{name}/accuracy", marker="o", markersize=3)
+    for name, metric in evaluated(rows):
+        _plot(above, rows, f"eval/{name}/{metric}", label=f"eval/{name}/{metric}", marker="o", markersize=3)
     above.set_title(title)
-    above.set_ylabel("reward, accuracy")
+    above.set_ylabel("reward, evaluations")
     _plot(below, rows, "staleness/mean", label="staleness/mean")
     _plot(below, rows, "staleness/max", label="staleness/max", linestyle=":")
     below.set_ylabel("staleness (policy versions)")
@@ -109,9 +135,14 @@ OF_ONE_RUN = ("run.name=", "run.dir=", "resume=", "overwrite=", "seed=")
 """Settings that the next run must not inherit."""
 
 
+def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
+    """A command without these settings, each written `key=`."""
+    return [text for text in typed if not text.startswith(settings)]
+
+
 def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
     """Commands worth typing next; `typed` is the command of this run."""
-    again = shlex.join(text for text in typed if not text.startswith(OF_ONE_RUN)) + f" run.name={config.run.name}"
+    again = shlex.join(without(typed, OF_ONE_RUN)) + f" run.name={config.run.name}"
     tries = []
     if config.replay.max_staleness > 0:
         tries.append(f"{again}-sync replay=sync        # exactly on-policy: the two sides take turns")

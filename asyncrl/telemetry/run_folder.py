@@ -1,39 +1,59 @@
 """The run folder: whose it is, and what an earlier run left there.
 
     runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  curves.png
-                      journal/  logs/  ckpt/  hf/
+                      journal/  keys/  logs/  ckpt/  hf/
 
-`run.json` holds the id of the run. All processes of one run carry the same id, so the first one prepares the folder
-and the others find it prepared.
+`run.json` holds two ids. `run_id` is that of the newest start: all its processes carry it, so the first one prepares
+the folder and the others find it prepared. `origin` is that of the first start, kept by every resume: checkpoints
+carry it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import JOURNAL_DIR, config_to_dict, to_yaml
-from asyncrl.errors import RunFolderError
+import xxhash
+
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, disk_patience, settings_as_used, to_yaml
+from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config
+from asyncrl.storage.full_disk import BOARD_BYTES, make_board
+from asyncrl.storage.occupancy import alone_in, holders
+from asyncrl.storage.sealed import replace_text
+from asyncrl.telemetry.origins import commented, origins
+from asyncrl.telemetry.resumed import (
+    CONFIG_FILE,
+    RUN_FILE,
+    changes_of_resume,
+    history_of,
+    made_of,
+    refuse_other_run,
+    resumed_lines,
+)
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
-LOG_DIR = "logs"
+BLOTTED = "***"
+STOP_FILE = "stop"
+"""In `logs`: asks the learner to save a checkpoint and end."""
+SEAL = "# The lines above have the xxh3 "
+"""At the end of `config.yaml`, then a hash: what a resume changes is told by this file."""
 SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
 
 
-def prepare_run_folder(config: Config, run_id: str, *, keep: tuple[str, ...] = ()) -> Path:
+def prepare_run_folder(
+    config: Config, run_id: str, *, keep: tuple[str, ...] = (), overrides: Sequence[str] | None = None
+) -> Path:
     """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
-    the names of what other processes of the new run may have begun.
+    the names of what other processes of the new run may have begun. `overrides`, those that `config` was loaded with,
+    tell where each of its values came from.
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
@@ -43,28 +63,56 @@ def prepare_run_folder(config: Config, run_id: str, *, keep: tuple[str, ...] = (
     if owner_of(folder) == run_id:
         return folder
     refuse_used_folder(config)
+    changes = changes_in(config)
     with _writing(config):
-        _prepare(config, folder, run_id, keep)
+        _prepare(config, folder, run_id, keep, changes, overrides)
     return folder
 
 
-def _prepare(config: Config, folder: Path, run_id: str, keep: tuple[str, ...]) -> None:
+def changes_in(config: Config) -> list[str]:
+    """`key: old -> new`, what resuming with `config` changes in the run in `run.dir`. Changes nothing itself.
+
+    Raises:
+        RunFolderError: what no resume may change; see `asyncrl.telemetry.resumed`.
+    """
+    folder = Path(config.run.dir).resolve()
+    if config.overwrite or owner_of(folder) is None:
+        return []
+    refuse_other_run(config, folder)
+    return changes_of_resume(redacted(settings_as_used(config)), folder)
+
+
+def _prepare(
+    config: Config,
+    folder: Path,
+    run_id: str,
+    keep: tuple[str, ...],
+    changes: list[str],
+    overrides: Sequence[str] | None,
+) -> None:
+    origin = run_id if config.overwrite else origin_of(folder) or run_id
     if config.overwrite and owner_of(folder) is not None:
         for entry in folder.iterdir():
             if entry.name not in keep:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    patience = disk_patience(config)
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
-    # Not in place: half written on a full disk, it would make a folder of nobody's, which is never touched again.
+    (folder / LOG_DIR / STOP_FILE).unlink(missing_ok=True)
+    if patience.board is not None:
+        board = patience.board
+        patience.through(board, BOARD_BYTES, lambda: make_board(board))
+    text = json.dumps({"run_id": run_id, "origin": origin, "made_of": made_of(config)}) + "\n"
+    # Aside in a folder that makes none used: half written, it would make one of nobody's, which is never touched again.
     aside = folder / LOG_DIR / RUN_FILE
-    aside.write_text(json.dumps({"run_id": run_id}) + "\n")
-    aside.replace(folder / RUN_FILE)
-    write_config(config, folder)
+    patience.through(folder / RUN_FILE, len(text), lambda: replace_text(folder / RUN_FILE, text, aside))
+    write_config(config, folder, [*history_of(folder), *resumed_lines(config, folder, changes)], overrides)
 
 
 @contextmanager
 def occupied(config: Config) -> Iterator[None]:
-    """`run.dir` belongs to the caller for as long as this lasts: a second run in it on this machine would write into
-    the files of the first, or delete them.
+    """`run.dir` belongs to the run of the caller for as long as this lasts, and beyond that for as long as any of its
+    processes lives (`lived_in`): a second run in it on this machine would write into the files of the first, or delete
+    them.
 
     Raises:
         RunFolderError: another run is going on in it, or it cannot be made.
@@ -74,26 +122,21 @@ def occupied(config: Config) -> Iterator[None]:
         refuse_used_folder(config)
     with _writing(config):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with alone_in(folder) as alone:
+        if not alone:
             raise RunFolderError(
-                f"run.dir={config.run.dir} belongs to a run that is going on right now. Stop that one first, or give "
-                "another run.name"
-            ) from None
-        except OSError as error:  # a file system that has no such locks
-            log.debug("%s cannot be locked: %s", folder, error)
+                f"run.dir={config.run.dir} belongs to a run that is going on right now{holders(folder)}. Stop that one "
+                "first, or give another run.name"
+            )
         yield
-    finally:
-        os.close(handle)  # gives the lock back, and so does the end of this process, however it comes
 
 
 @contextmanager
 def _writing(config: Config) -> Iterator[None]:
     try:
         yield
+    except AsyncRLError:
+        raise
     except OSError as error:
         raise RunFolderError(
             f"run.dir={config.run.dir} cannot be written: {error.strerror or error}. Free space there, or give another "
@@ -104,8 +147,8 @@ def _writing(config: Config) -> Iterator[None]:
 def refuse_used_folder(config: Config) -> None:
     """Raises RunFolderError as `prepare_run_folder` does for a new run; changes nothing."""
     folder = Path(config.run.dir).resolve()
-    # A rollout pool that was started before the learner has opened its logs already, a replay server its journal.
-    early = (LOG_DIR, JOURNAL_DIR)
+    # A rollout pool that was started before the learner has made logs and keys already, a replay server its journal.
+    early = (LOG_DIR, JOURNAL_DIR, KEYS_DIR)
     if not folder.exists() or (folder.is_dir() and all(entry.name in early for entry in folder.iterdir())):
         return
     if not folder.is_dir():
@@ -123,16 +166,50 @@ def refuse_used_folder(config: Config) -> None:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Id of the run that prepared the folder, or None where no run did."""
+    """Id of the start that prepared the folder, or None where none did."""
+    return _run_file(folder).get("run_id")
+
+
+def origin_of(folder: Path) -> str:
+    """Id of the run in the folder, the same through all its resumes; empty where there is none."""
+    found = _run_file(folder)
+    return found.get("origin") or found.get("run_id", "")
+
+
+def _run_file(folder: Path) -> dict[str, str]:
     try:
-        return str(json.loads((folder / RUN_FILE).read_text())["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {name: str(value) for name, value in json.loads((folder / RUN_FILE).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
-def write_config(config: Config, folder: Path) -> None:
-    """`config.yaml`: every setting as it was resolved, secrets blotted out."""
-    (folder / "config.yaml").write_text(to_yaml(redacted(config_to_dict(config))))
+def write_config(
+    config: Config, folder: Path, history: Sequence[str] = (), overrides: Sequence[str] | None = None
+) -> None:
+    """`config.yaml`: every setting as it was resolved, secrets blotted out, and behind it where its value came from if
+    `overrides` are given; before them what resumes have changed."""
+    settings = to_yaml(redacted(settings_as_used(config)))
+    if overrides is not None:
+        settings = commented(settings, origins(overrides, config.loss.preset))
+    path, text = folder / CONFIG_FILE, "".join(f"{line}\n" for line in history) + settings
+    text += _seal_of(text)
+    disk_patience(config).through(path, len(text.encode()), lambda: replace_text(path, text, path.with_suffix(".tmp")))
+
+
+def config_note(folder: Path) -> str:
+    """That `config.yaml` is not as the run wrote it; empty where it is. A resume tells by it what it changes."""
+    path = folder / CONFIG_FILE
+    try:
+        text, _, seal = path.read_text().rpartition(SEAL)
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({error}): what a resume changes is not known"
+    if f"{SEAL}{seal}" == _seal_of(text):
+        return ""
+    return f"{path} was changed or cut after it was written: what a resume changes is told by what it says now"
+
+
+def _seal_of(text: str) -> str:
+    return f"{SEAL}{xxhash.xxh3_64(text.encode()).hexdigest()}\n"
 
 
 def redacted(settings: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +219,7 @@ def redacted(settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             shown[name] = redacted(value)
         elif isinstance(value, str) and value and any(fnmatch.fnmatch(name.lower(), secret) for secret in SECRET_NAMES):
-            shown[name] = "***"
+            shown[name] = BLOTTED
         else:
             shown[name] = value
     return shown

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from asyncrl.checks.hints import nearest
 from asyncrl.errors import ConfigError, ModelMismatchError
-from asyncrl.hints import nearest
 
 SCALING = "adapter.rank_alpha"
 _PREFIX = "base_model.model."

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config import disk_patience
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Subscriber, SubscriberRendezvous
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.staging import Receiver, Staging
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files import FilesSender, FilesSubscriber
-from asyncrl.weights.snapshot import BackgroundPublisher, Sender
-from asyncrl.weights.staging import Receiver, Staging
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PHASES = 10
@@ -35,6 +36,7 @@ def make_publisher(
         raise ConfigError(f"weights.wire_dtype={weights.wire_dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
     backend = _backend(config, device)
     sender: Sender | None = None
+    wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport == "files" else 0)
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(
             rendezvous,
@@ -45,14 +47,14 @@ def make_publisher(
             delta=weights.delta,
         )
     elif rank == 0 and weights.transport == "files":
-        sender = FilesSender(rendezvous, Path(run_dir) / "weights")
+        sender = FilesSender(rendezvous, Path(run_dir) / "weights", patience=disk_patience(config))
     elif weights.transport not in ("broadcast", "files"):
         raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
     return BackgroundPublisher(
         sender,
         wire_dtype=_DTYPES[weights.wire_dtype],
         bucket_bytes=weights.bucket_mb << 20,
-        wait_s=_PHASES * weights.timeout_s,
+        wait_s=wait_s,
         device=device if backend == "nccl" and weights.transport == "broadcast" else "cpu",
     )
 

@@ -19,13 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from asyncrl.errors import WeightsError
+from asyncrl.errors import DiskFullError, WeightsError
+from asyncrl.storage.full_disk import Patience
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import LoadWeights, PublisherRendezvous, SubscriberRendezvous
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import Fingerprint, chain
 from asyncrl.weights.manifest import Bucket, Manifest
-from asyncrl.weights.snapshot import Snapshot
+from asyncrl.weights.publishing.snapshot import Snapshot
 from asyncrl.weights.subscriber import SubscriberThread
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,15 @@ class FilesSender:
     """Implements `snapshot.Sender`: one file per version, the newest `keep` stay.
 
     Raises (on the publisher's thread, so at the next publish):
-        WeightsError: the directory cannot be written.
+        WeightsError: the directory cannot be written. DiskFullError: see `Patience`.
     """
 
     keeps_previous = False
 
-    def __init__(self, rendezvous: PublisherRendezvous, directory: Path, keep: int = 3) -> None:
-        self._rendezvous = rendezvous
+    def __init__(
+        self, rendezvous: PublisherRendezvous, directory: Path, keep: int = 3, patience: Patience | None = None
+    ) -> None:
+        self._rendezvous, self._patience = rendezvous, patience or Patience()
         self._directory = directory
         self._keep = keep
         self._stats: dict[str, float] = dict.fromkeys(("wire_s", "bytes", "engines", "resends", "epoch"), 0.0)
@@ -59,11 +62,18 @@ class FilesSender:
         prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
         path = self._directory / f"v{snapshot.policy_version:08d}.safetensors"
         partial = path.with_suffix(".partial")
-        try:
+
+        def write() -> None:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial, {_HEADER: header})
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
+
+        try:
+            nbytes = sum(buffer.nbytes for buffer in snapshot.buffers)
+            self._patience.through(path, nbytes, write, (OSError, SafetensorError))
+        except DiskFullError:
+            raise
         except (OSError, SafetensorError) as error:
             raise WeightsError(
                 f"weights could not be written to {path}: {error}. Free space, or fix its rights."

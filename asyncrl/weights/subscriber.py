@@ -92,8 +92,7 @@ class SubscriberThread:
         """Load verified tensors into the engine, prove that it serves them, and tell the server.
 
         Args:
-            beat: called while the engine takes its time (it finishes evaluations first), so that the publisher does
-                not take this worker for dead.
+            beat: called while the engine takes its time, so that the publisher does not take this worker for dead.
             canary: as from `Canary.to_wire`.
             epoch: of the group they came through; the first version of each is proven.
 
@@ -149,7 +148,7 @@ class SubscriberThread:
         return {"canary_max": found.max, "canary_mean": found.mean}
 
     def _wait_for(self, work: Future[Done], beat: Callable[[], None]) -> Done:
-        """Waits for the engine, which bounds its own waits for pinned requests."""
+        """Waits for the engine, which bounds its own waits."""
         while True:
             try:
                 return work.result(timeout=0.5)

@@ -235,9 +235,9 @@ def test_gdpo_adds_z_scores_of_the_components_and_whitens() -> None:
 
 def test_kl_in_reward_charges_every_token_and_pays_at_the_last() -> None:
     mask = torch.tensor([[True, False, True, False], [False, False, False, False]])
-    learner, ref = torch.full((2, 4), -1.0), torch.full((2, 4), -1.5)
-    got = kl_in_reward(torch.tensor([2.0, 5.0]), learner, ref, mask, 0.1)
-    np.testing.assert_allclose(got.numpy(), [[-0.05, 0.0, 1.95, 0.0], [0.0, 0.0, 0.0, 0.0]], atol=1e-7)
+    learner, ref = torch.full((2, 4), -1.0).double(), torch.full((2, 4), -1.5).double()
+    got = kl_in_reward(torch.tensor([2.0, 5.0]).double(), learner, ref, mask, 0.1)
+    np.testing.assert_allclose(got.numpy(), [[-0.05, 0.0, 1.95, 0.0], [0.0, 0.0, 0.0, 0.0]])
 
 
 def test_whitening_an_empty_mask_gives_zeros() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.audit import audit
-from asyncrl.replay.recovery import read_journal
+from asyncrl.replay.audit.report import audit
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.recovery import read_journal
 
 from .learner import train
 from .settings import ChaosSettings
@@ -132,9 +132,10 @@ def check_training(
 
 
 def check_staleness(settings: ChaosSettings, verdict: Verdict, rows: list[dict[str, Any]]) -> None:
-    """Within the bound in every step ever trained, undone ones too; counted along the learner's own line of weights."""
-    roots: dict[int, tuple[int, ...]] = {}
-    """Version -> the trained versions it descends from, itself among them."""
+    """Within the bound in every step ever trained, undone ones too; counted along the learner's own line of weights:
+    a step that was trained again after a death, on the same groups, made the same weights."""
+    roots: dict[int, tuple[str, ...]] = {}
+    """Version -> the weights it descends from, by their digests, its own among them."""
     for row in rows:
         if row["what"] == "restore":
             # Its own weights under a new number, which is no step.
@@ -144,7 +145,7 @@ def check_staleness(settings: ChaosSettings, verdict: Verdict, rows: list[dict[s
             for version in {version for group in row["groups"] for version in group["versions"]}:
                 age = len(current.symmetric_difference(roots[version]))
                 verdict.max_staleness = max(verdict.max_staleness, age)
-            roots[row["version"]] = (*roots[row["parent"]], row["version"])
+            roots[row["version"]] = (*roots[row["parent"]], row["digest"])
     if verdict.max_staleness > settings.max_staleness:
         verdict.wrong.append(f"a token of staleness {verdict.max_staleness} was trained")
 

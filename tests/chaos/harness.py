@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from .check import Verdict, check, lines
-from .damage import find_flip
+from .flip import find_flip
 from .network import TO_PEER, TO_SERVER, Network
 from .power import lose_power
 from .settings import ChaosSettings

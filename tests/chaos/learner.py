@@ -12,8 +12,8 @@ from typing import Any
 import msgpack
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.replay.base import Lease
-from asyncrl.replay.client import LearnerClient
+from asyncrl.replay.client.client import LearnerClient
+from asyncrl.replay.protocol import Lease
 from asyncrl.types import NO_VERSION
 
 from .settings import DIGEST, ChaosSettings, History

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.state import ReplayState
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import NO_VERSION
 
 
@@ -17,8 +17,10 @@ class Model:
         """Groups that were committed, or dropped (with the reason)."""
         self.steps: dict[int, dict[str, Any]] = {}
         """Sealed, uncommitted steps: `members`, `trained`, `evicted`."""
-        self.parents: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
+        self.places: dict[int, tuple[Any, ...]] = {}
+        """Version -> the forks its line took, each with the steps trained before it, and the steps before itself."""
+        self.again = False
+        """The learner that runs walks its line once more."""
         self.version = NO_VERSION
         self.trained_steps, self.committed_step, self.cursor, self.next_id = 0, -1, 0, 0
         self.readmitted: list[int] = []
@@ -42,35 +44,36 @@ class Model:
             my_steps = {n: (s["members"], s["evicted"]) for n, s in self.steps.items() if s["trained"] is trained}
             assert real_steps == my_steps, f"{real_steps} != {my_steps}"
         for number, step in buffer.untrained.items():
-            if step.plan is not None:
-                ages = {
-                    v: self.distance(v, step.plan.policy_version) + self.steps[number]["ahead"]
-                    for v in step.plan.staleness
-                }
-                assert step.plan.staleness == ages
+            ahead, at = self.steps[number]["ahead"], step.plan.policy_version
+            assert step.plan.staleness == {v: self.distance(v, at, ahead) for v in step.plan.staleness}
         assert list(state.readmitted) == self.readmitted
         numbers = (state.trained_steps, state.committed_step, state.cursor, state.next_group_id, state.version)
         assert numbers == (self.trained_steps, self.committed_step, self.cursor, self.next_id, self.version)
-        assert state.tree.newest == max(self.parents, default=NO_VERSION)
+        assert state.tree.newest == max(self.places, default=NO_VERSION)
         dropped = sum(reason != "committed" for reason in self.finals.values())
         assert state.ledger.admitted == self.next_id == len(self.groups) + len(self.finals)
         assert sum(state.ledger.dropped.values()) == dropped
 
-    def distance(self, a: int, b: int) -> int:
-        length = 0
-        while a != b:
-            a, b = max(a, b), min(a, b)
-            length, a = length + self.lengths[a], self.parents[a]
-        return length
+    def distance(self, a: int, b: int, ahead: int = 0) -> int:
+        """Lines are alike as far as they took the same forks; from there on both count."""
+        (*line_a, depth_a), (*line_b, depth_b) = self.places[a], self.places[b]
+        depth_b += ahead
+        shared = 0
+        while shared < min(len(line_a), len(line_b)) and line_a[shared] == line_b[shared]:
+            shared += 1
+        leave_a = line_a[shared][1] if line_a[shared:] else depth_a
+        leave_b = line_b[shared][1] if line_b[shared:] else depth_b
+        return depth_a + depth_b - 2 * min(leave_a, leave_b)
 
     def _published(self, event: ev.Published) -> None:
-        self._publish(event.policy_version, event.parent, 0)
-
-    def _publish(self, version: int, parent: int, length: int) -> None:
-        assert version > max(self.parents, default=NO_VERSION), "a version number was used twice"
-        root = min(self.parents, default=NO_VERSION)
-        self.parents[version], self.lengths[version] = (root if parent == NO_VERSION else parent), length
-        self.version = version
+        assert event.policy_version > max(self.places, default=NO_VERSION), "a version number was used twice"
+        if not self.places:
+            place: tuple[Any, ...] = (0,)
+        else:
+            *line, depth = self.places[min(self.places) if event.parent == NO_VERSION else event.parent]
+            newest = self.places[max(self.places)]
+            place = (*newest[:-1], depth) if self.again else (*line, (event.policy_version, depth), depth)
+        self.places[event.policy_version], self.version = place, event.policy_version
 
     def _issued(self, event: ev.Issued) -> None:
         group = self.groups.get(event.group_id)
@@ -107,10 +110,9 @@ class Model:
             self.readmitted.append(group["prompt"])
 
     def _sealed(self, event: ev.Sealed) -> None:
-        planned = self.steps.get(event.step, {"members": []})["members"]
-        assert list(event.members[: len(planned)]) == planned, "a step was planned anew"
+        assert event.step not in self.steps, "a step was planned anew"
         for group_id in event.members:
-            assert self.groups[group_id]["step"] in (None, event.step), "a group is in two steps"
+            assert self.groups[group_id]["step"] is None, "a group is in two steps"
             self.groups[group_id] |= {"state": "leased", "step": event.step}
         step = {"members": list(event.members), "trained": False, "evicted": False, "ahead": event.ahead}
         self.steps[event.step] = step | {"version": event.policy_version}
@@ -122,10 +124,12 @@ class Model:
             assert self.groups[group_id]["state"] == "leased"
             self.groups[group_id]["state"] = "trained"
             for version, _ in self.groups[group_id]["tokens"]:
-                promised = self.distance(version, step["version"]) + step["ahead"]
+                promised = self.distance(version, step["version"], step["ahead"])
                 assert self.distance(version, self.version) == promised, "staleness at training is not what was judged"
         step["trained"] = True
-        self._publish(event.policy_version, self.version, 1)
+        assert event.policy_version > max(self.places), "a version number was used twice"
+        *line, depth = self.places[self.version]
+        self.places[event.policy_version], self.version = (*line, depth + 1), event.policy_version
         self.trained_steps += 1
 
     def _evicted(self, event: ev.Evicted) -> None:
@@ -149,8 +153,12 @@ class Model:
             step["trained"] = False
             if step["evicted"]:
                 del self.steps[number]
-        self.trained_steps = event.step + 1
-        self.version = event.policy_version if event.policy_version in self.parents else NO_VERSION
+        if not event.again:
+            for number in [n for n, step in self.steps.items() if not step["trained"]]:
+                for group_id in self.steps.pop(number)["members"]:
+                    self.groups[group_id] |= {"state": "inserted", "step": None}
+        self.trained_steps, self.again = event.step + 1, event.again
+        self.version = event.policy_version if event.policy_version in self.places else NO_VERSION
 
     def _reloaded(self, event: ev.Reloaded) -> None:
         raise AssertionError("the server had forgotten what the learner's checkpoint rests on")

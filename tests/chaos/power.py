@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from asyncrl.replay.disk import Bytes, FolderDisk
+from asyncrl.replay.journal.disk import Bytes, FolderDisk
 
 UNDO = "undo.jsonl"
 POINTS = ("write before", "write after", "sync before", "sync after", "reply before", "reply after")

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.columns import Frame
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.outbox import Outbox
-from asyncrl.replay.replies import Replies
-from asyncrl.replay.rollout_side import RolloutSide
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.rollouts import Rollouts
+from asyncrl.replay.core.run import Run
+from asyncrl.replay.server.outbox import Outbox
+from asyncrl.replay.server.replies import Replies
+from asyncrl.replay.server.sessions import Session
 from asyncrl.replay.serving import run_server
-from asyncrl.replay.session import Session
 
 from .power import Failpoint, PowerDisk
 from .settings import DIGEST, ChaosSettings
@@ -43,47 +43,48 @@ def early_manifest() -> None:
 
 def no_dedup() -> None:
     """A group that comes again is admitted as a new one."""
-    insert = RolloutSide.insert
+    insert = Rollouts.insert
 
-    def twice(self: RolloutSide, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
+    def twice(self: Rollouts, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
         reply = insert(self, worker, incarnation, header, payload)
         if reply.status == "duplicate":
-            state, member = self.state, self.workers.live[worker]
+            run, state = self._run, self._state
+            member = run.workers.live[worker]
             number, prompt = state.next_group_id, state.next_prompt()
-            self._record(ev.Issued(number, prompt, 0, worker, incarnation, state.version, member.served))
-            self._record(ev.Inserted(replace(header, group_id=number, prompt_index=prompt, attempt=0), payload))
+            run.record(ev.Issued(number, prompt, 0, worker, incarnation, state.version, member.served))
+            run.record(ev.Inserted(replace(header, group_id=number, prompt_index=prompt, attempt=0), payload))
         return reply
 
-    RolloutSide.insert = twice
+    Rollouts.insert = twice
 
 
 def no_fencing() -> None:
     """Whoever comes first with a group is believed, whatever attempt it was."""
-    insert, refuse = RolloutSide.insert, RolloutSide._refuse_replaced
+    insert, refuse = Rollouts.insert, Run.refuse_replaced
 
-    def anybody(self: RolloutSide, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
-        entry = self.state.held.get(header.group_id)
-        if entry is not None and entry.worker in self.workers.live:
+    def anybody(self: Rollouts, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
+        entry = self._state.held.get(header.group_id)
+        if entry is not None and entry.worker in self._run.workers.live:
             header = replace(header, attempt=entry.attempt, worker=entry.worker)
             return insert(self, entry.worker, entry.incarnation, header, payload)
         return insert(self, worker, incarnation, header, payload)
 
-    RolloutSide.insert = anybody
-    RolloutSide._refuse_replaced = lambda self, worker, incarnation: (
-        refuse(self, worker, incarnation) if worker.startswith("learner") else None
+    Rollouts.insert = anybody
+    Run.refuse_replaced = lambda self, peer, incarnation: (
+        refuse(self, peer, incarnation) if peer.startswith("learner") else None
     )
 
 
 def group_split() -> None:
     """Groups that pass the door lose a member."""
-    record = ReplayCore._record
+    record = Run.record
 
-    def split(self: ReplayCore, event: ev.Event) -> None:
+    def split(self: Run, event: ev.Event) -> None:
         if isinstance(event, ev.Inserted) and event.header.group_id % 7 == 3:
             event = replace(event, header=replace(event.header, trajectories=event.header.trajectories[:-1]))
         record(self, event)
 
-    ReplayCore._record = split
+    Run.record = split
 
 
 MUTANTS = {

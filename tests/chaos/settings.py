@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.replay.admission import AdmissionSettings
 from asyncrl.replay.config import JournalConfig, ReplayConfig
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.net.keyring import run_keys
 from asyncrl.types import StalePolicy
 
 DIGEST = "chaos"
@@ -71,6 +72,7 @@ class ChaosSettings:
     def replay(self) -> ReplayConfig:
         return ReplayConfig(
             address=self.address,
+            keys=str(run_keys(self.root)),
             shards=len(self.shards),
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,

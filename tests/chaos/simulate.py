@@ -4,7 +4,8 @@
 
 Clients talk to the core over a network that loses, repeats and reorders; the journal is a list whose un-synced end a
 power loss destroys; a reply leaves only when the events it rests on are synced. Workers die, come back as zombies and
-are replaced; the learner dies and goes back to its checkpoint; the disk is full for a while.
+are replaced; the learner dies and goes back to its checkpoint, where it gets the very batches that it had, unless it
+was sent there by hand or comes with other settings; the disk is full for a while.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from asyncrl.errors import FencedError
-from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.audit import Audit, audit
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.image import state_image
-from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.audit.report import Audit, audit
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.journal.durable import plain
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, TrajectoryHeader
 
 from .virtual import HEARTBEAT_TIMEOUT_S, Client, Request, VirtualServer
@@ -33,6 +35,10 @@ class World(VirtualServer):
     syncs = (3, 10, 30)
     power_losses = (0, 1, 2)
     """Weights among all actions, to choose from per seed."""
+    cuts = (0.0, 0.1, 0.5)
+    """How likely the power fails just when a plan has arrived: what it rests on has to be durable. Likewise."""
+    calms = (0, 1, 3)
+    """Steps trained before anything fails: else most faults hit a run that has no plan yet. Likewise."""
 
     def __init__(self, seed: int) -> None:
         rng = Random(seed)
@@ -48,11 +54,15 @@ class World(VirtualServer):
             max_attempts=rng.choice((1, 2, 3)),
         )
         super().__init__(settings, rng.choice((4, 1000)), rng)
+        self.cut = 0.0
         self.acked: set[int] = set()
         """Groups whose insertion was acknowledged."""
         self.history: dict[int, tuple[int, ...]] = {}
         """The learner's own: step -> groups, of its surviving history."""
-        self.planned: dict[int, tuple[int, ...]] = {}
+        self.planned: dict[int, Any] = {}
+        """Step -> groups and ages that the learner was given, of this line of the history."""
+        self.learner_settings = 0
+        self.began = settings
         self.checkpoint: tuple[int, int] | None = None
         self.published = NO_VERSION
         """Newest weights that left the learner: after the replay has acknowledged their number."""
@@ -105,6 +115,8 @@ class World(VirtualServer):
             self._refused(request, answer)
         else:
             getattr(self, f"_on_{request.verb}", lambda *_: None)(client, answer, request)
+            if request.verb == "lease" and answer is not None and self.random.random() < self.cut:
+                self.power_loss()
 
     def _refused(self, request: Request, error: Exception) -> None:
         """Only what was overtaken by later requests may be refused."""
@@ -165,7 +177,8 @@ class World(VirtualServer):
         if learner.open:
             return
         if learner.phase == "restore":
-            self._ask(learner, "restore", *(self.checkpoint or (None, NO_VERSION)))
+            checkpoint = self.checkpoint or (None, NO_VERSION)
+            self._ask(learner, "restore", *checkpoint, str(self.learner_settings), learner.branch)
         elif learner.phase == "publish":
             parent = self.checkpoint[1] if self.checkpoint else NO_VERSION
             self._ask(learner, "publish", learner.version, parent)
@@ -186,16 +199,14 @@ class World(VirtualServer):
     def _on_publish(self, learner: Client, answer: Any, request: Request) -> None:
         learner.phase, self.published = "lease", learner.version
 
-    def _on_lease(self, learner: Client, groups: tuple[int, ...] | None, request: Request) -> None:
+    def _on_lease(self, learner: Client, plan: Any, request: Request) -> None:
         step = request.arguments[0]
-        if groups is None or learner.phase not in ("lease", "trained"):
+        if plan is None or learner.phase not in ("lease", "trained"):
             return
-        if step in self.planned:
-            kept = [group for group in self.planned[step] if group in groups]
-            assert list(groups[: len(kept)]) == kept, f"step {step} was {self.planned[step]}, now it is {groups}"
-        self.planned[step] = groups
+        known = self.planned.setdefault(step, plan)
+        assert known == plan, f"step {step} was {known}, now it is {plan}"
         if step == learner.next_step and learner.phase == "lease":
-            learner.plan, learner.phase = groups, "trained"
+            learner.plan, learner.phase = plan[0], "trained"
 
     def _on_trained(self, learner: Client, reply: Any, request: Request) -> None:
         step, version = request.arguments
@@ -244,6 +255,26 @@ class World(VirtualServer):
         committed = self.checkpoint[0] if self.checkpoint else -1
         # What was planned but never trained may still be told to nobody: it stays comparable.
         self.history = {step: groups for step, groups in self.history.items() if step <= committed}
+        self.learner.branch = self.random.random() < 0.15
+        other = self.random.random() < 0.2
+        if other:
+            self._change_settings()
+        if other or self.learner.branch:
+            self._note("branch")
+            self.planned = {step: plan for step, plan in self.planned.items() if step <= committed}
+
+    def _change_settings(self) -> None:
+        """As a run may be resumed."""
+        self.learner_settings += 1
+        bound = self.random.choice((0, 1, 2, 3))
+        self.settings = replace(
+            self.settings,
+            groups_per_step=self.random.choice((1, 2, 3)),
+            max_staleness=bound,
+            pipeline_depth=self.random.randint(0, bound),
+        )
+        self.core.run.settings = self.settings
+        self.core.configure(plain(self.settings))
 
     def power_loss(self) -> None:
         super().power_loss()
@@ -253,7 +284,7 @@ class World(VirtualServer):
 
     def check_acknowledged(self) -> None:
         """No acknowledged group is forgotten: it is stored, trained, or was dropped with a reason."""
-        model = self.core.model
+        model = self.model
         for group_id in self.acked:
             known = model.finals.get(group_id) or model.groups.get(group_id)
             assert known, f"group {group_id} was acknowledged and is unknown"
@@ -264,6 +295,10 @@ class World(VirtualServer):
 
     def run(self, actions: int) -> None:
         rng = self.random
+        calm = rng.choice(self.calms)
+        if calm:
+            self.go_on(calm)
+        self.cut = rng.choice(self.cuts)
         weights = {
             self.deliver: 30,
             self.answer: 30,
@@ -280,12 +315,13 @@ class World(VirtualServer):
         }
         for action in rng.choices(list(weights), list(weights.values()), k=actions):
             action()
-        self.recover()
-
-    def recover(self, steps: int = 2, rounds: int = 600) -> None:
-        """All is well again: steps must be trained, everything acknowledged must be there."""
         if self.full:
             self.disk_full()
+        self.cut = 0.0
+        self.go_on(2)
+
+    def go_on(self, steps: int, rounds: int = 600) -> None:
+        """Nothing fails: steps must be trained, everything acknowledged must be there."""
         goal = self.learner.next_step + steps
         for number in range(rounds):
             self.step_worker()
@@ -308,9 +344,8 @@ class World(VirtualServer):
 
     def audit(self) -> Audit:
         """From the durable journal alone."""
-        names = ("max_staleness", "groups_per_step", "group_size")
-        run = {"settings": {name: getattr(self.settings, name) for name in names}}
-        first = ev.Snapshotted(run, -1, state_image(ReplayCore(self.settings, lambda: 0.0).state), ())
+        run = {"settings": plain(self.began)}
+        first = ev.Snapshotted(run, -1, ReplayCore(self.settings, lambda: 0.0).state.image(), ())
         return audit(enumerate([first, *self.journal[: self.durable]]))
 
 

@@ -8,10 +8,12 @@ import pytest
 import zmq
 
 from asyncrl.errors import FencedError, ReplayError
-from asyncrl.replay import wire
-from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.wire import Envelope
+from asyncrl.replay.client.client import LearnerClient
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.net.keys import secure_client
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import replay_config, running_server, settings
 
@@ -19,10 +21,11 @@ from tests.replay.helpers import replay_config, running_server, settings
 class RawWorker:
     """Speaks frame by frame, so that it can say things twice and late."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, config: ReplayConfig) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(address)
+        secure_client(self.socket, config.keys, "worker", "server")
+        self.socket.connect(config.address)
         self.run = ""
 
     def say(self, verb: str, number: int, body: Any, acknowledged: int = 0) -> None:
@@ -49,14 +52,14 @@ def test_a_copy_of_an_answered_request_gives_no_orders_to_nobody() -> None:
         learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
         learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         learner.publish(policy_version=0, parent=NO_VERSION)
-        worker = RawWorker(config.address)
+        worker = RawWorker(config)
         try:
             worker.run = worker.ask("hello", 1, ["worker", "w", "d", NO_VERSION, ""])[0]
             worker.ask("served", 2, [0, "f"], 2)
             assert len(worker.ask("acquire", 3, [1, 0.0], 3)[0]) == 1
-            worker.ask("members", 4, None, 4)
+            worker.ask("watch", 4, [-1, 0.0], 4)
             worker.say("acquire", 3, [1, 0.0], 3)
-            worker.say("members", 5, None, 4)
+            worker.say("watch", 5, [-1, 0.0], 4)
             answer = worker.hear()
             assert answer is not None and answer.request == 5, "the copy was answered"
         finally:

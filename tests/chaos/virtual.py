@@ -8,18 +8,20 @@ from random import Random
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
-from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.image import load_image, state_image
-from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.ledger import Entry
+from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.run import Run
+from asyncrl.replay.journal.durable import plain
 from asyncrl.types import NO_VERSION, Assignment
 
 from .model import Model
 
 HEARTBEAT_TIMEOUT_S = 10.0
 ONCE = ("acquire", "insert", "trained", "restore")
-"""Verbs whose answer a server remembers for a request that comes again; see `asyncrl.replay.desk.ONCE`."""
+"""Verbs whose answer a server remembers for a request that comes again; see `asyncrl.replay.server.handlers.ONCE`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,29 +52,20 @@ class Client:
     version: int = NO_VERSION
     phase: str = "restore"
     plan: tuple[int, ...] = ()
-    snapshot: dict[str, Any] = field(default_factory=dict)
-
-
-class WatchedCore(ReplayCore):
-    """Compares itself with the model after every event."""
-
-    model: Model
-
-    def _record(self, event: ev.Event) -> None:
-        super()._record(event)
-        self.model.apply(event)
-        self.model.compare(self.state)
+    branch: bool = False
+    """It was told by hand where to go on."""
 
 
 class VirtualServer:
     """Requests wait in `network`, replies in `held_back` until they are covered by a sync, then in `answers`."""
 
-    core_type: type[WatchedCore] = WatchedCore
     forgetful = False
     """The server does not remember what it answered (planted mistakes)."""
 
     def __init__(self, settings: AdmissionSettings, max_bytes: int, random: Random) -> None:
         self.settings, self.max_bytes, self.random = settings, max_bytes, random
+        self.journalled = random.random() < 0.7
+        """What is given up for memory is read back; otherwise it is made anew."""
         self.now = 0.0
         self.faults: dict[str, int] = {}
         self.journal: list[ev.Event] = []
@@ -97,28 +90,56 @@ class VirtualServer:
 
     def _boot(self) -> None:
         """Recover from what is durable: a snapshot and the events after it, or all events."""
-        core = self.core_type(
+        core = ReplayCore(
             self.settings,
             lambda: self.now,
             max_bytes=self.max_bytes,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             journal=self._append,
         )
-        core.model = Model()
+        self.model = Model()
         for event in self.journal:
-            core.model.apply(event)
+            self.model.apply(event)
         first = 0
         if self.base is not None:
             first, image, payloads = self.base
-            load_image(core.state, copy.deepcopy(image))
+            core.state.load(copy.deepcopy(image))
             for group_id, payload in payloads.items():
                 core.state.ledger.entries[group_id].payload = payload
         for event in self.journal[first:]:
             core.state.apply(event)
-        core.model.compare(core.state)
+        self.model.compare(core.state)
+        core.space.stored = self._read_back if self.journalled else None
         self.core = core
+        self._watch(core.run)
+        self.plant(core)
+        if self.journal:
+            core.configure(plain(self.settings))
+        else:  # a journal that begins anew begins with the settings of now
+            self.began = self.settings
         core.take_over()
         core.paused = "the disk is full" if self.full else ""
+
+    def _watch(self, run: Run) -> None:
+        """Compare with the model after every event."""
+        record = run.record
+
+        def watched(event: ev.Event) -> None:
+            record(event)
+            self.model.apply(event)
+            self.model.compare(run.state)
+
+        run.record = watched
+
+    def plant(self, core: ReplayCore) -> None:
+        """A mistake, in worlds that are to be caught."""
+
+    def _read_back(self, entry: Entry) -> bytes:
+        """From what is durable, of the attempt that was taken."""
+        self._note("read back")
+        kept = (event for event in self.journal[: self.durable] if isinstance(event, ev.Inserted))
+        found = {(event.header.group_id, event.header.attempt): event.payload for event in kept}
+        return found[entry.group_id, entry.attempt]
 
     def sync(self) -> None:
         if not self.full:
@@ -134,7 +155,7 @@ class VirtualServer:
         entries = self.core.state.ledger.entries.values()
         payloads = {entry.group_id: entry.payload for entry in entries if entry.payload is not None}
         if self.durable == len(self.journal):
-            self.base = (self.durable, copy.deepcopy(state_image(self.core.state)), payloads)
+            self.base = (self.durable, copy.deepcopy(self.core.state.image()), payloads)
 
     def power_loss(self) -> None:
         self._note("power loss")
@@ -202,11 +223,23 @@ class VirtualServer:
             assert mine or reply.status != "accepted", "a fenced group was taken"
             return reply
         if request.verb == "restore":
-            step, version = arguments
-            return core.restore(step=step, policy_version=version, snapshot=None, incarnation=client.incarnation)
+            step, version, settings, branch = arguments
+            return core.restore(
+                step=step,
+                policy_version=version,
+                snapshot=None,
+                incarnation=client.incarnation,
+                settings=settings,
+                branch=branch,
+            )
         if request.verb == "lease":
             plan = core.lease(arguments[0])
-            return None if plan is None else tuple(group.group_id for group in plan.groups)
+            if plan is None:
+                return None
+            entries = [core.state.ledger.entry(group.group_id) for group in plan.groups]
+            core.bring_back(entries)
+            assert all(isinstance(entry.payload, bytes) for entry in entries), "a batch came without its payloads"
+            return tuple(group.group_id for group in plan.groups), tuple(sorted(plan.staleness.items()))
         if request.verb == "commit":
             return core.commit(arguments[0])
         names = {"publish": ("policy_version", "parent"), "trained": ("step", "policy_version")}[request.verb]

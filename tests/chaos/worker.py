@@ -11,8 +11,8 @@ import time
 import numpy as np
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.replay.base import Acquired
-from asyncrl.replay.client import RolloutClient
+from asyncrl.replay.client.client import RolloutClient
+from asyncrl.replay.protocol import Acquired
 from asyncrl.types import NO_VERSION, Assignment, Trajectory, TrajectoryGroup
 
 from .settings import DIGEST, ChaosSettings, History

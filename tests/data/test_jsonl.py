@@ -4,8 +4,14 @@ import json
 
 import pytest
 
-from asyncrl.data.jsonl import JsonlFile
+from asyncrl.checks.sources import Source
+from asyncrl.data.rows.opening import open_source
+from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import DataError
+
+
+def opened(path) -> PromptRows:
+    return open_source(Source(key="data.path", specs=(str(path),)))
 
 
 def write(tmp_path, *lines: str):
@@ -15,7 +21,7 @@ def write(tmp_path, *lines: str):
 
 
 def test_rows_are_read_in_any_order_and_blank_lines_are_no_rows(tmp_path):
-    file = JsonlFile(write(tmp_path, '{"prompt": "a"}', "", '{"prompt": "é☃", "answer": 2}', "  "))
+    file = opened(write(tmp_path, '{"prompt": "a"}', "", '{"prompt": "é☃", "answer": 2}', "  "))
     assert len(file) == 2
     assert file[1] == {"prompt": "é☃", "answer": 2}
     assert file[0] == {"prompt": "a"}
@@ -25,7 +31,7 @@ def test_rows_are_read_in_any_order_and_blank_lines_are_no_rows(tmp_path):
 def test_the_last_line_needs_no_newline(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
-    assert JsonlFile(path)[1] == {"prompt": "b"}
+    assert opened(path)[1] == {"prompt": "b"}
 
 
 def test_verl_rows_are_read_as_they_are(tmp_path):
@@ -36,7 +42,7 @@ def test_verl_rows_are_read_as_they_are(tmp_path):
         "reward_model": {"style": "rule", "ground_truth": "4"},
         "extra_info": {"index": 0, "split": "train"},
     }
-    assert JsonlFile(write(tmp_path, json.dumps(row)))[0] == row
+    assert opened(write(tmp_path, json.dumps(row)))[0] == row
 
 
 @pytest.mark.parametrize(
@@ -53,15 +59,15 @@ def test_verl_rows_are_read_as_they_are(tmp_path):
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tmp_path, line, says):
-    file = JsonlFile(write(tmp_path, '{"prompt": "fine"}', "", line))
+    file = opened(write(tmp_path, '{"prompt": "fine"}', "", line))
     with pytest.raises(DataError, match=rf"rows\.jsonl:3.*{says}"):
         file.check()
     with pytest.raises(DataError, match=r"rows\.jsonl:1"):
-        JsonlFile(write(tmp_path, line))
+        opened(write(tmp_path, line))
 
 
 def test_a_missing_or_empty_file_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(DataError, match=r"data\.path"):
-        JsonlFile(tmp_path / "nothing.jsonl")
+        opened(tmp_path / "nothing.jsonl")
     with pytest.raises(DataError, match="has no rows"):
-        JsonlFile(write(tmp_path, "", ""))
+        opened(write(tmp_path, "", ""))

@@ -9,22 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from asyncrl.chat.choice import open_chat
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.prompts import PromptSource, epoch_order
-from asyncrl.errors import DataError
+from asyncrl.data.order import epoch_order
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import DataError, OverlongError
+from tests.rollout.rollout_fakes import dataset
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     save_byte_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return open_chat(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), str(folder))
 
 
 def source(tmp_path: Path, tokenizer, rows: list[dict], **settings) -> PromptSource:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PromptSource(path, tokenizer, **({"seed": 0, "shuffle": True, "max_prompt_tokens": 64} | settings))
+    return PromptSource(dataset(path), tokenizer, **({"seed": 0, "shuffle": True, "max_prompt_tokens": 64} | settings))
 
 
 @cache
@@ -74,11 +77,35 @@ def test_messages_go_through_the_chat_template_with_a_generation_prompt(tmp_path
 
 
 def test_messages_without_a_chat_template_are_an_error_with_a_way_out(tmp_path, tokenizer):
-    class Bare:
-        chat_template = None
+    save_byte_tokenizer(tmp_path)
+    bare = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    bare.chat_template = None
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no chat template. Use"):
+        source(tmp_path, open_chat(bare, str(tmp_path)), [{"prompt": [{"role": "user", "content": "hi"}]}])[0]
 
-    with pytest.raises(DataError, match="no chat template"):
-        source(tmp_path, Bare(), [{"prompt": [{"role": "user", "content": "hi"}]}])[0]
+
+@pytest.mark.parametrize(("how", "kept"), [("truncate_left", "3456789>"), ("truncate_right", "12345678")])
+def test_an_over_long_prompt_may_be_cut_and_is_counted_each_time_it_is_drawn(tmp_path, tokenizer, how, kept):
+    rows = [{"prompt": "0123456789>"[1:]}, {"prompt": "short"}]
+    limited = source(tmp_path, tokenizer, rows, shuffle=False, max_prompt_tokens=8, overlong=how)
+    assert (limited[0].text, len(limited[0].token_ids)) == (kept, 8)
+    assert limited[1].text == "short" and limited[0].columns == rows[0]
+    assert limited.stats() == {"overlong_prompts": 3}
+
+
+def test_an_over_long_prompt_that_is_to_be_dropped_names_its_row(tmp_path, tokenizer):
+    limited = source(tmp_path, tokenizer, [{"prompt": "x" * 9}], max_prompt_tokens=8, overlong="drop")
+    with pytest.raises(OverlongError, match=r"rows\.jsonl:1.* 9 tokens"):
+        limited[0]
+
+
+def test_a_chat_template_that_cannot_be_rendered_is_an_error_naming_row_and_reason(tmp_path, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
+    save_byte_tokenizer(tmp_path)
+    broken = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    broken.chat_template = "{% for message in messages %}{{ message['role'] }"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*chat template cannot be rendered: TemplateSyntaxError"):
+        source(tmp_path, open_chat(broken, str(tmp_path)), rows)[0]
 
 
 def test_an_over_long_prompt_is_an_error_naming_its_row_and_never_cut(tmp_path, tokenizer):

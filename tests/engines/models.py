@@ -51,11 +51,10 @@ def request(
     temperature: float = 1.0,
     stop: tuple[int, ...] = (),
     seed: int = 0,
-    pinned: bool = False,
     name: str = "r",
 ) -> GenerateRequest:
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new, stop_token_ids=stop)
-    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, n=n, sampling=sampling, seed=seed, pinned=pinned)
+    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, n=n, sampling=sampling, seed=seed)
 
 
 def write_own_sampling(folder: Path) -> None:

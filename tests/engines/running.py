@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl.engines.runner import ModelRunner
-from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.engines.hf.engine import TransformersEngine
+from asyncrl.engines.hf.runner import ModelRunner
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.adapter_book import AdapterBook, HeldAdapter
+from asyncrl.engines.vllm.adapter_book import AdapterBook, HeldAdapter
 
 
 def held(book: AdapterBook, policy_version: int) -> HeldAdapter:

@@ -52,35 +52,18 @@ def test_every_token_can_be_checked_against_the_engine():
         assert not (completion.token_ids[:-1] == 1).any()
 
 
-@pytest.mark.timeout(120)
-def test_an_update_in_flight_splits_versions_but_never_those_of_a_pinned_request(monkeypatch):
+def test_an_update_in_flight_splits_versions(monkeypatch):
     engine = FakeEngine()
-    long = SamplingParams(temperature=1.0, max_new_tokens=50)
 
-    async def work(pinned: bool):
-        asked, steps = asyncio.Event(), engine.stats()["decode_steps"]
+    async def sleep(_: float) -> None:
+        await asyncio.sleep(0)
+        if engine.stats()["decode_steps"] == 3:
+            engine.load_weights(0, {})
 
-        async def sleep(_: float) -> None:
-            """After three tokens the engine waits until the load was asked for."""
-            await asyncio.sleep(0)
-            if engine.stats()["decode_steps"] == steps + 3:
-                await asked.wait()
-
-        monkeypatch.setattr(fake, "asyncio", SimpleNamespace(sleep=sleep))
-        running = asyncio.ensure_future(engine.generate(request(sampling=long, pinned=pinned)))
-        while engine.stats()["decode_steps"] < steps + 3:
-            await asyncio.sleep(0)
-        load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, engine.policy_version + 1, {}))
-        while not (engine._loads_waiting if pinned else load.done()):
-            await asyncio.sleep(0.001)
-        asked.set()
-        group = await running
-        await load
-        return {version for completion in group for version in completion.policy_versions.tolist()}
-
-    assert asyncio.run(work(pinned=False)) == {-1, 0}
-    assert asyncio.run(work(pinned=True)) == {0}
-    assert engine.policy_version == 1
+    monkeypatch.setattr(fake, "asyncio", SimpleNamespace(sleep=sleep))
+    group = run(engine, request(sampling=SamplingParams(temperature=1.0, max_new_tokens=50)))
+    for completion in group:
+        assert completion.policy_versions.tolist() == [-1] * 3 + [0] * 47
 
 
 def test_a_closed_fake_fails_what_runs():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.engines.hf.engine import TransformersEngine
+from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.engines.lora import AdapterTable
-from asyncrl.engines.runner import ModelRunner
-from asyncrl.engines.transformers import TransformersEngine
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, scaling_tensor
 from tests.engines.models import make_model, plain_logprobs, prompt, request, weights_of

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from asyncrl.engines.hf.sampling import sample
 from asyncrl.engines.noise import mix, uniforms
-from asyncrl.engines.sampling import sample
 
 
 def test_uniforms_are_uniform_and_independent_of_their_neighbours():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from asyncrl.engines.runner import ModelRunner
-from asyncrl.engines.transformers import TransformersEngine
+from asyncrl.engines.hf.engine import TransformersEngine
+from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import ConfigError, GenerationError, WeightsError
 from tests.engines.models import (
     VOCABULARY,

@@ -66,39 +66,14 @@ def test_an_update_to_identical_weights_changes_only_the_version():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, ids, completion), atol=1e-4)
 
 
-def test_pinned_requests_have_one_version_and_do_not_starve_a_waiting_load():
-    model = make_model("qwen2")
-    engine, runner = make_held(model, steps=2)
-
-    async def work():
-        await asyncio.to_thread(engine.load_weights, 1, weights_of(model))
-        first = asyncio.ensure_future(engine.generate(request(prompt(4), 2, new=40, pinned=True)))
-        load = await asked_to_load(engine, runner, 2, weights_of(model))
-        second = asyncio.ensure_future(engine.generate(request(prompt(6), 1, new=10, pinned=True)))
-        plain = asyncio.ensure_future(engine.generate(request(prompt(8), 1, new=3)))
-        await until(lambda: len(engine._inbox.waiting) == 2)
-        runner.allow(8)  # enough for the unpinned one; the pinned one has tokens left
-        free = await plain
-        early = not load.done()
-        runner.allow(math.inf)
-        await load
-        return await first, await second, free, early
-
-    first, second, (free,), early = asyncio.run(closing(engine, work()))
-    assert early, "an unpinned request goes on while a load waits for a pinned one"
-    assert set(free.policy_versions.tolist()) == {1}
-    assert all(set(c.policy_versions.tolist()) == {1} for c in first)
-    assert all(set(c.policy_versions.tolist()) == {2} for c in second)
-
-
-def test_a_load_that_waits_too_long_for_a_pinned_request_is_withdrawn():
+def test_a_load_that_waits_too_long_for_a_decode_step_is_withdrawn():
     model = make_model("qwen2")
     engine, runner = make_held(model, steps=2, load_timeout_s=0.0)
 
     async def work():
-        running = asyncio.ensure_future(engine.generate(request(prompt(4), 64, new=20, pinned=True)))
+        running = asyncio.ensure_future(engine.generate(request(prompt(4), 64, new=20)))
         await until(lambda: runner.held)
-        with pytest.raises(WeightsError, match="pinned requests"):
+        with pytest.raises(WeightsError, match="the engine thread stands still"):
             await asyncio.to_thread(engine.load_weights, 9, weights_of(model))
         assert engine.policy_version == NO_VERSION
         runner.allow(math.inf)

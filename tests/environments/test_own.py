@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.requests import check_request
+from asyncrl.engines.hf.requests import check_request
 from asyncrl.environments.base import Episodes, EpisodeTools
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.transcript import Transcript
@@ -36,7 +36,7 @@ async def generate(token_ids: Any, n: int) -> list[Completion]:
     return [completion(98, 258)] * n
 
 
-async def score(texts: list[str], row: dict[str, Any]) -> list[RewardScore]:
+async def score(texts: list[str], row: dict[str, Any], **_: Any) -> list[RewardScore]:
     return [RewardScore(value=1.0)] * len(texts)
 
 

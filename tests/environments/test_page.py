@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 from asyncrl.config import load_config
-from tests.environments.pages import PAGE, programs
+from asyncrl.environments.registry import make_environment
+from asyncrl.environments.tools.host import Toolbox
+from asyncrl.schema import EnvironmentConfig
+from tests.environments.pages import PAGE, programs, write_programs
+from tests.environments.talk import exact, play, sampled_texts
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
 
 def test_every_block_of_code_is_a_program_that_other_tests_run() -> None:
-    assert set(programs()) == {"second_try.py", "taught.py"}
-    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 2
+    assert set(programs()) == {"guess.py", "calculator.py", "second_try.py", "taught.py"}
+    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 4
 
 
 def test_every_command_of_the_page_is_accepted() -> None:
     commands = re.findall(r"^    (?:\w+=\S+ )?asyncrl local \.\.\. (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     configs = [load_config([*REQUIRED, *shlex.split(command)]) for command in commands]
-    names = ["second_try.py:SecondTry", "taught.py:Taught", "taught.py:Taught"]
+    names = ["guess.py:Guess", "tools", "reasoning_gym", "taught.py:Taught", "taught.py:Taught"]
     assert [config.environment.name for config in configs] == names
-    assert [config.reference.from_rollout for config in configs] == [False, True, True]
+    assert [config.reference.from_rollout for config in configs] == [False, False, False, True, True]
+
+
+async def test_the_guessing_game_is_played_by_hints_in_at_most_25_lines(tmp_path: Path) -> None:
+    write_programs(tmp_path)
+    assert len([line for line in programs()["guess.py"].splitlines() if line.strip()]) <= 25
+    game = make_environment(EnvironmentConfig(name=f"{tmp_path}/guess.py:Guess", args={"turns": 3}))
+
+    def halves(text: str) -> str:
+        return {0: "50", 1: "25"}.get(text.count("higher") + text.count("lower"), "42")
+
+    episodes, engine = await play(game, halves, prompt="Guess", columns={"number": 42})
+    assert sampled_texts(episodes) == ["50<|im_end|>", "25<|im_end|>", "42<|im_end|>"]
+    assert episodes.trajectories[0].reward == 1.0 - 2 / 3
+    exact(episodes, engine)
+    lost, _ = await play(game, lambda text: "a hundred", columns={"number": 42})
+    assert [each.reward for each in lost.trajectories] == [0.0]
+
+
+def test_the_calculator_can_be_told_of(tmp_path: Path) -> None:
+    box = Toolbox([f"{write_programs(tmp_path)}/calculator.py:calculate"])
+    assert box.call("calculate", {"expression": "6 * (3 + 4)"}) == (True, "42")
+    assert box.call("calculate", {"expression": "exit()"})[0] is False

@@ -46,7 +46,7 @@ def run(score):
 
 
 def test_a_trajectory_is_prompt_and_completion_with_the_engine_s_own_ids_and_logprobs():
-    async def score(texts, row):
+    async def score(texts, row, **_):
         assert (texts, row["answer"]) == (["ba", "x"], "ba")
         return [RewardScore(value=1.0, parts={"length": 2.0}), RewardScore(value=0.0)]
 
@@ -63,7 +63,7 @@ def test_a_trajectory_is_prompt_and_completion_with_the_engine_s_own_ids_and_log
 
 
 def test_a_reward_failure_is_passed_on_and_scores_nothing():
-    async def score(texts, row):
+    async def score(texts, row, **_):
         raise RewardError("no")
 
     with pytest.raises(RewardError):
@@ -71,7 +71,7 @@ def test_a_reward_failure_is_passed_on_and_scores_nothing():
 
 
 def test_a_reward_of_the_wrong_size_is_never_cut_to_fit():
-    async def score(texts, row):
+    async def score(texts, row, **_):
         return [RewardScore(value=1.0)]
 
     with pytest.raises(ValueError, match="shorter"):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
+from asyncrl.telemetry.evaluations import is_evaluation
 
 REWARD = "asyncrl.rewards.exact_match:exact_match"
 
@@ -34,9 +35,15 @@ class LocalRun:
     seen: set[int] = field(default_factory=set)
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Of a file of the run folder, without a last one that is being written."""
+        """Of a file of the run folder, without a last one that is being written. Of the metrics: trained steps."""
         path = self.directory / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return [row for row in rows if name != "metrics" or not is_evaluation(row)]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows of the metrics, in the order in which they came."""
+        rows = (json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if is_evaluation(row)]
 
     def descendants(self, matching: str = "") -> list[psutil.Process]:
         try:
@@ -114,11 +121,10 @@ def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     model.save_pretrained(root / "model")
     save_byte_tokenizer(root / "model")
-    train, heldout = write_modes(root, seed=0, train_rows=512, eval_rows=64)
+    train, _ = write_modes(root, seed=0, train_rows=512, eval_rows=64)
     return {
         "model.path": str(root / "model"),
         "data.path": str(train),
-        "eval.path": str(heldout),
         "reward.function": REWARD,
         "data.max_prompt_tokens": "32",
         "rollout.max_new_tokens": "12",
@@ -134,12 +140,15 @@ StartLocal = Callable[..., LocalRun]
 
 @pytest.fixture
 def start_local(tiny_task: dict[str, str], tmp_path: Path) -> Iterator[StartLocal]:
-    """`start_local({"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run`; cleans up after the test."""
+    """`start_local({"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run`; cleans up after the test. With
+    an experiment or any setting of `eval` it evaluates the task's held-out rows."""
     runs: list[LocalRun] = []
 
     def start(overrides: dict[str, Any]) -> LocalRun:
         directory = tmp_path / "run"
         settings = {**tiny_task, "run.dir": str(directory), **{key: str(value) for key, value in overrides.items()}}
+        if "experiment" in overrides or any(key.startswith("eval.") for key in overrides):
+            settings["eval.path"] = str(Path(tiny_task["data.path"]).with_name("heldout.jsonl"))
         output = tmp_path / f"local-{len(runs)}.log"
         with output.open("w") as sink:
             process = subprocess.Popen(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands import free_port
+from asyncrl.cli.commands import free_port
 from tests.integration.conftest import LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
 

@@ -27,7 +27,6 @@ def test_an_experiment_runs_to_its_end_with_its_numbers_in_every_row(
         "learner.ranks": ranks,
         "rollout.host": "process",
         "learner.save_every": 3,
-        "eval.every": 0,
         # The random model of this test is never right, and without its price nothing would be learned of 0.
         "reward.function": "asyncrl.rewards.exact_match:exact_match",
     }
@@ -54,7 +53,7 @@ def test_remax_compares_with_a_greedy_completion_that_travels_with_its_group(
 ) -> None:
     reward = tmp_path / "letters.py"
     reward.write_text("def letters(completion, row):\n    return {'score': len(completion) / 12, 'letters': 1.0}\n")
-    settings = {"experiment": "remax", "rollout.host": "process", "eval.every": 0, "learner.steps": 4}
+    settings = {"experiment": "remax", "rollout.host": "process", "learner.steps": 4}
     run = start_local({**settings, "reward.function": f"{reward}:letters"})
     assert run.finish(400) == 0, run.tail()
     rows = run.rows()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.replay.audit.report import main as audit_main
 from tests.integration.conftest import LocalRun, StartLocal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -65,7 +66,11 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     assert max(row["staleness/max"] for row in rows) <= max_staleness
     if max_staleness == 0:
         assert all(row["staleness/mean"] == 0 and row["staleness/masked_tokens"] == 0 for row in rows)
-    assert any("eval/heldout/accuracy" in row for row in rows)
+    points = run.evaluations()
+    assert 2 <= len(points) <= 3 and points[-1]["step"] == steps
+    for row in points:
+        assert row["eval/heldout/count"] == 32 and 0 <= row["eval/heldout/reward"] <= 1
+        assert row["policy_version"] == row["eval/heldout/version_min"] == row["step"]
     for row in rows:
         assert_conserved(row)
     assert_trained_once(ledger(run))
@@ -81,6 +86,7 @@ def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal)
     started = (run.directory / "logs" / "rollout-0.log").read_text()
     pid = int(re.findall(r"pid (\d+)", started)[-1])
     assert "ray::RolloutWorker" in " ".join(psutil.Process(pid).cmdline())
+    assert psutil.Process(pid).nice() == psutil.Process().nice(), "behind the learner it would starve on the same cores"
     os.kill(pid, signal.SIGKILL)
     assert run.finish(400) == 0, run.tail()
     rows = run.rows()
@@ -111,6 +117,40 @@ def test_a_killed_learner_rank_resumes_from_the_checkpoint(start_local: StartLoc
     assert max(row["staleness/max"] for row in rows) <= 4
     assert_conserved(rows[-1])
     assert_trained_once(ledger(run))
+
+
+def test_a_rank_killed_far_from_its_checkpoint_trains_all_of_it_again_and_a_resume_may_change_the_batch(
+    start_local: StartLocal,
+) -> None:
+    settings = {"rollout.host": "process", "replay.journal.retain": "all"}  # staleness and save_every as shipped
+    run = start_local({**settings, "learner.steps": 30})
+    run.wait_for_step(20, 300)
+    victims = [p for p in run.descendants("asyncrl.learner") if "LOCAL_RANK" in p.environ()]
+    os.kill(victims[0].pid, signal.SIGKILL)
+    assert run.finish(400) == 0, run.tail()
+    events = ledger(run)
+    back = max(i for i, event in enumerate(events) if event["event"] == "restore")
+    assert events[back]["next_step"] == 0 and events[back]["again"]
+    before = {event["step"]: event["groups"] for event in events[:back] if event["event"] == "trained"}
+    after = {event["step"]: event["groups"] for event in events[back:] if event["event"] == "trained"}
+    assert len(before) >= 20 and sorted(after) == list(range(30))
+    assert {step: after[step] for step in before} == before
+    assert not any(event.get("reason") == "stale" for event in events[back:])
+    assert max(row["staleness/max"] for row in run.rows()) <= 4
+
+    resumed = start_local(
+        {**settings, "learner.steps": 34, "resume": "auto", "learner.groups_per_step": 4, "learner.lr": 2e-3}
+    )
+    assert resumed.finish(400) == 0, resumed.tail()
+    steps = {event["step"]: event["groups"] for event in ledger(resumed) if event["event"] == "trained"}
+    assert [len(steps[step]) for step in range(34)] == [8] * 30 + [4] * 4
+    said = resumed.output.read_text()
+    assert "this resume changes learner.groups_per_step: 8 -> 4" in said
+    head = (resumed.directory / "config.yaml").read_text()
+    assert "# resumed from step_30: learner.lr: 0.001 -> 0.002" in head
+    assert resumed.rows()[-1]["optim/lr"] == 2e-3
+    assert audit_main(resumed.directory, as_json=False) == 0
+    assert_trained_once(ledger(resumed))
 
 
 def test_a_used_run_folder_is_refused_and_resume_goes_on_with_plain_processes_and_the_files_transport(

@@ -58,12 +58,11 @@ def test_the_policy_learns_what_the_reward_model_likes(start_local: StartLocal, 
     run = start_local(
         {
             "experiment": "reward_model",
-            "reward.function": "asyncrl.reward_model:RewardModel",
+            "reward.function": "asyncrl.rewards.reward_model:RewardModel",
             "reward.model": letter_judge,
             "rollout.host": "process",
             "learner.steps": 25,
             "learner.lr": 5e-3,
-            "eval.every": 0,
         }
     )
     assert run.finish(400) == 0, run.tail()

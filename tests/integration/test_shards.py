@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl.config import JOURNAL_DIR
-from asyncrl.replay.audit import audit
-from asyncrl.replay.recovery import read_journal
-from asyncrl.replay.retained import RetainedReplay, read_surviving
+from asyncrl.replay.audit.report import audit
+from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
+from asyncrl.replay.journal.recovery import read_journal
 from tests.integration.conftest import LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved
 
@@ -25,7 +25,7 @@ def kill_shard(run: LocalRun, number: int, before: set[int]) -> int:
     """Kill -9 the shard of this number that is not among those killed `before`."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        for process in run.descendants(f"asyncrl.replay.shard {number} "):
+        for process in run.descendants(f"asyncrl.replay.shards {number} "):
             if process.pid not in before:
                 os.kill(process.pid, signal.SIGKILL)
                 return process.pid

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import NoProgress
-from asyncrl.replay.base import Lease, Member, Restored, TrainedReply
+from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
+from asyncrl.telemetry.evaluations import is_evaluation
 from asyncrl.types import EvalSummary
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
@@ -34,7 +35,15 @@ class FedReplay:
     def named(self, call: str) -> list[Any]:
         return [argument for name, argument in self.calls if name == call]
 
-    def restore(self, *, step: int | None, policy_version: int, snapshot: dict[str, Any] | None) -> Restored:
+    def restore(
+        self,
+        *,
+        step: int | None,
+        policy_version: int,
+        snapshot: dict[str, Any] | None,
+        settings: str = "",
+        branch: bool = False,
+    ) -> Restored:
         self.calls.append(("restore", (step, policy_version, snapshot)))
         self.next_step = 0 if step is None else step + 1
         return Restored(next_step=self.next_step, next_version=self.next_version)
@@ -74,12 +83,14 @@ class FedReplay:
         summary = EvalSummary(
             job_id=step,
             step=step,
+            policy_version=policy_version,
             eval_set=eval_set,
-            accuracy=0.5,
+            mean=0.5,
             count=rows,
             failed=0,
             version_min=policy_version,
             version_max=policy_version,
+            superseded=0,
         )
         self.evaluations.append(summary)
         return step
@@ -102,10 +113,11 @@ class FedReplay:
 
 
 class KeptWeights:
-    """Publisher: keeps the newest full tensors by version."""
+    """Publisher: keeps the first and the newest full tensors."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
+        self.first: dict[str, torch.Tensor] = {}
         self.newest: dict[str, torch.Tensor] = {}
 
     def publish(
@@ -114,6 +126,7 @@ class KeptWeights:
         self.newest = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in tensors
         }
+        self.first = self.first or self.newest
         self.versions.append(policy_version)
         return PublishStats(wait_previous_s=0.0, nbytes=sum(t.nbytes for t in self.newest.values()))
 
@@ -132,10 +145,12 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
         self.sampled: list[Mapping[str, Any]] = []
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
-        self.rows.append({"step": step, "policy_version": policy_version, **row})
+        kept = self.evaluations if is_evaluation(row) else self.rows
+        kept.append({"step": step, "policy_version": policy_version, **row})
 
     def close(self) -> None:
         return

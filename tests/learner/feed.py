@@ -18,8 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from asyncrl.replay.balance import shard_step
-from asyncrl.replay.base import Lease
+from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.protocol import Lease
 from asyncrl.types import (
     GREEDY_REWARD,
     NO_VERSION,

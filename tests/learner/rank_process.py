@@ -13,17 +13,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
-from asyncrl.learner.place import Place, assemble
+from asyncrl.learner import roles
+from asyncrl.learner.assembly import assemble
+from asyncrl.learner.place import Place
 from asyncrl.learner.train import train
 from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
+from tests.learner.smooth_steps import make_smooth_optimizer
 
 
 def train_on_ranks(
     config: Config, world: int, *, groups: int = 4, size: int = 4, resume: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Weights published last, after training in `world` processes joined by gloo."""
+    """Weights published last, after training in `world` processes joined by gloo.
+
+    In the run's folder: `first.safetensors` and `published.safetensors`, what was published first and last;
+    `begun.safetensors` and `learned.safetensors`, what is trained, before and after; `row.safetensors`: the last row.
+    """
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
@@ -34,6 +41,7 @@ def train_on_ranks(
 
 def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume: bool) -> None:
     torch.set_num_threads(1)
+    roles.make_optimizer = make_smooth_optimizer
     folder, device = Path(config.run.dir), torch.device("cpu")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
@@ -51,17 +59,27 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
             publisher=lambda _: publisher,
             log=lambda _: rows,
         )
+        begun = trained_weights(parts.roles)
         train(config, parts)
-    learned = {}
-    for name, trained_model, _ in parts.roles.trained():
-        learned |= {f"{name}.{key}": whole(tensor) for key, tensor in trained_model.named_parameters()}
+    learned = trained_weights(parts.roles)
     if rank == 0:
+        save_file(begun, folder / "begun.safetensors")
         save_file(learned, folder / "learned.safetensors")
+        save_file(publisher.first, folder / "first.safetensors")
         save_file(publisher.newest, folder / "published.safetensors")
         row = {name: torch.tensor(value) for name, value in rows.rows[-1].items()}
         save_file(row, folder / "row.safetensors")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trained_weights(trained: roles.Roles) -> dict[str, torch.Tensor]:
+    """`{"policy.NAME": tensor, "critic.NAME": tensor}`, gathered from all ranks."""
+    return {
+        f"{name}.{key}": whole(tensor)
+        for name, model, _ in trained.trained()
+        for key, tensor in model.named_parameters()
+    }
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

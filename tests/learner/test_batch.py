@@ -11,7 +11,7 @@ from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.plan import Member, plan_minibatches
-from asyncrl.replay.base import Lease
+from asyncrl.replay.protocol import Lease
 from tests.learner.feed import FAMILIES, make_lease, make_step, tiny_model
 
 CPU = torch.device("cpu")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from traceback import StackSummary
 
@@ -7,14 +8,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncrl.errors import CheckpointError, CheckpointMismatchError
-from asyncrl.learner import checkpoint, durable
+from asyncrl.errors import CheckpointError, CheckpointMismatchError, RunFolderError
+from asyncrl.learner import checkpoint
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig
+from asyncrl.storage import sealed
 from tests.learner.feed import tiny_model
 
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
@@ -53,6 +55,37 @@ def test_a_resumed_learner_goes_on_exactly_like_the_saved_one(tmp_path: Path):
     update(other.policy, other.optimizer)
     for mine, theirs in zip(roles.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_of_another_run_is_refused_unless_it_is_named(tmp_path: Path):
+    roles = learner(0, updates=1)
+    (tmp_path / "run.json").write_text('{"run_id": "second", "origin": "first"}')
+    mine = Checkpoints(tmp_path / "ckpt", rank=0, keep=2)
+    saved = mine.save(state(4), roles, SNAPSHOT)
+    assert mine.choose("auto", restarted=False) == saved
+    assert mine.load(saved, learner(1))[0].run == "first"
+    (tmp_path / "run.json").write_text('{"run_id": "other", "origin": "other"}')
+    with pytest.raises(RunFolderError, match="was of run first when this learner began, and is of run other now"):
+        mine.save(state(5), roles, SNAPSHOT)
+    theirs = Checkpoints(tmp_path / "ckpt", rank=0, keep=2)
+    for restarted, resume in ((False, "auto"), (True, "never")):
+        with pytest.raises(CheckpointMismatchError, match="saved by run first, and this folder is of run other"):
+            theirs.choose(resume, restarted=restarted)
+    assert theirs.choose(str(saved), restarted=False) == saved
+
+
+def test_a_resume_goes_on_with_the_decay_and_the_betas_of_its_settings(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    checkpoints.save(state(4), learner(0, updates=1), SNAPSHOT)
+    other = learner(1)
+    other.optimizer = make_optimizer(other.policy.parameters(), LearnerConfig(lr=0.5, weight_decay=0.25, beta2=0.5))
+    wanted = [{key: group[key] for key in ("lr", "betas", "weight_decay")} for group in other.optimizer.param_groups]
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.load(newest, other)
+    assert [
+        {key: group[key] for key in given} for group, given in zip(other.optimizer.param_groups, wanted, strict=True)
+    ] == wanted
 
 
 def test_latest_points_to_the_newest_and_older_ones_are_removed(tmp_path: Path):
@@ -102,7 +135,7 @@ def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path, monkeypa
     roles = learner(0, updates=1)
     path = Checkpoints(tmp_path, rank=0, keep=2).save(state(0), roles, {})
     read: list[Path] = []
-    monkeypatch.setattr(durable, "verify", read.append)
+    monkeypatch.setattr(sealed, "verify", read.append)
     for resume in ("auto", str(path)):
         checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
         chosen = checkpoints.choose(resume, restarted=False)
@@ -158,8 +191,8 @@ def test_a_checkpoint_of_another_version_of_asyncrl_is_refused_by_what_it_says(t
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
     path = checkpoints.save(state(0), learner(0, updates=1), {})
     (path / "state.json").write_text('{"step": 0, "policy_version": 3, "moons": 2}')
-    (path / durable.MANIFEST).unlink()
-    durable.seal(path)
+    (path / sealed.MANIFEST).unlink()
+    sealed.seal(path)
     with pytest.raises(CheckpointMismatchError, match=r"state\.json was written by another version .* moons"):
         checkpoints.load(path, learner(0))
 
@@ -215,4 +248,41 @@ def test_a_path_is_taken_until_this_run_has_saved_its_own(tmp_path: Path):
     assert mine.choose(str(path), restarted=False) == path
     assert mine.choose(str(path), restarted=True) == path
     own = mine.save(state(9), learner(0, updates=1), {})
+    assert mine.choose(str(path), restarted=True) == own
+
+
+def test_a_branch_is_what_restarts_go_on_from_and_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "run.json").write_text('{"run_id": "one", "origin": "one"}')
+    roles, folder = learner(0, updates=1), tmp_path / "ckpt"
+    for step in (49, 99, 149):
+        before = Checkpoints(folder, rank=0, keep=3)
+        before.save(state(step), roles, {})
+    (tmp_path / "run.json").write_text('{"run_id": "two", "origin": "one"}')
+    resume = str(folder / "step_50")
+    mine = Checkpoints(folder, rank=0, keep=2)
+    assert mine.choose(resume, restarted=False) == folder / "step_50"
+    assert "step_150 is of the line that this branch leaves: kept as left_step_150" in caplog.text
+    assert mine.choose(resume, restarted=True) == mine.newest() == folder / "step_50", "killed before it saved"
+    assert {path.name for path in folder.glob("*step_*")} == {"step_50", "left_step_100", "left_step_150"}
+    mine.save(state(59), roles, {})
+    newest = mine.save(state(69), roles, {})
+    assert mine.choose(resume, restarted=True) == newest == folder / "step_70"
+    assert {path.name for path in folder.glob("step_*")} == {"step_60", "step_70"}
+    # Another start of the same command goes back to where the branch begins, if that is still there.
+    (tmp_path / "run.json").write_text('{"run_id": "three", "origin": "one"}')
+    with pytest.raises(CheckpointError, match="step_50"):
+        mine.choose(resume, restarted=False)
+    assert mine.choose(str(folder / "left_step_150"), restarted=False) == folder / "left_step_150"
+    assert mine.newest() == folder / "left_step_150"
+
+
+def test_a_branch_from_another_folder_leaves_all_that_is_here(tmp_path: Path):
+    roles = learner(0, updates=1)
+    path = Checkpoints(tmp_path / "theirs", rank=0, keep=1).save(state(6), roles, {})
+    mine = Checkpoints(tmp_path / "mine", rank=0, keep=2)
+    mine.save(state(2), roles, {})
+    shutil.copytree(tmp_path / "mine" / "step_3", tmp_path / "mine" / "step_3_good")
+    assert mine.choose(str(path), restarted=False) == path == mine.choose(str(path), restarted=True)
+    assert mine.newest() is None
+    own = mine.save(state(9), roles, {})
     assert mine.choose(str(path), restarted=True) == own

@@ -43,7 +43,7 @@ def test_a_value_is_that_of_the_sequence_alone_up_to_the_token_before(tmp_path: 
             ids = torch.from_numpy(lease.trajectories[member].token_ids).long()
             mine = (batch.sequence_ids == i) & batch.loss_mask
             expected = alone(input_ids=ids[None]).logits[0, batch.position_ids[mine] - 1, 0]
-            torch.testing.assert_close(values[mine], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(values[mine], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_critic_that_cannot_be_loaded_is_refused_with_its_path(tmp_path: Path):

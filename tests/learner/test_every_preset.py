@@ -18,8 +18,9 @@ from asyncrl.learner.scoring import score, with_scores
 from asyncrl.learner.step import train_step
 from asyncrl.learner.targets import with_targets
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss
-from asyncrl.losses.config import ESTIMATORS, LossConfig, find_preset, proximal_source, resolve
-from asyncrl.replay.base import Lease
+from asyncrl.losses.config import ESTIMATORS, find_preset, proximal_source, resolve
+from asyncrl.losses.settings import LossConfig
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig
 from tests.learner.feed import make_lease, make_step, tiny_checkpoint
 

@@ -73,7 +73,7 @@ def test_the_fused_path_equals_the_plain_one_in_loss_and_every_gradient(
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 5)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         fused = loss_and_gradients(fused_logprobs, name, dtype, bias, temperature)
         plain = loss_and_gradients(plain_logprobs, name, dtype, bias, temperature)
         for mine, theirs in zip(fused, plain, strict=True):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,23 +16,24 @@ def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(
 ):
     monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 3)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3)
-    hidden = torch.randn(11, 16, requires_grad=True)
-    weight = torch.randn(50, 16, requires_grad=True)
-    bias = torch.randn(50, requires_grad=True) if with_bias else None
+    exact: Any = {"dtype": torch.float64, "requires_grad": True}
+    hidden = torch.randn(11, 16, **exact)
+    weight = torch.randn(50, 16, **exact)
+    bias = torch.randn(50, **exact) if with_bias else None
     targets = torch.randint(0, 50, (11,))
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
-    scale = torch.randn(11)
+    scale = torch.randn(11, dtype=torch.float64)
 
     chunked, entropy = token_logprobs(hidden, weight, bias, targets, temperature)
     table = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
     naive = table.gather(-1, targets[:, None])[:, 0]
 
-    torch.testing.assert_close(chunked, naive, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(chunked, naive, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), atol=1e-12, rtol=1e-12)
     mine = torch.autograd.grad((chunked * scale).sum(), inputs)
     theirs = torch.autograd.grad((naive * scale).sum(), inputs)
     for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
 def test_no_tokens_give_zero_gradients_and_not_none():

@@ -18,8 +18,8 @@ from asyncrl.learner.lora import base_fingerprint
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.scoring import score, with_scores
-from asyncrl.losses.config import LossConfig
-from asyncrl.replay.base import Lease
+from asyncrl.losses.settings import LossConfig
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.feed import FAMILIES, make_lease, make_step, tiny_checkpoint
 

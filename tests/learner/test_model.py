@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, ConfigError
@@ -50,11 +51,35 @@ def test_an_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path
     assert loaded.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=3, do_sample=False).shape == (1, 5)
 
 
+def test_a_checkpoint_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path):
+    tiny_checkpoint(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in weights if "layers.0" in name)
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=rf"its checkpoint has no {lost} \(1 weights\), which would be made at random"
+    ):
+        build_model(config_for(tmp_path), CPU, None)
+
+
 def test_an_export_that_cannot_be_written_says_where_and_how_to_go_on(tmp_path: Path):
     model = build_model(config_for(tiny_checkpoint(tmp_path / "source")), CPU, None)
     (tmp_path / "run").write_text("a file where the folder has to go")
     with pytest.raises(CheckpointError, match=r"cannot write the trained model to .*run/hf.*resume=auto"):
         export_hf(model, ModelConfig(path=str(tmp_path / "source")), tmp_path / "run" / "hf", rank=0)
+
+
+def test_an_export_that_was_damaged_is_refused_by_the_file_s_name_and_what_lies_beside_it_is_no_damage(tmp_path: Path):
+    source = tiny_checkpoint(tmp_path / "source")
+    export_hf(build_model(config_for(source), CPU, None), ModelConfig(path=str(source)), tmp_path / "hf", rank=0)
+    (tmp_path / "hf" / "README.md").write_text("mine")
+    build_model(config_for(tmp_path / "hf"), CPU, None)
+    weights = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors was changed after it was written"):
+        build_model(config_for(tmp_path / "hf"), CPU, None)
 
 
 def test_an_export_can_be_bfloat16(tmp_path: Path):

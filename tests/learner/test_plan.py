@@ -5,8 +5,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.learner.metrics import plan_metrics
 from asyncrl.learner.plan import plan_minibatches
-from asyncrl.replay.balance import shard_step
+from asyncrl.replay.core.balance import shard_step
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
 
 
@@ -115,3 +116,10 @@ def test_a_step_without_fresh_tokens_has_no_minibatch():
     group = GroupHeader(group_id=0, prompt_index=0, attempt=0, worker="w", trajectories=(stale,))
     plan = StepPlan(step=0, policy_version=9, groups=(group,), staleness={0: 9}, max_staleness=4, shards=((),))
     assert plan_minibatches(plan, rank=0, updates=2, budget=10) == ()
+
+
+def test_the_length_of_a_completion_is_what_was_sampled_and_no_observation():
+    header = TrajectoryHeader(length=50, prompt_length=3, reward=1.0, version_tokens=((0, 4), (1, 3)))
+    group = GroupHeader(group_id=0, prompt_index=0, attempt=0, worker="w", trajectories=(header,))
+    plan = StepPlan(step=0, policy_version=1, groups=(group,), staleness={0: 1, 1: 0}, max_staleness=1, shards=())
+    assert plan_metrics(plan)["completion/length_mean"] == 7.0

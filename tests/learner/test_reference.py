@@ -17,8 +17,8 @@ from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step import train_step
-from asyncrl.losses.config import LossConfig
-from asyncrl.replay.base import Lease
+from asyncrl.losses.settings import LossConfig
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, ReferenceConfig
 from asyncrl.types import REF_LOGPROBS, Trajectory
 from tests.learner.fed_replay import FedReplay

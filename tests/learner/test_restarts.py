@@ -17,7 +17,7 @@ from asyncrl.learner import __main__ as learner
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_setting_that_two_ranks_refuse_is_not_tried_again():
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d")
+    torchrun = ("-m", "asyncrl.learner.torchrun", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=bound")
     done = subprocess.run(
         [sys.executable, *torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", "asyncrl.learner", "learner.steps=many"],
         capture_output=True,
@@ -32,6 +32,8 @@ def test_a_setting_that_two_ranks_refuse_is_not_tried_again():
 
 class Told:
     """In place of the launcher: notes that it was told."""
+
+    start = ""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events

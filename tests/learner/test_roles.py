@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from asyncrl.errors import CheckpointMismatchError, NonFiniteError, NoProgress
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.train import Training, train
-from asyncrl.losses.config import LossConfig
+from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, CriticConfig
+from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
+from tests.learner.smooth_steps import EQUAL, MAKER, RATE, apart, make_smooth_optimizer
 from tests.learner.test_train import make_config
 
 CPU = torch.device("cpu")
@@ -44,27 +43,12 @@ def averaged(folder: Path, **learner: Any) -> Config:
     return config
 
 
-def run(config: Config, replay: FedReplay | None = None, resume: bool = False) -> tuple[Roles, KeptWeights, KeptRows]:
-    replay, publisher, rows = replay or FedReplay(), KeptWeights(), KeptRows()
-    checkpoints = Checkpoints(Path(config.run.dir) / "ckpt", rank=0, keep=2)
-    roles = build_roles(config, CPU, None)
-    resume_from = checkpoints.choose("auto" if resume else "never", restarted=False)
-    train(
-        config,
-        Training(
-            replay=replay,
-            publisher=publisher,
-            roles=roles,
-            checkpoints=checkpoints,
-            start=begin(replay, checkpoints, roles, resume_from, rank=0, device=CPU),
-            log=rows,
-            run_dir=Path(config.run.dir),
-            rank=0,
-            world=1,
-            device=CPU,
-        ),
-    )
-    return roles, publisher, rows
+def run(
+    config: Config, replay: FedReplay | None = None, resume: bool = False, publisher: KeptWeights | None = None
+) -> tuple[Roles, KeptWeights, KeptRows]:
+    publisher = publisher or KeptWeights()
+    parts, rows = train_alone(config, replay or FedReplay(), publisher, resume=resume)
+    return parts.roles, publisher, rows
 
 
 def weights(roles: Roles) -> dict[str, torch.Tensor]:
@@ -114,16 +98,7 @@ def test_the_policy_stays_put_and_is_published_while_the_critic_warms_up(tmp_pat
             kept.append(self.newest)
             return stats
 
-    roles, publisher, rows = build_roles(config, CPU, None), Every(), KeptRows()
-    replay, checkpoints = FedReplay(), Checkpoints(tmp_path / "ckpt", rank=0, keep=1)
-    start = begin(replay, checkpoints, roles, None, rank=0, device=CPU)
-    train(
-        config,
-        Training(
-            **{"replay": replay, "publisher": publisher, "roles": roles, "checkpoints": checkpoints, "start": start},
-            **{"log": rows, "run_dir": tmp_path, "rank": 0, "world": 1, "device": CPU},
-        ),
-    )
+    _, publisher, rows = run(config, publisher=Every())
     assert publisher.versions == [0, 1, 2, 3]
     assert largest_difference(started, kept[2]) == 0.0 < largest_difference(started, kept[3])
     assert [row["optim/lr"] for row in rows.rows] == [0.0, 0.0, 1e-3]
@@ -235,10 +210,20 @@ def test_the_critic_is_exported_whole_and_another_run_starts_from_it(tmp_path: P
 
 
 @pytest.mark.parametrize("make", [ppo_gae, reinforce_pp])
-def test_micro_batch_size_does_not_change_what_policy_and_critic_learn(tmp_path: Path, make: Any):
-    small, _, _ = run(make(tmp_path / "small", max_tokens_per_microbatch=30, steps=3, updates_per_batch=2))
-    large, _, _ = run(make(tmp_path / "large", max_tokens_per_microbatch=10_000, steps=3, updates_per_batch=2))
-    assert largest_difference(weights(small), weights(large)) < 2e-5
+def test_micro_batch_size_does_not_change_what_policy_and_critic_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
+):
+    monkeypatch.setattr(MAKER, make_smooth_optimizer)
+
+    def settings(name: str, tokens: int) -> Config:
+        config = make(tmp_path / name, lr=RATE, max_tokens_per_microbatch=tokens, steps=3, updates_per_batch=2)
+        config.critic.lr = RATE
+        return config
+
+    small, _, _ = run(settings("small", 30))
+    large, _, _ = run(settings("large", 10_000))
+    start = weights(build_roles(settings("large", 10_000), CPU, None))
+    assert apart(weights(small), weights(large), start) < EQUAL
 
 
 def test_a_poisoned_step_moves_neither_policy_nor_critic(tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from asyncrl.learner.batch import pack
 from asyncrl.learner.plan import plan_minibatches
 from asyncrl.learner.targets import with_targets
-from asyncrl.replay.balance import shard_step
+from asyncrl.replay.core.balance import shard_step
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import StepPlan
 from tests.learner.feed import header_of, make_group, make_lease
@@ -45,7 +45,7 @@ def expected(config: AdvantageConfig) -> dict[tuple[int, int], float]:
         for place, reward in enumerate(rewards):
             others = [r for other, r in enumerate(rewards) if other != place]
             baseline = np.mean(others) if config.baseline == "loo" else np.mean(rewards)
-            scale = np.std(rewards, ddof=1) if config.std == "group" else 1.0
+            scale = np.std(rewards, ddof=1) + 1e-6 if config.std == "group" else 1.0
             result[group, place] = (reward - baseline) / scale
     return result
 

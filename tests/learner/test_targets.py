@@ -12,7 +12,7 @@ from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.plan import Member, plan_minibatches
 from asyncrl.learner.targets import with_targets
-from asyncrl.replay.base import Lease
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD
 from tests.learner.feed import make_lease, make_step
@@ -259,7 +259,7 @@ def test_a_rank_without_tokens_joins_with_nothing(name: str):
     for batches in (empty, []):
         filled, measured = with_targets(plan, batches, SETTINGS[name], KL_COEF, CPU)
         assert all(batch.advantages is not None and not batch.advantages.any() for batch in filled)
-        assert measured.ratios["advantage/mean"] == (0.0, 0.0)
+        assert measured.spreads["advantage/"] == (0.0, 0.0, 0.0)
 
 
 def test_turns_give_other_traces_than_tokens_and_the_tests_see_some():

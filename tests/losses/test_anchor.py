@@ -23,7 +23,7 @@ def test_bfloat16_policies_are_averaged_in_float32_without_losing_small_steps() 
     for _ in range(100):
         ema_update([average], [torch.full((3,), 1.0078125, dtype=torch.bfloat16)], 0.999)
     assert average.dtype == torch.float32
-    assert average[0].item() == pytest.approx(1 + 0.0078125 * (1 - 0.999**100), rel=1e-5)
+    assert average[0].item() == pytest.approx(1 + 0.0078125 * (1 - 0.999**100), rel=1e-4)
 
 
 def test_a_decay_out_of_range_or_another_number_of_parameters_is_refused() -> None:

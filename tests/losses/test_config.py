@@ -8,8 +8,9 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses import PRESETS, LossConfig, policy_loss, preset
-from asyncrl.losses.config import KEYS, check_loss, required_inputs, resolve
+from asyncrl.losses.config import check_loss, required_inputs, resolve
 from asyncrl.losses.rules import SURROGATE_KEYS
+from asyncrl.losses.settings import KEYS
 from tests.losses.batches import random_batch, to_inputs
 
 

@@ -27,7 +27,7 @@ def compare(name: str, seed: int, proximal: bool, noise: float = 0.4) -> None:
     # exists; that token is left out.
     released = name == "m2po_release"
     value = reference(batch, batch.cur, batch.cur)
-    assert out.loss.item() == pytest.approx(value, rel=1e-6 if released else 1e-9, abs=1e-12)
+    assert out.loss.item() == pytest.approx(value, rel=1e-5 if released else 1e-9, abs=1e-12)
     grad = inputs.learner_logprobs.grad
     assert grad is not None
     differs = ~np.isclose(grad.numpy(), gradient(reference, batch), rtol=1e-5, atol=1e-8)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from asyncrl.replay import wire
-from asyncrl.replay.wire import Envelope
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.wire import Envelope
 from asyncrl.types import NO_VERSION
 
 RUN, DIGEST = "run", "d"

@@ -23,19 +23,20 @@ import numpy as np
 import zmq
 
 from asyncrl.errors import WireError
-from asyncrl.replay import messages, wire
-from asyncrl.replay.base import Acquired
-from asyncrl.replay.client import LearnerClient, RolloutClient
-from asyncrl.replay.columns import columns_of, decode
-from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.payload import (
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.columns import columns_of, decode
+from asyncrl.replay.codec.group import (
     EncodedGroup,
     check_stored,
     decode_texts,
     encode_group,
     split_frames,
 )
-from asyncrl.replay.wire import Envelope
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.protocol import Acquired
 from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, GroupHeader, StepPlan
 
 from .helpers import group, replay_config, running_server, settings
@@ -67,7 +68,7 @@ class Corpus:
             step=3, policy_version=7, groups=(encoded.header,), staleness={4: 3, 5: 2, 7: 0}, max_staleness=4,
             shards=(((0, 0), (0, 2)), ((0, 1),)),
         )  # fmt: skip
-        evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4, policy_version=2)
+        evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4)
         acquired = Acquired(assignments=(ORDER,), evaluations=(evaluation,), waiting_for="x")
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
@@ -160,10 +161,10 @@ def fuzz_decoders(frames: int, seed: int) -> dict[str, int]:
 class Hostile:
     """A peer that says hello like a worker and then sends whatever it likes; thrown out, it comes back."""
 
-    def __init__(self, context: zmq.Context, address: str, rng: random.Random) -> None:
+    def __init__(self, context: zmq.Context, config: ReplayConfig, rng: random.Random) -> None:
         self.rng = rng
         self.lives = 0
-        self._context, self._address = context, address
+        self._context, self._config = context, config
         self._hello()
 
     def _hello(self) -> None:
@@ -171,7 +172,8 @@ class Hostile:
             self.socket.close()  # from the old one it is heard no more
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(self._address)
+        secure_client(self.socket, self._config.keys, "worker", "server")
+        self.socket.connect(self._config.address)
         self.lives += 1
         life = f"life{self.lives}"
         encoded = encode_group(group(ORDER, [0, 0], size=2))
@@ -211,7 +213,7 @@ def fuzz_server(count: int, seed: int, config: ReplayConfig | None = None) -> di
             version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
             learner.publish(policy_version=version, parent=NO_VERSION)
             learner.announce({"vocabulary": 1 << 20})
-            return asyncio.run(_under_fire(config, learner, Hostile(context, config.address, rng), count))
+            return asyncio.run(_under_fire(config, learner, Hostile(context, config, rng), count))
         finally:
             learner.close()
             context.destroy(linger=0)

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
 from asyncrl.types import (
     NO_VERSION,
@@ -24,6 +24,7 @@ from asyncrl.types import (
     TrajectoryGroup,
     TrajectoryHeader,
 )
+from benchmarks.parts.keys import some_keys
 from tests.addresses import free_address
 
 
@@ -133,6 +134,7 @@ so long that nobody is whom a busy machine held up."""
 def replay_config(**changes) -> ReplayConfig:
     values = {
         "address": free_address(),
+        "keys": some_keys(),
         "heartbeat_s": 0.1,
         "heartbeat_timeout_s": 20.0,
         "wait_timeout_s": 40.0,

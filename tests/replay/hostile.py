@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 import psutil
 
 from asyncrl.errors import NoProgress, ReplayError
-from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.serving import run_server
 from asyncrl.types import NO_VERSION
-from tests.addresses import free_address
 
 from .attacks import ATTACKS, DIGEST, RUN, attack
 from .helpers import group, replay_config, settings
+from .open_door import without_keys
 
 SILENT_S = 20.0
 """Attackers and a busy machine hold up an honest peer for seconds: it is not to be taken for silent."""
@@ -53,18 +53,18 @@ class Honest:
 class Camp:
     """A server process with an honest worker and a learner of this process."""
 
-    def __init__(self, keys: str = "", log: int = subprocess.DEVNULL) -> None:
-        self.config = replay_config(
-            address=free_address(), keys=keys, heartbeat_timeout_s=SILENT_S, wait_timeout_s=60.0
-        )
-        command = [sys.executable, "-m", "tests.replay.hostile", "--serve", self.config.address, "--keys", keys]
+    def __init__(self, log: int = subprocess.DEVNULL) -> None:
+        self.config = replay_config(heartbeat_timeout_s=SILENT_S, wait_timeout_s=60.0)
+        command = [sys.executable, "-m", "tests.replay.hostile", "--serve", self.config.address]
         self.server = subprocess.Popen(command, stderr=log)
         self.honest = Honest()
+        self._closing = contextlib.ExitStack()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._attackers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Camp:
+        self._closing.enter_context(without_keys())
         self._learner = LearnerClient(self.config.address, rank=0, run_digest=DIGEST, config=self.config)
         self._learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         self._learner.publish(policy_version=0, parent=NO_VERSION)
@@ -90,6 +90,7 @@ class Camp:
             thread.join(60)
         self.server.kill()
         self.server.wait()
+        self._closing.close()
 
     def besiege(self, name: str) -> None:
         """Start an attacker; returns once it attacks."""
@@ -155,12 +156,13 @@ class Camp:
                 self.honest.steps.append(time.monotonic())
 
 
-def serve(address: str, keys: str) -> None:
+def serve(address: str) -> None:
     """A server whose worker may stay at version 0 for ever."""
     logging.basicConfig(level=logging.WARNING)
-    config = replay_config(address=address, keys=keys, heartbeat_timeout_s=SILENT_S)
+    config = replay_config(address=address, heartbeat_timeout_s=SILENT_S)
     admission = settings(groups_per_step=2, max_staleness=1 << 30, pipeline_depth=1)
-    run_server(config, admission, RUN, DIGEST, 7)
+    with without_keys():
+        run_server(config, admission, RUN, DIGEST, 7)
 
 
 def measure(name: str, seconds: float) -> dict[str, float | str]:
@@ -195,11 +197,10 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--serve")
-    parser.add_argument("--keys", default="")
     parser.add_argument("--attack", nargs=2)
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve, given.keys)
+        serve(given.serve)
     elif given.attack:
         attack(*given.attack)
     else:

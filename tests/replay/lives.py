@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.serving import run_server
 

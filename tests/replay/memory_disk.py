@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.replay.direct import BLOCK
+from asyncrl.replay.journal.direct import BLOCK
 
 
 @dataclass
@@ -51,6 +51,12 @@ class MemoryDisk:
             file.data.extend(bytes(offset + len(content) - len(file.data)))
         file.data[offset : offset + len(content)] = content
         file.writes.append((offset, content))
+
+    def put(self, name: str, content: bytes) -> None:
+        if self.fail_with:
+            raise OSError(self.fail_with, "planned failure")
+        self._files[name] = _File(bytearray(content), content)
+        self._names[name] = self._files[name]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         return bytes(self._files[name].data[offset : offset + nbytes])

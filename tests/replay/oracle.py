@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.core import ReplayCore
-from asyncrl.types import NO_VERSION, DropReason, StalePolicy, StepPlan
+from collections.abc import Sequence
+
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.types import NO_VERSION, DropReason, EvalAssignment, EvalSummary, StalePolicy, StepPlan
 
 FINAL = (
     DropReason.OVER_LENGTH,
@@ -21,13 +23,19 @@ class Oracle:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
-        self.parents: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        """Version -> its line and how many steps were trained up to it; a restart of the same learner goes on in its
+        line, a resume begins another."""
+        self.forks: list[tuple[int, int]] = []
+        """Line -> the place it began at."""
         self.steps_of: dict[int, list[int]] = {}
         """Steps that a group was trained in."""
         self.rolled_back = False
         self.reported: DropReason | None = None
         """What a worker is just reporting."""
+        self.evaluations: dict[int, tuple[str, int, int]] = {}
+        """Job -> its set, rows and version: asked for, not superseded, not reported."""
+        self.begun: set[int] = set()
         self.begin({}, {}, 0, 0)
 
     def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
@@ -37,22 +45,32 @@ class Oracle:
         """Of inserted groups that are open."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
 
-    def ancestors(self, version: int) -> dict[int, int]:
-        """Every ancestor with the trained steps up to it."""
-        result, length = {}, 0
-        while version != NO_VERSION:
-            result[version] = length
-            length += self.lengths[version]
-            version = self.parents[version]
-        return result
+    def publish(self, version: int, parent: int, *, trained: bool, again: bool = False) -> None:
+        if not self.places:
+            self.forks.append((-1, 0))
+            self.places[version] = (0, 0)
+            return
+        line, depth = self.places[min(self.places) if parent == NO_VERSION else parent]
+        if trained:
+            self.places[version] = (line, depth + 1)
+        elif again:
+            self.places[version] = (len(self.forks) - 1, depth)
+        else:
+            self.forks.append((line, depth))
+            self.places[version] = (len(self.forks) - 1, depth)
+
+    def path(self, version: int) -> list[tuple[int, int]]:
+        """The places from `version` to the initial weights."""
+        line, depth = self.places[version]
+        result = []
+        while line >= 0:
+            fork, begin = self.forks[line]
+            result += [(line, there) for there in range(depth, begin, -1)]
+            line, depth = fork, min(begin, depth)
+        return [*result, (0, 0)]
 
     def distance(self, a: int, b: int) -> int:
-        from_a = self.ancestors(a)
-        length = 0
-        while b not in from_a:
-            length += self.lengths[b]
-            b = self.parents[b]
-        return length + from_a[b]
+        return len(set(self.path(a)) ^ set(self.path(b)))
 
     def move(self, group_id: int, state: str) -> None:
         before = self.states.get(group_id)
@@ -88,7 +106,10 @@ class Oracle:
             self.returned(event)
         elif isinstance(event, ev.Dropped):
             self.returned(event)
-            if event.reason is DropReason.STALE and self.settings.stale_policy is StalePolicy.WAIT:
+            if (
+                event.reason in (DropReason.STALE, DropReason.DEAD_BRANCH)
+                and self.settings.stale_policy is StalePolicy.WAIT
+            ):
                 assert self.rolled_back, "policy wait dropped a group"
             self.move(event.group_id, "dropped")
         elif isinstance(event, ev.Sealed):
@@ -134,6 +155,22 @@ class Oracle:
         for entry in core.state.buffer.untrained[event.step].members:
             if not any(step != event.step for step in entry.planned):
                 self.move(entry.group_id, "trained")
+
+    def asked_to_evaluate(self, job: int, eval_set: str, rows: int, version: int) -> None:
+        """What of the same set nobody has begun will never be."""
+        kept = {j: of for j, of in self.evaluations.items() if of[0] != eval_set or j in self.begun}
+        self.evaluations = kept | {job: (eval_set, rows, version)}
+
+    def handed_out(self, order: EvalAssignment) -> None:
+        assert order.job_id in self.evaluations, "rows of an evaluation that is over are handed out"
+        self.begun.add(order.job_id)
+
+    def evaluated(self, summaries: Sequence[EvalSummary]) -> None:
+        """Once each, every row once, on no older weights than it was asked for."""
+        for summary in summaries:
+            _, rows, version = self.evaluations.pop(summary.job_id)
+            assert summary.count + summary.failed == rows, f"{rows} rows were asked for: {summary}"
+            assert version <= summary.version_min <= summary.version_max
 
     def restore(self, step: int) -> None:
         self.steps_of = {group: [n for n in steps if n <= step] for group, steps in self.steps_of.items()}

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 
-from asyncrl.replay.client import LearnerClient, RolloutClient
+from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.types import NO_VERSION
 
 from .helpers import close_all, settings

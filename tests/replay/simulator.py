@@ -2,8 +2,9 @@
 
 A schedule: 1-3 workers and a learner with random settings; workers load versions late, die with and without a
 successor, fail, send groups twice and after they were replaced; the learner prefetches, crashes, goes back to a
-checkpoint, and now and then the server loses its memory. Then everything is well for a while, and steps must be
-trained again.
+checkpoint, sometimes with other settings, and now and then the server loses its memory; beside it all sets are
+evaluated. What a learner with the same settings gets again is what it had. Then everything is well for a while: steps
+must be trained again, and evaluations end.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from dataclasses import replace
 from random import Random
 
 from asyncrl.errors import FencedError
-from asyncrl.replay import events as ev
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.order import SELECTORS
-from asyncrl.replay.rollout_side import UnknownPeer
-from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.order import SELECTORS
+from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.journal.durable import plain
+from asyncrl.types import (
+    NO_VERSION,
+    Assignment,
+    DropReason,
+    EvalAssignment,
+    EvalResult,
+    GroupHeader,
+    StalePolicy,
+    StepPlan,
+    TrajectoryHeader,
+)
 
 from .oracle import Oracle
 
@@ -40,6 +52,8 @@ class SimWorker:
         self.served = NO_VERSION
         self.tasks: list[tuple[Assignment, list[int]]] = []
         """Assignment and the versions its tokens will carry."""
+        self.evaluation: tuple[EvalAssignment, int] | None = None
+        """Order and the version it begins with."""
 
 
 class Simulation:
@@ -69,6 +83,11 @@ class Simulation:
         self.events: list[ev.Event] = []
         self.incarnations = 0
         self.max_bytes = rng.choice((3, 6, 1000, 1000))
+        self.journalled = rng.random() < 0.5
+        """What is given up for memory can be read again."""
+        self.plans: dict[int, StepPlan] = {}
+        """By step, as first seen, of this line of the history."""
+        self.learner_settings = 0
         self.core = self._new_core()
         self.zombies: list[tuple[SimWorker, GroupHeader]] = []
         self.checkpoint: tuple[int, int, dict] | None = None
@@ -79,12 +98,18 @@ class Simulation:
 
     def _new_core(self) -> ReplayCore:
         self.events.clear()
-        return ReplayCore(self.settings, lambda: self.now, max_bytes=self.max_bytes, journal=self._journal)
+        self.began = self.settings
+        """What the events begin with."""
+        core = ReplayCore(self.settings, lambda: self.now, max_bytes=self.max_bytes, journal=self._journal)
+        core.space.stored = (lambda entry: b"payload") if self.journalled else None
+        return core
 
     def _journal(self, event: ev.Event) -> None:
         self.events.append(event)
         if isinstance(event, ev.Trained):
             self.oracle.trained(event, self.core)
+        if isinstance(event, ev.Evicted):
+            del self.plans[event.step]
         self.oracle.watch(event)
 
     def _new_worker(self, name: str) -> SimWorker:
@@ -93,22 +118,30 @@ class Simulation:
         self.core.hello(worker.name, worker.incarnation)
         return worker
 
-    def _publish(self, version: int, parent: int, length: int) -> None:
-        self.oracle.parents[version], self.oracle.lengths[version] = parent, length
-
-    def _start_learner(self) -> None:
+    def _start_learner(self, branch: bool = False) -> None:
         """A new learner process, from the last checkpoint if there is one."""
         self.incarnations += 1
         step, version, snapshot = self.checkpoint or (None, NO_VERSION, None)
         restored = self.core.restore(
-            step=step, policy_version=version, snapshot=snapshot, incarnation=f"l{self.incarnations}"
+            step=step,
+            policy_version=version,
+            snapshot=snapshot,
+            incarnation=f"l{self.incarnations}",
+            settings=str(self.learner_settings),
+            branch=branch,
         )
         self.next_step, self.version = restored.next_step, restored.next_version
-        root = min(self.oracle.parents, default=None)
-        parent = version if version != NO_VERSION or root is None else root
-        self._publish(self.version, parent, 0)
+        self.oracle.publish(self.version, version, trained=False, again=self.events[-1].again)
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
+        self.asked: list[dict[str, object]] = []
+        """Evaluations, each once."""
+
+    def _lease(self, step: int) -> StepPlan | None:
+        plan = self.core.lease(step)
+        if plan is not None:
+            assert self.plans.setdefault(step, plan) == plan, f"step {step} was {self.plans[step]}, now it is {plan}"
+        return plan
 
     # ---- what may happen
 
@@ -128,6 +161,8 @@ class Simulation:
             self.commit: rng.choice((0, 1, 2)),
             self.wait: rng.choice((0, 1)),
             self.crash: rng.choice((0, 0, 1)),
+            self.evaluate: rng.choice((0, 1, 3)),
+            self.score: rng.choice((1, 4)),
         }
         choices = [action for action, weight in weights.items() for _ in range(weight)]
         for _ in range(actions):
@@ -159,8 +194,14 @@ class Simulation:
         if self.random.random() < 0.6:
             self._load(worker)
         self._alive(worker)
-        for assignment in self.core.acquire(worker.name, worker.incarnation, self.random.randint(1, 8)).assignments:
-            worker.tasks.append((assignment, [worker.served]))
+        self._acquire(worker, self.random.randint(1, 8))
+
+    def _acquire(self, worker: SimWorker, slots: int) -> None:
+        acquired = self.core.acquire(worker.name, worker.incarnation, slots)
+        worker.tasks += [(assignment, [worker.served]) for assignment in acquired.assignments]
+        for order in acquired.evaluations:
+            self.oracle.handed_out(order)
+            worker.evaluation = order, worker.served
 
     def _header(self, worker: SimWorker, assignment: Assignment, versions: list[int]) -> GroupHeader:
         trajectories = []
@@ -242,21 +283,56 @@ class Simulation:
     def learn(self) -> None:
         """Train the batch in hand, or ask for it."""
         if self.held is None:
-            self.held = self.core.lease(self.next_step)
+            self.held = self._lease(self.next_step)
             return
         again = self.core.lease(self.next_step)
         assert again is self.held
         self.oracle.train(self.held, self.version)
         version = self.core.state.tree.newest + 1
-        self._publish(version, self.version, 1)
+        self.oracle.publish(version, self.version, trained=True)
         reply = self.core.trained(step=self.next_step, policy_version=version)
         assert self.core.trained(step=self.next_step, policy_version=version) is reply
+        self.oracle.evaluated(reply.evaluations)
         self.version, self.held = version, None
         self.next_step += 1
 
+    def evaluate(self) -> None:
+        """Of the newest weights, which no worker may serve yet."""
+        rng, rows = self.random, self.random.randint(1, 5)
+        asked = {"step": self.next_step, "policy_version": self.version, "eval_set": rng.choice(("a", "b"))}
+        if asked in self.asked:
+            return
+        self.asked.append(asked)
+        job = self.core.evaluate(**asked, rows=rows, chunk=rng.randint(1, 3))
+        self.oracle.asked_to_evaluate(job, asked["eval_set"], rows, self.version)
+
+    def score(self) -> None:
+        self._score(self._worker())
+
+    def _score(self, worker: SimWorker) -> None:
+        """A result, perhaps sent twice, perhaps long after somebody else was given the rows."""
+        if worker.evaluation is None:
+            return
+        self._alive(worker)
+        (order, began), worker.evaluation = worker.evaluation, None
+        failed = self.random.randint(0, order.stop - order.start)
+        scored = order.stop - order.start - failed
+        versions = (began, max(began, worker.served)) if scored else (NO_VERSION, NO_VERSION)
+        result = EvalResult(
+            job_id=order.job_id,
+            chunk=order.chunk,
+            attempt=order.attempt,
+            version_min=versions[0],
+            version_max=versions[1],
+            scores=(0.5,) * scored,
+            failed=failed,
+        )
+        for _ in range(self.random.choice((1, 1, 2))):
+            self.core.report_evaluation(worker.name, worker.incarnation, result)
+
     def prefetch(self) -> None:
         if self.held is not None:
-            self.core.lease(self.next_step + 1)
+            self._lease(self.next_step + 1)
 
     def commit(self) -> None:
         if self.next_step > 0 and self.held is None:
@@ -269,11 +345,13 @@ class Simulation:
         self.core.expire()
 
     def crash(self) -> None:
-        """The learner goes back to its checkpoint; sometimes the server has lost its memory too."""
+        """The learner goes back to its checkpoint; sometimes by hand, sometimes with other settings, and sometimes the
+        server has lost its memory too."""
         if not self.rollbacks or self.random.random() < 0.5:
             return
         self.oracle.rolled_back = True
         step, _, snapshot = self.checkpoint or (-1, 0, None)
+        other, by_hand = self.random.random() < 0.3, self.random.random() < 0.2
         if snapshot is not None and self.random.random() < 0.2:
             self.core = self._new_core()
             # The server refuses incarnations that worked for its predecessor (see sessions.py).
@@ -281,21 +359,47 @@ class Simulation:
             open_groups = dict.fromkeys((row[0] for row in snapshot["open"]), "in_flight")
             tries = {group_id: failures for group_id, _, _, failures in snapshot["open"]}
             self.oracle.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
-            self.oracle.parents = {v: p for v, p in self.oracle.parents.items() if v <= self.checkpoint[1]}
+            self.oracle.places = {v: p for v, p in self.oracle.places.items() if v <= self.checkpoint[1]}
+            # Numbers given since are forgotten, and so are the lines that began with them.
+            del self.oracle.forks[1 + max(line for line, _ in self.oracle.places.values()) :]
             self.zombies.clear()
+            self.plans.clear()
         else:
-            self._undo(step)
+            self._undo(step, branch=other or by_hand)
+        if other:
+            self._change_settings()
+        if other or by_hand:
+            self.plans = {number: plan for number, plan in self.plans.items() if number <= step}
         self.oracle.restore(step)
-        self._start_learner()
+        self.oracle.evaluations.clear()
+        self.oracle.begun.clear()  # jobs are counted from 0 again
+        self._start_learner(by_hand)
 
-    def _undo(self, step: int) -> None:
-        """Where the groups trained after `step` belong: planned again, or made again where no payload is left."""
-        steps = self.core.state.buffer.trained
-        undone = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
-        for entry in sorted(undone, key=lambda entry: entry.group_id):
-            before = [number for number in self.oracle.steps_of[entry.group_id] if number <= step]
+    def _change_settings(self) -> None:
+        """Another batch and another bound, as a run that is resumed may have."""
+        self.learner_settings += 1
+        bound = self.random.choice((0, 1, 2, 3))
+        self.settings = replace(
+            self.settings,
+            groups_per_step=self.random.choice((1, 2, 3)),
+            max_staleness=bound,
+            pipeline_depth=self.random.randint(0, bound),
+        )
+        self.oracle.settings = self.core.run.settings = self.settings
+        self.core.configure(plain(self.settings))
+
+    def _undo(self, step: int, branch: bool) -> None:
+        """Where the groups trained after `step` belong: planned again, or made again where no payload is left. On a
+        branch nothing is planned."""
+        buffer = self.core.state.buffer
+        steps = buffer.trained
+        moved = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
+        if branch:
+            moved |= {entry for sealed in buffer.untrained.values() for entry in sealed.members}
+        for entry in sorted(moved, key=lambda entry: entry.group_id):
+            before = [number for number in self.oracle.steps_of.get(entry.group_id, ()) if number <= step]
             again = [number for number in entry.kept if number > step and not steps[number].evicted]
-            if again or entry.planned:
+            if not branch and (again or entry.planned):
                 state = "leased"
             elif before:
                 state = "trained"
@@ -311,12 +415,12 @@ class Simulation:
         for _ in range(rounds * steps):
             for worker in self.workers:
                 self._load(worker)
-                for assignment in self.core.acquire(worker.name, worker.incarnation, 2).assignments:
-                    worker.tasks.append((assignment, [worker.served]))
+                self._acquire(worker, 2)
+                self._score(worker)
                 while worker.tasks:
                     assignment, versions = worker.tasks.pop(0)
                     following = self.core.state.buffer.untrained.get(self.core.state.trained_steps)
-                    assert self.core.credit() > 0 or (following is not None and following.plan is not None)
+                    assert self.core.credit() > 0 or following is not None
                     header = self._header(worker, assignment, versions)
                     self.core.insert(worker.name, worker.incarnation, header, b"payload")
             self.learn()
@@ -326,12 +430,27 @@ class Simulation:
                 return
         raise AssertionError(f"nobody moves: {self.settings}: {self.core.explain(self.next_step)}")
 
+    def must_evaluate(self, rounds: int = 400) -> None:
+        """With everybody alive and willing, every evaluation that was not superseded ends."""
+        for _ in range(rounds):
+            for worker in self.workers:
+                self._load(worker)
+                self._acquire(worker, 1)
+                self._score(worker)
+            done = self.core.finished_evaluations()
+            if done is not None:
+                self.oracle.evaluated(done)
+                assert not self.oracle.evaluations, f"evaluations without a result: {self.oracle.evaluations}"
+                return
+        raise AssertionError(f"evaluations do not end: {self.core.explain_evaluation()}")
+
 
 def run_schedule(seed: int, actions: int = 60, **options) -> Simulation:
     simulation = Simulation(seed, **options)
     try:
         simulation.run(actions)
         simulation.must_progress()
+        simulation.must_evaluate()
     except BaseException as error:
         error.add_note(f"schedule seed={seed} options={options} settings={simulation.settings}")
         raise

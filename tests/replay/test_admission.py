@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.admission import (
+from asyncrl.replay.core.admission import (
     AdmissionSettings,
     judge,
     may_admit,
@@ -15,7 +15,7 @@ from asyncrl.replay.admission import (
     over_committed,
     stale_by_quartile,
 )
-from asyncrl.replay.balance import balance
+from asyncrl.replay.core.balance import balance
 from asyncrl.schema import Config
 from asyncrl.types import Assignment, StalePolicy, TrajectoryHeader
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.audit import Audit, audit, table
-from asyncrl.replay.image import state_image
-from asyncrl.replay.state import ReplayState
+from asyncrl.replay.audit.report import Audit, audit, table
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import NO_VERSION, DropReason, GroupHeader, TrajectoryHeader
 
 from .simulator import run_schedule
@@ -21,7 +20,7 @@ SETTINGS = {"max_staleness": 1, "groups_per_step": 2, "group_size": 2}
 def begun(**changes) -> ev.Snapshotted:
     """The first record of a new journal."""
     run = {"run_id": "r", "settings": SETTINGS | changes}
-    return ev.Snapshotted(run, -1, state_image(ReplayState(1)), ())
+    return ev.Snapshotted(run, -1, ReplayState().image(), ())
 
 
 def issued(group: int, attempt: int = 0, served: int = 0) -> ev.Issued:
@@ -52,7 +51,7 @@ def whole_run() -> list[ev.Event]:
         *(issued(group) for group in range(5)),
         inserted(0, (0, 3)),
         inserted(1, (0, 3)),
-        ev.Sealed(0, 0, 0, (0, 1)),
+        ev.Sealed(0, 0, 0, (0, 1), 1),
         ev.Returned(2, counted=True),
         ev.Trained(0, 1),
         ev.Committed(0),
@@ -60,11 +59,11 @@ def whole_run() -> list[ev.Event]:
         inserted(2, (1, 3), attempt=1),
         inserted(3, (0, 1), (1, 2)),
         inserted(4, (0, 3)),
-        ev.Sealed(1, 1, 0, (2, 3)),
+        ev.Sealed(1, 1, 0, (2, 3), 1),
         ev.Trained(1, 2),
         restored(0, 1),
         ev.Published(3, 1),
-        ev.Sealed(1, 3, 0, (2, 3)),
+        ev.Sealed(1, 3, 0, (2, 3), 1),
         ev.Trained(1, 4),
         ev.Dropped(4, DropReason.STALE),
         ev.Committed(1),
@@ -101,7 +100,7 @@ def test_over_age_tokens_are_wasted_and_in_no_histogram() -> None:
 
 WHOLE = whole_run()
 SEALED_1 = next(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Sealed) and e.step == 1)
-RESEALED_1 = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Sealed))
+GONE_BACK = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Restored))
 LAST_TRAINED = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Trained))
 FIRST_TRAINED = min(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Trained))
 DROPPED = next(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Dropped))
@@ -115,10 +114,11 @@ COMMITTED_1 = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Committed))
 @pytest.mark.parametrize(
     ("place", "instead", "said"),
     [
-        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (1, 3))], "but it is trained", id="trained twice"),
-        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 2))], "a group twice", id="twice in a step"),
-        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2,))], "has 1 groups", id="short batch"),
-        pytest.param(RESEALED_1, [ev.Sealed(1, 3, 0, (2, 4))], "without its groups", id="other batch after a rollback"),
+        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (1, 3), 1)], "but it is trained", id="trained twice"),
+        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 2), 1)], "a group twice", id="twice in a step"),
+        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2,), 1)], "has 1 groups", id="short batch"),
+        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 3), 4)], "a bound of 4, not 1", id="other bound"),
+        pytest.param(GONE_BACK, [ev.Restored(0, 1, again=True)], "its plan stands", id="other batch after a restart"),
         pytest.param(DROPPED, [], "are open", id="lost group"),
         pytest.param(DROPPED, [ev.Dropped(2, DropReason.STALE)], "dropped, but it is trained", id="trained, dropped"),
         pytest.param(DROPPED, [ev.Dropped(4, DropReason.STALE)] * 2, "is not open", id="dropped twice"),
@@ -156,9 +156,33 @@ def test_a_batch_trained_later_than_it_was_sealed_for_shows_tokens_over_the_boun
         ev.Published(1, 0),
     ]
     assert checked([*events, ev.Trained(0, 2)]).balances  # the same weights under a new number
-    rolled = [*events, ev.Trained(0, 2), restored(-1, 0), replace(events[-1], policy_version=3, parent=2)]
+    back = ev.Restored(-1, 0, again=True)
+    rolled = [*events, ev.Trained(0, 2), back, replace(events[-1], policy_version=3, parent=2)]
     found = checked([*rolled, ev.Trained(0, 4)])
     assert any("over the bound 0" in text for text in found.violations), found.violations
+
+
+@pytest.mark.parametrize(
+    ("policy", "runs", "passes"),
+    [
+        ("mask", ((0, 1), (1, 2)), True),
+        ("drop", ((0, 1), (1, 2)), False),
+        ("drop", ((1, 3),), True),
+        ("mask", ((0, 3),), False),
+        ("wait", ((0, 3),), False),
+    ],
+)
+def test_a_group_that_the_consumption_gate_had_to_hold_back_is_found(policy: str, runs: tuple, passes: bool) -> None:
+    events = [
+        begun(max_staleness=0, groups_per_step=1, stale_policy=policy),
+        restored(-1, NO_VERSION),
+        ev.Published(0, NO_VERSION),
+        *(issued(0), issued(1), inserted(0, (0, 3)), ev.Sealed(0, 0, 0, (0,)), ev.Trained(0, 1)),
+        *(inserted(1, *runs), ev.Sealed(1, 1, 0, (1,)), ev.Trained(1, 2)),
+    ]
+    found = checked(events)
+    assert found.balances is passes
+    assert passes or "group 1 is in step 1 with tokens of staleness 1 over the bound" in found.violations[0]
 
 
 def test_a_group_that_is_used_too_often_is_found() -> None:
@@ -168,8 +192,8 @@ def test_a_group_that_is_used_too_often_is_found() -> None:
             restored(-1, NO_VERSION),
             ev.Published(0, NO_VERSION),
         ]
-        events += [issued(0), inserted(0, (0, 3)), ev.Sealed(0, 0, 0, (0,)), ev.Trained(0, 1)]
-        return [*events, ev.Reused((0,)), ev.Sealed(1, 1, 0, (0,)), ev.Trained(1, 2)]
+        events += [issued(0), inserted(0, (0, 3)), ev.Sealed(0, 0, 0, (0,), 1), ev.Trained(0, 1)]
+        return [*events, ev.Reused((0,)), ev.Sealed(1, 1, 0, (0,), 1), ev.Trained(1, 2)]
 
     found = checked(history(2))
     assert found.balances and "at most 2 steps" in table(found)
@@ -183,7 +207,7 @@ def test_histories_of_random_schedules_balance() -> None:
     for seed in range(400):
         simulation = run_schedule(seed)
         state = simulation.core.state
-        found = checked([begun(**asdict(simulation.settings)), *simulation.events])
+        found = checked([begun(**asdict(simulation.began)), *simulation.events])
         assert found.balances, (seed, found.violations)
         counts = {key.value: count for key, count in state.ledger.counts.items()}
         assert counts == {name: getattr(found, name) for name in counts}

@@ -9,12 +9,14 @@ import threading
 import pytest
 import zmq
 
-from asyncrl.replay.awake import AwakeClock
-from asyncrl.replay.survivors import learner_of
-from asyncrl.replay.wire import Envelope, encode_envelope
+from asyncrl.replay.codec.wire import Envelope, encode_envelope
+from asyncrl.replay.net.clock import AwakeClock
+from asyncrl.replay.net.keys import Guests, secure_client
+from asyncrl.replay.server.router import router
+from asyncrl.replay.server.survivors import learner_of
 from asyncrl.types import NO_VERSION
 
-from .helpers import Clock
+from .helpers import Clock, replay_config
 
 
 def test_time_goes_on_as_long_as_somebody_asks(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,10 +42,12 @@ def test_of_a_standstill_no_more_counts_than_the_limit_and_it_is_said(caplog: py
 def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one_that_spoke_meanwhile() -> None:
     body = ["learner", "rank 0", "d", NO_VERSION, ""]
     hello = encode_envelope(Envelope(run="run", verb="hello", request=1, incarnation="life", body=body))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as learner:
-        router.bind("inproc://server")
-        learner.connect("inproc://server")
+    config = replay_config()
+    with router(config) as socket, zmq.Context() as context, context.socket(zmq.DEALER) as learner:
+        secure_client(learner, config.keys, "learner", "server")
+        learner.connect(config.address)
         learner.send(hello)
         wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))
-        found = learner_of("run", router, 10.0, threading.Event(), AwakeClock(5.0, lambda: next(wall)))
+        clock = AwakeClock(5.0, lambda: next(wall))
+        found = learner_of("run", socket, 10.0, threading.Event(), clock, Guests(config.keys))
     assert found is not None and found.name == "rank 0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import FencedError, LedgerError, ReplayError
-from asyncrl.replay import events as ev
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ledger import Entry, GroupState, Ledger
-from asyncrl.replay.rollout_side import UnknownPeer
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.core.rollouts import UnknownPeer
 from asyncrl.types import DropReason, EvalResult
 
 from .helpers import Clock, header, settings
@@ -150,12 +150,12 @@ def test_evaluation_goes_out_first_in_chunks_to_workers_that_serve_the_version()
     first = play.core.acquire("w", "a", 1)
     assert not first.assignments
     order = first.evaluations[0]
-    assert (order.start, order.stop, order.policy_version) == (0, 3, 0)
+    assert (order.start, order.stop, order.attempt) == (0, 3, 0)
     assert play.core.finished_evaluations() is None
-    result = EvalResult(job_id=job, chunk=0, attempt=0, policy_version=0, scores=(1.0, 0.0), failed=1)
+    result = EvalResult(job_id=job, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0, 0.0), failed=1)
     with pytest.raises(ReplayError, match="must be its rows"):
         play.core.report_evaluation(
-            "w", "a", EvalResult(job_id=job, chunk=0, attempt=0, policy_version=0, scores=(1.0,))
+            "w", "a", EvalResult(job_id=job, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0,))
         )
     for _ in range(2):
         play.core.report_evaluation("w", "a", result)
@@ -165,7 +165,7 @@ def test_evaluation_goes_out_first_in_chunks_to_workers_that_serve_the_version()
         play.core.goodbye("w", "a")
         play.core.hello("w", "a", 0)
     (summary,) = play.core.finished_evaluations()
-    assert (summary.count, summary.failed, summary.accuracy) == (2, 3, 0.5)
+    assert (summary.count, summary.failed, summary.mean) == (2, 3, 0.5)
     assert play.core.finished_evaluations() == ()
     with pytest.raises(ReplayError):
         play.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=0, chunk=3)
@@ -199,19 +199,38 @@ def test_a_worker_cannot_serve_what_was_never_published() -> None:
         play.load(12)
 
 
+def test_completions_without_a_reward_and_over_long_prompts_are_metrics_by_reason_over_all_workers() -> None:
+    play = Play()
+    play.core.heartbeat(
+        "w", "a", {"rewards_failed": 3.0, "rewards_failed_raised": 2.0, "rewards_failed_timed_out": 1.0}
+    )
+    play.core.heartbeat(
+        "w", "a", {"rewards_failed": 4.0, "rewards_failed_raised": 3.0, "rewards_failed_timed_out": 1.0}
+    )
+    play.core.hello("v", "b")
+    play.core.heartbeat("v", "b", {"rewards_failed": 1.0, "rewards_failed_raised": 1.0, "overlong_prompts": 2.0})
+    row = {name: value for name, value in play.core.run.metrics().items() if "reward" in name or "data" in name}
+    assert row == {
+        "reward/failed": 5.0,
+        "reward/failed_raised": 4.0,
+        "reward/failed_timed_out": 1.0,
+        "data/overlong": 2.0,
+    }
+
+
 def test_rollout_rates_are_taken_over_some_heartbeats_and_held_in_between() -> None:
     play = Play()
     play.core.heartbeat("w", "a", {"generated_tokens": 100.0, "waiting_s": 2.0})
     play.clock.now = 4.0
-    row = play.core.metrics()
+    row = play.core.run.metrics()
     assert row["perf/generated_tokens_per_s"] == 25.0
     assert row["idle/rollout"] == 0.5
     play.core.hello("w", "next")  # What the predecessor generated is not lost.
     play.core.heartbeat("w", "next", {"generated_tokens": 40.0, "waiting_s": 0.0})
     play.clock.now = 5.0
-    assert play.core.metrics()["perf/generated_tokens_per_s"] == 25.0
+    assert play.core.run.metrics()["perf/generated_tokens_per_s"] == 25.0
     play.clock.now = 8.0
-    assert play.core.metrics()["perf/generated_tokens_per_s"] == 10.0
+    assert play.core.run.metrics()["perf/generated_tokens_per_s"] == 10.0
 
 
 def test_the_ledger_refuses_what_would_break_the_law() -> None:

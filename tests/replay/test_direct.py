@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.replay import direct
-from asyncrl.replay.direct import BLOCK, STAGE, DirectWriter
+from asyncrl.replay.journal import direct
+from asyncrl.replay.journal.direct import BLOCK, STAGE, DirectWriter
 
 SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, STAGE, STAGE + BLOCK + 1)
 OLD = b"\xaa" * (1 << 20)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.direct import MAX_BUFFERS
-from asyncrl.replay.disk import KEPT_OPEN, FolderDisk
-from asyncrl.replay.durable import recover
-from asyncrl.replay.recovery import read_journal
+from asyncrl.replay.journal.direct import MAX_BUFFERS
+from asyncrl.replay.journal.disk import KEPT_OPEN, FolderDisk
+from asyncrl.replay.journal.durable import recover
+from asyncrl.replay.journal.recovery import read_journal
+from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.serving import discard
-from asyncrl.replay.sync_thread import SyncThread
 
 from .test_journal import Life, same
 
@@ -77,12 +77,12 @@ def test_a_journal_in_a_folder_is_recovered_read_and_discarded(tmp_path: Path) -
         sync.heard()
     sync.stop()
     disk = FolderDisk(tmp_path, locked=True)
-    found = recover(disk, 2)
+    found = recover(disk)
     assert found is not None
     same(found.state, server.core.state)
     assert [event for _, event in read_journal(tmp_path)][1:] == server.events
     discard(disk)
-    assert recover(disk, 2) is None and disk.names() == []
+    assert recover(disk) is None and disk.names() == []
     disk.close()
 
 

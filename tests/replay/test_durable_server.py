@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncrl.errors import FencedError, NoProgress
-from asyncrl.replay.client import RolloutClient
-from asyncrl.replay.durable import recover
+from asyncrl.replay.client.client import RolloutClient
+from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
 
 from .cluster import begin, fill, wait_until
 from .helpers import SOON_SILENT_S, group, same_trajectory
-from .lives import ADMISSION, Server
+from .lives import Server
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
@@ -33,11 +33,11 @@ def test_a_reply_leaves_only_after_the_sync_that_covers_it_and_heartbeats_go_on(
         assert server.disk.waiting.wait(30)
         time.sleep(5.0)  # Longer than heartbeat_timeout_s: a server that waited for the disk would have been given up.
         assert not pending.done()
-        before = recover(server.disk.power_loss(), ADMISSION.max_staleness)
+        before = recover(server.disk.power_loss())
         assert before is not None and not before.state.buffer.waiting
         server.disk.open.set()
         assert pending.result(40).status == "accepted"
-    after = recover(server.disk.power_loss(), ADMISSION.max_staleness)
+    after = recover(server.disk.power_loss())
     assert after is not None and list(after.state.buffer.waiting) == [orders[0].group_id]
     assert learner.members()[0].worker == "w"
 
@@ -79,7 +79,7 @@ def test_an_acquire_whose_reply_was_lost_brings_the_same_orders_again(server: Se
     taken: list = []
     thread = blocked(lambda: taken.extend(asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments), server)
     thread.join(40)
-    found = recover(server.disk.copy(), ADMISSION.max_staleness)
+    found = recover(server.disk.copy())
     assert found is not None
     assert sorted(order.group_id for order in taken) == sorted(found.state.held) == [0, 1]
     assert {order.attempt for order in taken} == {0}
@@ -187,7 +187,7 @@ def test_an_evaluation_that_a_restarted_server_has_made_again_is_returned_once(s
         if again == 0:
             job = learner.evaluate(step=0, policy_version=0, eval_set="heldout", rows=2, chunk=2)
         order = asyncio.run(evaluation_order(worker))
-        result = EvalResult(job_id=job, chunk=0, attempt=order.attempt, policy_version=0, scores=(1.0, 0.0))
+        result = EvalResult(job_id=job, chunk=0, attempt=order.attempt, version_min=0, version_max=0, scores=(1.0, 0.0))
         asyncio.run(worker.report_evaluation(result))
         scored += learner.wait_evaluations(wait_s=30)
         server.restart()
@@ -218,22 +218,23 @@ def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_
     assert asyncio.run(new.acquire(slots=1, wait_s=30)).assignments
 
 
-def test_a_full_disk_pauses_admission_with_the_reason_and_the_run_goes_on_when_there_is_space(server: Server) -> None:
+@pytest.mark.parametrize("server", [{"wait_timeout_s": 2.0}], indirect=True)
+def test_a_full_disk_ends_nobody_s_patience_and_the_run_goes_on_when_there_is_space(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     learner, worker = begin(server)
-    orders = asyncio.run(worker.acquire(slots=1, wait_s=30)).assignments
+    orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
     server.disk.fail_with = errno.ENOSPC
-
-    def why_there_is_no_batch() -> str:
-        with pytest.raises(NoProgress) as given_up:
-            learner.lease(step=0, rank=0, world=1, wait_s=0.2)
-        return str(given_up.value)
-
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(asyncio.run, worker.insert(group(orders[0], [0] * 3)))
-        wait_until(lambda: "the disk is full" in why_there_is_no_batch())
-        assert not pending.done()
+        wait_until(lambda: "the disk is full" in caplog.text)
+        lease = pool.submit(learner.lease, step=0, rank=0, world=1, wait_s=0.2)
+        time.sleep(5)  # more than twice as long as anybody waits for a server without a word of progress
+        assert not pending.done() and not lease.done()
         server.disk.fail_with = 0
         assert pending.result(40).status == "accepted"
+        with contextlib.suppress(NoProgress):
+            lease.result(40)
     with contextlib.suppress(NoProgress):
         asyncio.run(fill(worker, 3))
     assert learner.lease(step=0, rank=0, world=1, wait_s=30).plan.step == 0

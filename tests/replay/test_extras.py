@@ -13,12 +13,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
-from asyncrl.replay import wire
-from asyncrl.replay.columns import LARGE_ARRAY
-from asyncrl.replay.events import Inserted
-from asyncrl.replay.parcel import Unpacking, pack_places
-from asyncrl.replay.payload import check_stored, encode_group, split_frames
-from asyncrl.replay.records import decode_event, encode_event
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import LARGE_ARRAY
+from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
+from asyncrl.replay.codec.lease import Unpacking, pack_places
+from asyncrl.replay.core.events import Inserted
+from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan, TrajectoryGroup
 
 from .helpers import group, same_trajectory, trajectory

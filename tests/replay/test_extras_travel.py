@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.replay import wire
-from asyncrl.replay.base import Lease
-from asyncrl.replay.client import decode_lease
-from asyncrl.replay.columns import LARGE_ARRAY
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.disk import FolderDisk
-from asyncrl.replay.durable import open_core, recover
-from asyncrl.replay.inprocess import BYTES_PER_TOKEN, InProcessReplay
-from asyncrl.replay.journal import Journal, JournalSettings
-from asyncrl.replay.parcel import SEPARATE
-from asyncrl.replay.payload import EncodedGroup, StoredGroup, encode_group
-from asyncrl.replay.requests import Response
-from asyncrl.replay.retained import RetainedReplay, read_surviving
-from asyncrl.replay.session import Answer, Session
+from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
+from asyncrl.replay.client.client import decode_lease
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import LARGE_ARRAY
+from asyncrl.replay.codec.group import EncodedGroup, StoredGroup, encode_group
+from asyncrl.replay.codec.lease import SEPARATE
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.durable import open_core, recover
+from asyncrl.replay.journal.log import Journal, JournalSettings
+from asyncrl.replay.protocol import Lease
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, Trajectory, TrajectoryGroup
+from tests.replay.inprocess import BYTES_PER_TOKEN, InProcessReplay
 
 from .fuzz import TOO_DEEP, places, put
 from .helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
@@ -55,7 +55,7 @@ class Desks:
 
     def __init__(self, core: ReplayCore | None = None) -> None:
         self.core = core or ReplayCore(settings(groups_per_step=2, group_size=2), Clock())
-        self.desk = Desk(self.core)
+        self.desk = Handlers(self.core)
         self.worker = Session("worker", "w", "a", b"id", 0.0)
         self.learner = Session("learner", "rank", "l", b"id2", 0.0)
         self.core.hello("w", "a")
@@ -196,7 +196,7 @@ def journalled(folder: Path) -> tuple[dict[int, TrajectoryGroup], Journal]:
 
 def test_extras_are_in_the_journal_for_a_recovery_and_a_rerun(tmp_path: Path) -> None:
     sent, log = journalled(tmp_path)
-    found = recover(FolderDisk(tmp_path, locked=False), 2)
+    found = recover(FolderDisk(tmp_path, locked=False))
     assert found is not None
     for group_id, made in sent.items():
         entry = found.state.ledger.entry(group_id)

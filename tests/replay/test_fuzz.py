@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.replay import messages, wire
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.payload import encode_group
-from asyncrl.replay.session import Answer, Session
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.group import encode_group
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, DropReason, EvalResult
 
 from .fuzz import TOO_DEEP, VOCABULARY, fuzz_decoders, fuzz_server, places, put
@@ -47,7 +47,7 @@ class Door:
 
     def __init__(self) -> None:
         self.core = ReplayCore(settings(), Clock())
-        self.desk = Desk(self.core)
+        self.desk = Handlers(self.core)
         self.core.hello("w", "a")
         self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="l")
         self.core.publish(policy_version=0, parent=NO_VERSION)
@@ -98,7 +98,7 @@ def poisoned(what: str):
 
 @pytest.mark.parametrize("what", ["vocabulary", "nan", "infinite", "positive"])
 def test_values_that_cannot_be_trained_on_are_refused_at_the_door(what, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.replay.payload.check_columns", lambda *columns: None)  # a sender without scruples
+    monkeypatch.setattr("asyncrl.replay.codec.group.check_columns", lambda *columns: None)  # a sender without scruples
     door = Door()
     encoded = encode_group(replace(group(door.order, [0]), trajectories=(trajectory([0] * 3), poisoned(what))))
     monkeypatch.undo()
@@ -129,7 +129,7 @@ def test_lists_in_lists_in_any_place_of_a_worker_s_request_end_in_a_typed_error(
     door = Door()
     encoded = encode_group(group(door.order, [0, 0]))
     fail = [messages.encode_record(door.order), "failed_reward", "why"]
-    result = EvalResult(job_id=0, chunk=0, attempt=0, policy_version=0, scores=(1.0,))
+    result = EvalResult(job_id=0, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0,))
     bodies = {
         "insert": [wire.encode_group_header(encoded.header), None], "acquire": [1, 0.0], "fail": fail,
         "served": [0, "f"], "report_evaluation": messages.encode_record(result), "watch": [0, 0.0],

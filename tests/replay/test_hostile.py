@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.replay import doorkeeper, wire
-from asyncrl.replay.doorkeeper import MAX_MALFORMED, MAX_STRANGE, REMEMBERED, Doorkeeper
-from asyncrl.replay.peers import NAMES, Peers
-from asyncrl.replay.security import make_keys
+from asyncrl.replay.codec import wire
+from asyncrl.replay.core.peers import NAMES, Peers
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.server import doorkeeper
+from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, MAX_STRANGE, REMEMBERED, Doorkeeper
 
 from .attacks import GREETING, connected, endpoint, envelope, frame, hello, raw
 from .cluster import wait_until
 from .helpers import replay_config, running_server, settings
 from .hostile import Camp
+from .open_door import without_keys
 
 GROWTH_MB = 800
 """What attackers may make the server hold for a while: what comes in before they are closed. Most measured: 200 MB; the
@@ -69,6 +71,7 @@ def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
     config = replay_config()
     with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
+        secure_client(line, config.keys, "worker", "server")
         line.connect(config.address)
         line.send(envelope("members", 1, "nobody", [0, None]))
         assert answer(line) == "unknown_peer"
@@ -80,7 +83,7 @@ def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
         assert answer(line) == "wire"
         line.send(hello("w"))
         assert answer(line) == "ok"
-        line.send(envelope("members", 2, "life of w", [0, None], run="another"))
+        line.send(envelope("watch", 2, "life of w", [0, [-1, 0.0]], run="another"))
         assert answer(line) == "refused"
         line.send(hello("another"))
         assert answer(line) == "wire", "one connection spoke for two peers"
@@ -90,7 +93,7 @@ def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
 @pytest.mark.parametrize("announced", [wire.MAX_MESSAGE_BYTES + 1, 1 << 62])
 def test_a_frame_over_the_limit_ends_its_connection_before_it_is_read(announced: int) -> None:
     config = replay_config()
-    with running_server(config, settings()):
+    with without_keys(), running_server(config, settings()):
         line = raw(config.address)
         line.sendall(frame(0, b"x" * 1000, announced=announced))
         assert closed_by_the_other_end(line)
@@ -99,7 +102,7 @@ def test_a_frame_over_the_limit_ends_its_connection_before_it_is_read(announced:
 @pytest.mark.timeout(300)
 def test_a_connection_that_sends_only_garbage_is_closed() -> None:
     config = replay_config()
-    with running_server(config, settings()):
+    with without_keys(), running_server(config, settings()):
         line = raw(config.address)
         line.sendall(frame(0, b"\xc1garbage") * (MAX_MALFORMED + 1))
         assert closed_by_the_other_end(line)
@@ -109,16 +112,15 @@ def test_a_connection_that_sends_only_garbage_is_closed() -> None:
 def test_a_connection_that_floods_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(doorkeeper, "FLOOD", 0)  # one message with the queue not empty before it is too many
     config = replay_config()
-    with running_server(config, settings()):
+    with without_keys(), running_server(config, settings()):
         line = raw(config.address)
         line.sendall(frame(0, hello("w")))
         assert closed_by_the_other_end(line)
 
 
 @pytest.mark.timeout(300)
-def test_a_key_that_is_not_listed_gets_no_byte_past_the_handshake(tmp_path) -> None:
-    make_keys(tmp_path / "keys")
-    config = replay_config(keys=str(tmp_path / "keys"))
+def test_who_has_no_key_gets_no_byte_past_the_handshake() -> None:
+    config = replay_config()
     with running_server(config, settings()):
         for spoken in (b"GET / HTTP/1.0\r\n\r\n" * 8, GREETING + frame(0, hello("w"))):
             line = connected(config.address)

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from asyncrl.errors import NoProgress, WireError
-from asyncrl.replay.inprocess import InProcessReplay
 from asyncrl.types import NO_VERSION, DropReason, EvalResult
+from tests.replay.inprocess import InProcessReplay
 
 from .helpers import Clock, group, settings
 
@@ -135,7 +135,7 @@ def test_evaluations_pass_through() -> None:
     worker.served_now(0, "f")
     learner.evaluate(step=0, policy_version=0, eval_set="h", rows=2, chunk=2)
     order = asyncio.run(worker.acquire(slots=1, wait_s=1)).evaluations[0]
-    result = EvalResult(job_id=order.job_id, chunk=0, attempt=0, policy_version=0, scores=(1.0, 0.0))
+    result = EvalResult(job_id=order.job_id, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0, 0.0))
     asyncio.run(worker.report_evaluation(result))
     (summary,) = learner.wait_evaluations(wait_s=1)
-    assert summary.accuracy == 0.5
+    assert summary.mean == 0.5

@@ -12,16 +12,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError, ReplayError, WireError
-from asyncrl.replay import events as ev
-from asyncrl.replay import wire
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.durable import open_core, recover
-from asyncrl.replay.image import load_image, state_image
-from asyncrl.replay.journal import Journal, JournalSettings
-from asyncrl.replay.records import KINDS, SCHEMA, decode_event, encode_event
-from asyncrl.replay.recovery import read_history, segment_chain
-from asyncrl.replay.segments import segment_name, segment_numbers
-from asyncrl.replay.state import ReplayState
+from asyncrl.replay.codec import wire
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.journal.durable import open_core, recover
+from asyncrl.replay.journal.log import Journal, JournalSettings
+from asyncrl.replay.journal.records import KINDS, SCHEMA, decode_event, encode_event
+from asyncrl.replay.journal.recovery import read_history, segment_chain
+from asyncrl.replay.journal.segments import segment_name, segment_numbers
 from asyncrl.types import Assignment, DropReason
 
 from .helpers import Clock, header, settings
@@ -90,14 +89,14 @@ class Life:
 
 
 def same(a: ReplayState, b: ReplayState) -> None:
-    assert state_image(a) == state_image(b)
+    assert a.image() == b.image()
     for group, entry in a.ledger.entries.items():
         assert entry.payload == b.ledger.entries[group].payload, group
 
 
 def prefix_state(events: list[ev.Event], count: int, start: MemoryDisk | None = None) -> ReplayState:
-    found = recover(start, ADMISSION.max_staleness) if start else None
-    state = found.state if found else ReplayState(ADMISSION.max_staleness)
+    found = recover(start) if start else None
+    state = found.state if found else ReplayState()
     for event in events[:count]:
         state.apply(event)
     return state
@@ -117,7 +116,7 @@ def test_after_any_power_loss_all_that_was_promised_is_there_and_the_rest_is_a_p
                 server.journal.write_batch()
                 promised = len(server.events)
         after = disk.power_loss(chance)
-        found = recover(after, ADMISSION.max_staleness)
+        found = recover(after)
         count = 0 if found is None else found.state.applied - (server.core.state.applied - len(server.events))
         assert promised <= count <= len(server.events) or (found is None and life == 0 and not promised)
         disk = after
@@ -133,7 +132,7 @@ def test_what_is_recovered_is_the_very_state_that_the_events_up_to_there_make(se
         server.act()
         if chance.random() < 0.3:
             server.journal.write_batch()
-    found = recover(disk.power_loss(chance), ADMISSION.max_staleness)
+    found = recover(disk.power_loss(chance))
     assert found is None or found.state.applied <= len(server.events)
     if found is not None:
         same(found.state, prefix_state(server.events, found.state.applied))
@@ -171,7 +170,7 @@ def test_segments_are_used_again_and_only_when_nothing_in_them_is_needed() -> No
             server.core.commit(server.core.state.trained_steps - 1)
         if turn % 50 == 0:
             server.journal.write_batch()
-            same(recover(disk.power_loss(random.Random(turn)), 2).state, server.core.state)  # type: ignore[union-attr]
+            same(recover(disk.power_loss(random.Random(turn))).state, server.core.state)  # type: ignore[union-attr]
         most = max(most, len(disk.names()))
     assert server.journal._number > 20, "the test is to go through many segments"
     assert most <= 12
@@ -190,7 +189,7 @@ def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space_again() -> No
     assert not server.journal.write_batch() and server.journal.durable == behind < server.journal.promised
     disk.room = None
     assert server.journal.write_batch() and not server.journal.problem
-    same(recover(disk.power_loss(random.Random(0)), 2).state, server.core.state)  # type: ignore[union-attr]
+    same(recover(disk.power_loss(random.Random(0))).state, server.core.state)  # type: ignore[union-attr]
 
 
 def test_a_failed_sync_ends_the_journal_with_the_file_named() -> None:
@@ -221,7 +220,7 @@ def test_a_bit_that_flips_before_the_durable_mark_is_refused_with_file_and_byte(
         damaged = disk.copy()
         damaged.flip(segment_name(0), chance.randrange(end & 0xFFFFFFFFF), chance.randrange(8))
         try:
-            found = recover(damaged, 2)
+            found = recover(damaged)
         except JournalError as error:
             assert "00000000.seg is damaged at byte" in str(error)
         else:  # A flip in padding or in an unused field of a header harms nothing.
@@ -238,12 +237,12 @@ def test_an_unfinished_tail_is_cut_off_and_never_comes_back() -> None:
     tail = b"".join(bytes(piece) for item in server.journal._queue for piece in getattr(item, "pieces", []))
     start = server.journal.durable
     torn.write(segment_name(0), start, [bytes(40), tail[40:]])
-    found = recover(torn, 2)
+    found = recover(torn)
     assert found is not None and found.state.applied == durable
     second = Life(torn, 9)
     second.begin()
     second.journal.write_batch()
-    same(recover(torn, 2).state, second.core.state)  # type: ignore[union-attr]
+    same(recover(torn).state, second.core.state)  # type: ignore[union-attr]
 
 
 def test_an_older_segment_that_lost_a_record_is_refused_by_readers_of_the_history() -> None:
@@ -280,7 +279,7 @@ def test_a_lost_payload_of_an_older_segment_is_found_at_the_start() -> None:
 
 def recover_raises(disk: MemoryDisk) -> bool:
     try:
-        recover(disk, 2)
+        recover(disk)
     except JournalError as error:
         return "is damaged at byte" in str(error)
     return False
@@ -311,10 +310,10 @@ def test_a_refused_request_leaves_nothing_in_the_journal_that_would_stop_a_recov
     with pytest.raises(ReplayError, match="never published"):
         core.publish(policy_version=newest + 1, parent=newest + 7)
     with pytest.raises(ReplayError, match="cannot be read"):
-        core.restore(step=900, policy_version=-1, snapshot={"schema": 1, "step": 900}, incarnation="new")
+        core.restore(step=900, policy_version=-1, snapshot={"schema": 2, "step": 900}, incarnation="new")
     assert len(server.events) == before
     server.journal.write_batch()
-    same(recover(server.disk.copy(), 2).state, core.state)  # type: ignore[union-attr]
+    same(recover(server.disk.copy()).state, core.state)  # type: ignore[union-attr]
 
 
 def framed(head: Any) -> bytes:
@@ -326,8 +325,8 @@ def test_the_image_holds_everything_the_state_is_made_of() -> None:
     """Whoever adds to the state adds to its image, or a restart forgets it."""
     _, server = busy_disk(6)
     state = server.core.state
-    again = ReplayState(ADMISSION.max_staleness)
-    load_image(again, wire.unpack(wire.pack(state_image(state))))
+    again = ReplayState()
+    again.load(wire.unpack(wire.pack(state.image())))
     again.applied += 1
     for group, entry in again.ledger.entries.items():
         entry.payload = state.ledger.entries[group].payload

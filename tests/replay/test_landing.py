@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.landing import Landing
+from asyncrl.replay.client.futures import Futures
 
 
 def made(count: int) -> list[Future]:
@@ -15,7 +15,7 @@ def made(count: int) -> list[Future]:
 
 
 def test_what_threads_have_done_is_awaited_in_the_loop() -> None:
-    landing, futures = Landing(), made(40)
+    landing, futures = Futures(), made(40)
 
     def finish(mine: list[Future]) -> None:
         for future in mine:
@@ -32,7 +32,7 @@ def test_what_threads_have_done_is_awaited_in_the_loop() -> None:
 
 
 def test_one_wake_up_of_the_loop_brings_all_that_were_done_before_it(monkeypatch) -> None:
-    landing, futures, wakes = Landing(), made(5), []
+    landing, futures, wakes = Futures(), made(5), []
 
     async def everything() -> list[int]:
         loop = asyncio.get_running_loop()
@@ -49,7 +49,7 @@ def test_one_wake_up_of_the_loop_brings_all_that_were_done_before_it(monkeypatch
 
 
 def test_failures_arrive_and_a_caller_that_has_gone_disturbs_nobody() -> None:
-    landing, (gone, failed, fine) = Landing(), made(3)
+    landing, (gone, failed, fine) = Futures(), made(3)
 
     async def everything() -> int:
         waiting = [asyncio.create_task(landing.of(future)) for future in (gone, failed, fine)]
@@ -68,7 +68,7 @@ def test_failures_arrive_and_a_caller_that_has_gone_disturbs_nobody() -> None:
 
 
 def test_what_is_done_after_its_loop_has_ended_does_not_keep_the_next_loop_waiting() -> None:
-    landing, (late, later) = Landing(), made(2)
+    landing, (late, later) = Futures(), made(2)
 
     async def give_up() -> None:
         with pytest.raises(asyncio.TimeoutError):

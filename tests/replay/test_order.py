@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.replay import events as ev
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.ledger import Entry
-from asyncrl.replay.order import SELECTORS, Waiting, advantage_spread
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.ledger import Entry
+from asyncrl.replay.core.order import SELECTORS, Waiting, advantage_spread
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader
 
 from .helpers import Clock, header, settings

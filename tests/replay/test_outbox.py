@@ -9,11 +9,11 @@ import pytest
 import zmq
 
 from asyncrl.errors import WireError
-from asyncrl.replay import wire
-from asyncrl.replay.outbox import TOGETHER, Outbox
-from asyncrl.replay.session import Session
-from asyncrl.replay.wire import SEVERAL, Envelope
-from asyncrl.replay.words import decode_replies
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.reply import decode_replies
+from asyncrl.replay.codec.wire import SEVERAL, Envelope
+from asyncrl.replay.server.outbox import TOGETHER, Outbox
+from asyncrl.replay.server.sessions import Session
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.durable import recover
+from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.serving import run_server
 
 from .cluster import begin, fill
@@ -34,7 +34,7 @@ def test_a_server_that_is_started_again_with_overwrite_keeps_the_journal_of_the_
 
 
 def journal_is_of(server: Server, run_id: str) -> bool:
-    found = recover(server.disk.copy(), ADMISSION.max_staleness)
+    found = recover(server.disk.copy())
     return found is not None and found.run["run_id"] == run_id and found.state.next_group_id == 0
 
 

@@ -13,22 +13,24 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import FencedError, JournalError, ReplayError, WireError
-from asyncrl.replay.columns import Columns
-from asyncrl.replay.events import Inserted
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.ledger import Entry, GroupState
-from asyncrl.replay.payload import MAX_VOCABULARY, Elsewhere, StoredGroup, encode_group
-from asyncrl.replay.payloads import InShards, free_of, refuse_other_store
-from asyncrl.replay.receipts import Seals
-from asyncrl.replay.records import decode_event, encode_event
-from asyncrl.replay.requests import Response
-from asyncrl.replay.security import make_keys
-from asyncrl.replay.session import Session
-from asyncrl.replay.shard_archive import ShardArchive
-from asyncrl.replay.shard_host import Heard, Place, ShardDesk, ShardHost
-from asyncrl.replay.shard_store import Held, Key, ShardStore
-from asyncrl.replay.wire import encode_group_header
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec.columns import Columns
+from asyncrl.replay.codec.group import MAX_VOCABULARY, Elsewhere, StoredGroup, encode_group
+from asyncrl.replay.codec.wire import encode_group_header
+from asyncrl.replay.core.events import Inserted
+from asyncrl.replay.core.ledger import Entry, GroupState
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.journal.records import decode_event, encode_event
+from asyncrl.replay.net.keyring import make_keys
+from asyncrl.replay.server.payloads import refuse_other_store
+from asyncrl.replay.server.sessions import Session
+from asyncrl.replay.shards.archive import ShardArchive
+from asyncrl.replay.shards.host import Heard, Place, ShardDesk, ShardHost
+from asyncrl.replay.shards.payloads import InShards, free_of
+from asyncrl.replay.shards.receipts import Seals
+from asyncrl.replay.shards.store import Held, Key, ShardStore
 from asyncrl.types import Assignment
+from benchmarks.parts.keys import some_keys
 
 from .helpers import group, replay_config
 from .memory_disk import MemoryDisk
@@ -42,7 +44,7 @@ def life(name: str, seen: float = 0.0) -> Session:
 
 def test_nobody_becomes_a_shard_without_the_servers_key(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    own, other = Seals(str(tmp_path / "keys"), "d"), Seals("", "d")
+    own, other = Seals(str(tmp_path / "keys"), "d"), Seals(some_keys(), "d")
     payloads = InShards(2, "run", own)
     with pytest.raises(WireError, match="other keys"):
         payloads.enlist(0, "tcp://127.0.0.1:1", other.address(0, "tcp://127.0.0.1:1"), life("a"))
@@ -53,7 +55,7 @@ def test_nobody_becomes_a_shard_without_the_servers_key(tmp_path: Path) -> None:
 
 
 def test_a_shard_has_one_address_until_it_is_silent_for_too_long() -> None:
-    now, seals = 100.0, Seals("", "d")
+    now, seals = 100.0, Seals(some_keys(), "d")
     payloads = InShards(1, "run", seals, silence_s=10.0, clock=lambda: now)
     here, there = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 
@@ -99,7 +101,7 @@ def test_a_key_is_free_when_nothing_can_ask_for_it_any_more(entry: Entry | None,
 
 
 def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
-    seals = Seals("", "digest")
+    seals = Seals(some_keys(), "digest")
     header = encode_group(group(ORDER, [0] * 3)).header
     other = encode_group(group(ORDER, [0] * 4)).header
     made = {
@@ -108,7 +110,7 @@ def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
         seals.receipt("run", 0, header, "t"),
         seals.receipt("run", 1, other, "t"),
         seals.receipt("run", 1, header, "u"),
-        Seals("", "other").receipt("run", 1, header, "t"),
+        Seals(some_keys(), "other").receipt("run", 1, header, "t"),
     }
     assert len(made) == 6
     assert seals.receipt("run", 1, replace(header, worker="x"), "t") == seals.receipt("run", 1, header, "t")
@@ -168,7 +170,7 @@ def shard_desk() -> ShardDesk:
     config = replay_config(shards=2)
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 1})
     host = ShardHost(store, NobodyAnswers(), config, Heard("r", [], MAX_VOCABULARY, False))
-    return ShardDesk(host, Place(shard=1, count=2, address="a"), "r", Seals("", "d"), 1 << 20)
+    return ShardDesk(host, Place(shard=1, count=2, address="a"), "r", Seals(some_keys(), "d"), 1 << 20)
 
 
 @hypothesis_settings(max_examples=60, deadline=None)

@@ -17,10 +17,11 @@ import pytest
 import zmq
 
 from asyncrl.errors import FencedError, NoProgress, ReplayError, WireError
-from asyncrl.replay import wire
-from asyncrl.replay.client import LearnerClient, RolloutClient, wait_for_server
-from asyncrl.replay.doorkeeper import MAX_MALFORMED
-from asyncrl.replay.wire import Envelope
+from asyncrl.replay.client.client import LearnerClient, RolloutClient, wait_for_server
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.server.doorkeeper import MAX_MALFORMED
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
 
@@ -156,10 +157,12 @@ def test_a_worker_of_a_restarted_server_is_told_to_start_anew() -> None:
         asyncio.run(client.close())
 
 
-def test_a_peer_with_other_settings_is_refused_with_both_digests(run) -> None:
+def test_a_peer_with_other_settings_is_refused_and_not_told_those_of_the_server(run, caplog) -> None:
     stranger = LearnerClient(run.config.address, rank=0, run_digest="other", config=run.config)
-    with pytest.raises(ReplayError, match="digest other there, d here"):
+    with pytest.raises(ReplayError, match="digest is other; the server's log") as refused:
         stranger.members()
+    assert "'run'" not in str(refused.value)
+    assert "digest other, run ''; here they are d, 'run'" in caplog.text
     stranger.close()
     with pytest.raises(ReplayError):
         stranger.members()
@@ -212,6 +215,7 @@ def test_hostile_frames_leave_the_server_serving(run, caplog) -> None:
     context = zmq.Context()
     evil = context.socket(zmq.DEALER)
     evil.setsockopt(zmq.LINGER, 0)
+    secure_client(evil, run.config.keys, "worker", "server")
     evil.connect(run.config.address)
     frames = hostile_frames(random.Random(1))
 
@@ -264,11 +268,11 @@ def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone() -> N
 SERVER = """
 import sys, threading
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.admission import AdmissionSettings
+from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
 assert "torch" not in sys.modules and "ray" not in sys.modules
 gate = AdmissionSettings(groups_per_step=2, group_size=2, max_staleness=2, pipeline_depth=1, max_in_flight=9)
-run_server(ReplayConfig(address=sys.argv[1]), gate, "run", "d", 0)
+run_server(ReplayConfig(address=sys.argv[1], keys=sys.argv[2]), gate, "run", "d", 0)
 print("left in order")
 """
 
@@ -276,7 +280,8 @@ print("left in order")
 @pytest.mark.slow
 def test_the_server_process_is_small_and_leaves_in_order_on_sigterm() -> None:
     config = replay_config(address=free_address())
-    process = subprocess.Popen([sys.executable, "-c", SERVER, config.address], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", SERVER, config.address, config.keys]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         wait_for_server(config.address, config=config, run_digest="d", wait_s=60)
         with open(f"/proc/{process.pid}/status") as status:

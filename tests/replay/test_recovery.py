@@ -7,11 +7,12 @@ import collections
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.durable import open_core
-from asyncrl.replay.journal import Journal, JournalSettings
-from asyncrl.replay.recovery import unfinished_run
-from asyncrl.replay.segments import segment_name, segment_numbers
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.journal.durable import open_core, plain, recover
+from asyncrl.replay.journal.log import Journal, JournalSettings
+from asyncrl.replay.journal.recovery import read_history, unfinished_run
+from asyncrl.replay.journal.segments import segment_name, segment_numbers
 
 from .helpers import Clock, settings
 from .memory_disk import MemoryDisk
@@ -48,6 +49,27 @@ def test_a_run_is_unfinished_until_its_learner_says_so() -> None:
     core.finish()
     writer.write_batch()
     assert unfinished_run(disk) is None
+
+
+def test_settings_that_only_a_segments_head_tells_are_in_the_history() -> None:
+    journal, smaller = JournalSettings(segment_bytes=2048, retain="all"), settings(groups_per_step=1)
+    lost, kept = MemoryDisk(), MemoryDisk()
+    for disk in (lost, kept):
+        core, writer = open_core(disk, settings(groups_per_step=2), Clock(), journal=journal, run=RUN)
+        core.restore(step=None, policy_version=-1, snapshot=None, incarnation="l")
+        writer.write_batch()
+    # Power fails when the head of the next server's segment is durable, and what it says next is not.
+    found = recover(lost)
+    assert found is not None
+    identity = {**RUN, "settings": plain(smaller)}
+    Journal(lost, journal, identity, found.state, found.end, found.places).write_batch()
+    for disk in (lost, kept):
+        core, writer = open_core(disk, smaller, Clock(), journal=journal, run=RUN)
+        core.publish(policy_version=0, parent=-1)
+        writer.write_batch()
+        history = [event for _, event in read_history(disk)]
+        assert history.count(ev.Configured(plain(smaller))) == 1
+        assert history.index(ev.Configured(plain(smaller))) < history.index(ev.Published(0, -1))
 
 
 def test_of_a_damaged_journal_nobody_says_that_its_run_is_over() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.replay.payload import encode_group
+from asyncrl.replay.codec.group import encode_group
 from asyncrl.types import REF_LOGPROBS, DropReason, Trajectory
 
 from .helpers import group

@@ -50,7 +50,7 @@ class Refill(Play):
 )
 def test_every_filtered_group_is_replaced_by_exactly_one_other(share: float, changes: dict) -> None:
     play = Refill(3, share, **changes)
-    settings, ledger = play.core.settings, play.core.state.ledger
+    settings, ledger = play.core.run.settings, play.core.state.ledger
     window = (1 + settings.pipeline_depth) * settings.groups_per_step
     for step in range(400):
         play.fill()
@@ -110,4 +110,4 @@ def test_a_group_may_be_short_of_the_members_that_the_settings_allow(members: in
     if status == "rejected":
         assert f"a group has 2 to 3 trajectories, not {members}" in reply.reason
     else:
-        assert play.core.metrics()["replay/missing_members"] == 3 - members
+        assert play.core.run.metrics()["replay/missing_members"] == 3 - members

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.replay.requests import Request, Requests
+from asyncrl.replay.client.requests import Request, Requests
 
 
 def request(number: int, nbytes: int = 0, since: float = 0.0) -> Request:

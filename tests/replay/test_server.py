@@ -10,12 +10,13 @@ from concurrent.futures import Future
 import pytest
 
 from asyncrl.errors import ConfigError, NoProgress, WireError
-from asyncrl.replay import serving, wire
-from asyncrl.replay.client import decode_lease
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.meter import RolloutRates
-from asyncrl.replay.requests import Response
-from asyncrl.replay.router import router
+from asyncrl.replay import serving
+from asyncrl.replay.client.client import decode_lease
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec import wire
+from asyncrl.replay.core.metrics import RolloutRates
+from asyncrl.replay.core.workers import Workers
+from asyncrl.replay.server.router import router
 from asyncrl.types import DropReason, EvalResult
 
 from .helpers import group, replay_config, running_server, same_trajectory, settings
@@ -150,7 +151,7 @@ def test_a_step_leased_ahead_is_waited_for_as_long_as_the_learner_trains_the_ste
         for _ in range(2):  # Counted anew from when the step before was trained.
             assert not dry.done()
             run.patience_ends()
-        with pytest.raises(NoProgress, match="no group arrived"):
+        with pytest.raises(NoProgress, match="no group and no token"):
             dry.result(timeout=30)
 
 
@@ -196,14 +197,15 @@ def test_evaluation_runs_through_the_same_workers(run) -> None:
                         job_id=order.job_id,
                         chunk=order.chunk,
                         attempt=order.attempt,
-                        policy_version=version,
+                        version_min=version,
+                        version_max=version,
                         scores=(1.0,) * rows,
                     )
                 )
 
     asyncio.run(work())
     (summary,) = run.learner.wait_evaluations(wait_s=30)
-    assert (summary.job_id, summary.count, summary.accuracy) == (job, 3, 1.0)
+    assert (summary.job_id, summary.count, summary.mean) == (job, 3, 1.0)
 
 
 def test_failures_statistics_and_the_blocking_rendezvous_reach_the_server(run, monkeypatch) -> None:
@@ -272,11 +274,11 @@ def test_a_request_that_python_cannot_show_is_refused_and_the_server_goes_on(run
     run.start()
     client = run.worker()
 
-    def show(*values: object) -> None:
+    def show(*values: object, **named: object) -> None:
         raise RecursionError("lists in lists in lists")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ReplayCore, "served", show)
+        patched.setattr(Workers, "note", show)
         with pytest.raises(WireError, match="'served' is nested too deep"):
             asyncio.run(client.served(0, "f"))
     asyncio.run(client.served(0, "f"))
@@ -284,5 +286,5 @@ def test_a_request_that_python_cannot_show_is_refused_and_the_server_goes_on(run
 
 def test_an_open_address_without_keys_is_refused() -> None:
     for address in ("tcp://*:5577", "tcp://0.0.0.0:5577", "tcp://10.1.2.3:5577", "nonsense"):
-        with pytest.raises(ConfigError), router(replay_config(address=address)):
+        with pytest.raises(ConfigError), router(replay_config(address=address, keys="")):
             pass

@@ -9,18 +9,20 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.errors import FencedError, ReplayError, WireError
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.payload import MAX_VOCABULARY, EncodedGroup, encode_group
-from asyncrl.replay.payloads import InShards
-from asyncrl.replay.receipts import Seals
-from asyncrl.replay.requests import Response
-from asyncrl.replay.session import Answer, Session
-from asyncrl.replay.shard_host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
-from asyncrl.replay.shard_store import Held, Key, ShardStore
-from asyncrl.replay.wire import encode_group_header
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec.group import MAX_VOCABULARY, EncodedGroup, encode_group
+from asyncrl.replay.codec.wire import encode_group_header
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.sessions import Answer, Session
+from asyncrl.replay.shards.handlers import with_shards
+from asyncrl.replay.shards.host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
+from asyncrl.replay.shards.payloads import InShards
+from asyncrl.replay.shards.receipts import Seals
+from asyncrl.replay.shards.store import Held, Key, ShardStore
 from asyncrl.types import NO_VERSION, Assignment
+from benchmarks.parts.keys import some_keys
 
 from .helpers import Clock, group, replay_config, settings
 from .memory_disk import MemoryDisk
@@ -59,7 +61,7 @@ def shard(max_bytes: int) -> tuple[ShardDesk, Planner]:
     planner = Planner()
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 0})
     host = ShardHost(store, planner, replay_config(shards=1), Heard("r", [], MAX_VOCABULARY, False))
-    return ShardDesk(host, Place(shard=0, count=1, address="a"), "r", Seals("", "d"), max_bytes), planner
+    return ShardDesk(host, Place(shard=0, count=1, address="a"), "r", Seals(some_keys(), "d"), max_bytes), planner
 
 
 def peer(role: str, name: str) -> Session:
@@ -128,8 +130,9 @@ def test_a_shard_that_the_planner_has_replaced_ends() -> None:
 
 
 def test_while_a_shard_cannot_write_nothing_new_is_started_and_the_reason_is_said() -> None:
-    core, seals = ReplayCore(settings(), Clock()), Seals("", "d")
-    desk = Desk(core, InShards(2, "r", seals))
+    core, seals = ReplayCore(settings(), Clock()), Seals(some_keys(), "d")
+    payloads = InShards(2, "r", seals)
+    desk = with_shards(Handlers(core, payloads), payloads)
     core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     core.publish(policy_version=0, parent=NO_VERSION)
     core.hello("w", "i")

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.errors import FencedError, NoProgress, WireError
-from asyncrl.replay.client import RolloutClient
-from asyncrl.replay.connection import Connection
-from asyncrl.replay.payload import EncodedGroup, encode_group
-from asyncrl.replay.requests import Response
-from asyncrl.replay.shard import meet
-from asyncrl.replay.shard_links import ShardLinks
-from asyncrl.replay.shard_store import Held, Key
+from asyncrl.replay.client.client import RolloutClient
+from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.client.shard_links import ShardLinks
+from asyncrl.replay.codec.group import EncodedGroup, encode_group
+from asyncrl.replay.shards.__main__ import meet
+from asyncrl.replay.shards.store import Held, Key
 from asyncrl.types import Assignment
 from tests.addresses import free_address
 

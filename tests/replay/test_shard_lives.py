@@ -10,12 +10,13 @@ import threading
 import pytest
 
 from asyncrl.errors import FencedError
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.payload import encode_group, split_frames
-from asyncrl.replay.receipts import Seals
-from asyncrl.replay.shard_host import Place, PlannerLink
-from asyncrl.replay.shard_store import open_store
+from asyncrl.replay.codec.group import encode_group, split_frames
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.shards.host import Place, PlannerLink
+from asyncrl.replay.shards.receipts import Seals
+from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
+from benchmarks.parts.keys import some_keys
 from tests.addresses import free_address
 
 from .cluster import Cluster, Life, begin, fill, wait_until
@@ -62,7 +63,7 @@ def test_a_second_shard_of_a_number_is_refused_while_the_first_is_there_and_take
         assert worker._shards is not None
         address = worker._shards._links[0].address
         place = Place(shard=0, count=1, address=free_address())
-        rival = PlannerLink(cluster.config, place, "d", Seals("", "d"))
+        rival = PlannerLink(cluster.config, place, "d", Seals(some_keys(), "d"))
         try:
             with pytest.raises(FencedError, match=f"listens on {address}"):
                 rival.ask([], "").result(30)

@@ -11,17 +11,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.payload import StoredGroup, encode_group, split_frames
-from asyncrl.replay.recovery import run_of
-from asyncrl.replay.segments import segment_name, segment_numbers
-from asyncrl.replay.shard_store import (
+from asyncrl.replay.codec.group import StoredGroup, encode_group, shard_of, split_frames
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.journal.recovery import run_of
+from asyncrl.replay.journal.segments import segment_name, segment_numbers
+from asyncrl.replay.shards.store import (
     Key,
     ShardStore,
     open_store,
     read_positions,
     read_stored,
-    shard_of,
 )
 from asyncrl.types import Assignment, GroupHeader
 

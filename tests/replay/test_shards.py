@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import NoProgress, ReplayError, WireError
-from asyncrl.replay import wire
-from asyncrl.replay.connection import Connection
-from asyncrl.replay.journal import JournalSettings
-from asyncrl.replay.payload import encode_group
-from asyncrl.replay.security import make_keys
-from asyncrl.replay.shard_store import open_store
+from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.group import encode_group
+from asyncrl.replay.journal.log import JournalSettings
+from asyncrl.replay.net.keyring import make_keys
+from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
 
 from .cluster import Cluster, begin, fill, wait_until
@@ -188,9 +189,12 @@ def test_a_worker_cannot_speak_as_a_shard(cluster: Cluster) -> None:
     _, worker = begin(cluster)
     with pytest.raises(WireError, match="no verb"):
         worker._connection.request("collect", [0, "tcp://127.0.0.1:1", "x", "", []]).result(30)
-    impostor = Connection(cluster.config.address, role="shard", name="x", run_digest="d", config=cluster.config)
+    with pytest.raises(WireError, match="no verb"):
+        worker._connection.request("lease", [0, 0, 1, 0.0, 0]).result(30)
+    address = cluster.config.address
+    impostor = Connection(address, role="shard", name="x", run_digest="d", config=cluster.config)
     try:
-        with pytest.raises(WireError, match="other keys"):
+        with pytest.raises(WireError, match="other keys"):  # the seal is none
             impostor.request("collect", [0, "tcp://127.0.0.1:1", "x", "", []]).result(30)
         with pytest.raises(WireError, match="no verb"):
             impostor.request("finish").result(30)
@@ -199,8 +203,7 @@ def test_a_worker_cannot_speak_as_a_shard(cluster: Cluster) -> None:
 
 
 def test_shards_do_the_same_behind_keys(tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys")
-    cluster = Cluster(keys=str(tmp_path / "keys"))
+    cluster = Cluster()
     cluster.start()
     with contextlib.closing(cluster):
         learner, worker = begin(cluster)
@@ -211,9 +214,12 @@ def test_shards_do_the_same_behind_keys(tmp_path: Path) -> None:
             assert same_trajectory(sent, trajectory)
         assert worker._shards is not None
         address = worker._shards._links[0].address
-        stranger = Connection(address, role="worker", name="x", run_digest="d", config=replace(cluster.config, keys=""))
+        make_keys(tmp_path / "keys")
+        shutil.copy(Path(cluster.config.keys) / "shard.key", tmp_path / "keys")
+        config = replace(cluster.config, keys=str(tmp_path / "keys"))
+        stranger = Connection(address, role="worker", name="x", run_digest="d", config=config, server_role="shard")
         try:
-            with pytest.raises(TimeoutError):
-                stranger.request("put", [None, None]).result(2)
+            with pytest.raises(ReplayError, match="refused the worker's key"):
+                stranger.request("put", [None, None]).result(60)
         finally:
             stranger.close()

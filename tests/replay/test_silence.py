@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.server import TICK_S
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.loop import TICK_S
+from asyncrl.replay.server.sessions import Later, Session
 from asyncrl.replay.serving import silence_of
-from asyncrl.replay.session import Later, Session
 from asyncrl.types import NO_VERSION
 
 from .helpers import Clock, settings
@@ -28,7 +28,7 @@ def test_a_worker_that_falls_silent_while_its_request_waits_is_given_up_as_soon_
     clock = Clock()
     core = ReplayCore(settings(), clock, heartbeat_timeout_s=10.0)
     core.hello("w", "a")
-    waiting = Desk(core).handle(Session("worker", "w", "a", b"", 0.0), "acquire", [1, 60.0], ())
+    waiting = Handlers(core).handle(Session("worker", "w", "a", b"", 0.0), "acquire", [1, 60.0], ())
     assert isinstance(waiting, Later)
     core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="l")
     core.publish(policy_version=0, parent=NO_VERSION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import FencedError, ReplayError
-from asyncrl.replay.core import ReplayCore
+from asyncrl.replay.core.core import ReplayCore
 from asyncrl.types import NO_VERSION, DropReason, StalePolicy
 
 from .helpers import Clock, settings
@@ -93,7 +93,7 @@ def test_policy_drop_drops_the_late_group_whole(readmit) -> None:
     play.load()
     prompts = [order.prompt_index for order in play.acquire()]
     assert (slow.prompt_index in prompts) == readmit
-    assert play.core.metrics()["waste/tokens"] == 16
+    assert play.core.run.metrics()["waste/tokens"] == 16
 
 
 def test_policy_wait_holds_the_learner_for_the_late_group() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.disk import FolderDisk
-from asyncrl.replay.journal import JournalSettings, Opening, SegmentLog
-from asyncrl.replay.sync_thread import SyncThread
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
+from asyncrl.replay.journal.sync_thread import SyncThread
 
 from .memory_disk import MemoryDisk
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.versions import VersionTree, tree_edges
+from asyncrl.replay.core.versions import VersionTree, tree_edges
 from asyncrl.types import NO_VERSION
 
 
@@ -94,3 +94,28 @@ def test_distance_is_the_length_of_the_path_and_survives_a_snapshot(shape, data)
     again = VersionTree.restore(tree_edges(tree.snapshot()))
     assert again.distance(a, b) == expected
     assert again.newest == tree.newest
+
+
+def test_what_the_learner_before_a_restart_trained_further_ages_by_the_steps_that_are_left() -> None:
+    tree = VersionTree()
+    tree.publish(0, NO_VERSION)
+    tree.publish(1, 0)
+    tree.publish(2, 0, length=0, again=True)
+    assert tree.distance(1, 2) == 1
+    assert tree.distance(1, 2, ahead=1) == 0, "the next step from 2 stands where 1 does"
+    assert tree.distance(1, 2, ahead=3) == 2
+
+
+def test_a_branch_from_the_end_of_a_walk_that_is_not_over_leaves_what_the_walk_has_not_reached_again() -> None:
+    tree = VersionTree()
+    tree.publish(0, NO_VERSION)
+    for version in (1, 2, 3):
+        tree.publish(version, version - 1)
+    tree.publish(4, 0, length=0, again=True)
+    tree.publish(5, 4)
+    tree.publish(6, 5, length=0)  # a branch, from where version 1 is
+    tree.publish(7, 6)
+    for grown in (tree, VersionTree.restore(tree_edges(tree.snapshot()))):
+        assert grown.distance(1, 7) == grown.distance(5, 7) == 1
+        assert (grown.distance(2, 7), grown.distance(3, 7)) == (2, 3), "version 7 was not trained from them"
+        assert grown.leads_to(1, 7) and not grown.leads_to(2, 7)

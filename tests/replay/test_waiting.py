@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from asyncrl.errors import AsyncRLError, ReplayError, WireError
-from asyncrl.replay.session import Answer, Later, Session
-from asyncrl.replay.waiting import MAX_PATIENT, WaitingRequests
+from asyncrl.replay.server.sessions import Answer, Later, Session
+from asyncrl.replay.server.waiting import MAX_PATIENT, SPARE, WaitingRequests
 
 from .helpers import Clock
 
@@ -132,3 +132,63 @@ def test_one_peer_may_not_wait_with_ever_more_requests() -> None:
     with pytest.raises(WireError, match=f"{MAX_PATIENT} requests of this peer wait already"):
         room.add(MAX_PATIENT)
     assert room.session.patient == MAX_PATIENT and MAX_PATIENT not in room.session.waiting
+
+
+def test_of_a_thousand_that_wait_for_the_same_one_question_is_asked_until_it_is_there() -> None:
+    room = Room()
+    work, questions = 0, 0
+
+    def there() -> bool:
+        nonlocal questions
+        questions += 1
+        return work > 0
+
+    def take() -> Answer | None:
+        nonlocal work
+        room.asked += 1
+        work -= 1
+        return Answer("work")
+
+    for number in range(1000):
+        session = Session("worker", f"w{number}", str(number), b"", 0.0)
+        room.waiting.add(session, 1, "acquire", Later(take, lambda: Answer("none"), 100.0, "work", there))
+    for _ in range(10):
+        room.applied += 1
+        room.waiting.settle()
+    assert (questions, room.asked) == (10, 0)
+    work, room.applied = 3, room.applied + 1
+    room.waiting.settle()
+    assert room.said == [(f"w{number}", 1, "acquire work") for number in range(3)]
+    assert (questions, room.asked) == (14, 3)
+
+
+def test_what_waits_for_another_thing_is_not_held_up_by_what_is_not_there() -> None:
+    room = Room()
+    room.waiting.add(room.session, 1, "lease", Later(room.retry, room.retry, 10.0, ("batch", 0), lambda: False))
+    room.waiting.add(room.session, 2, "lease", Later(lambda: Answer("b"), room.retry, 10.0, ("batch", 1), lambda: True))
+    room.applied += 1
+    room.waiting.settle()
+    assert room.said == [("w", 2, "lease b")] and room.asked == 0
+
+
+def test_where_the_question_itself_is_refused_all_that_wait_for_it_are_told() -> None:
+    room = Room()
+
+    def refuse() -> bool:
+        raise ReplayError("step 3 was forgotten")
+
+    for number in (1, 2):
+        room.waiting.add(room.session, number, "lease", Later(refuse, refuse, 10.0, "batch", refuse))  # pyright: ignore
+    room.applied += 1
+    room.waiting.settle()
+    assert room.said == [("w", 1, "step 3 was forgotten"), ("w", 2, "step 3 was forgotten")]
+
+
+def test_deadlines_of_requests_that_are_answered_do_not_pile_up() -> None:
+    room = Room()
+    room.ready = True
+    for number in range(5000):
+        room.add(number, wait_s=3600.0)
+        room.applied += 1
+        room.waiting.settle()
+    assert len(room.said) == 5000 and len(room.waiting._deadlines) <= SPARE + 2

@@ -10,13 +10,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
-from asyncrl.replay import messages, wire
-from asyncrl.replay.base import Acquired, Member, TrainedReply
-from asyncrl.replay.client import decode_lease
-from asyncrl.replay.columns import LARGE_ARRAY, SHARED, Columns, columns_of, decode
-from asyncrl.replay.core import ReplayCore
-from asyncrl.replay.desk import Desk
-from asyncrl.replay.payload import (
+from asyncrl.replay.client.client import decode_lease
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.columns import LARGE_ARRAY, SHARED, Columns, columns_of, decode
+from asyncrl.replay.codec.group import (
     StoredGroup,
     check_stored,
     decode_texts,
@@ -25,9 +23,11 @@ from asyncrl.replay.payload import (
     runs_of,
     split_frames,
 )
-from asyncrl.replay.requests import Response
-from asyncrl.replay.session import Answer, Session
-from asyncrl.replay.wire import Envelope
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.protocol import Acquired, Member, TrainedReply
+from asyncrl.replay.server.handlers import Handlers
+from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import (
     NO_VERSION,
     Assignment,
@@ -300,11 +300,14 @@ def test_a_plan_arrives_as_it_was_sent_and_no_trajectory_is_in_two_shards() -> N
 def test_small_replies_arrive_as_they_were_sent() -> None:
     acquired = Acquired(
         assignments=(ORDER,),
-        evaluations=(EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4, policy_version=2),),
+        evaluations=(EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4),),
         waiting_for="x",
     )
     assert messages.decode_acquired(wire.unpack(wire.pack(messages.encode_acquired(acquired)))) == acquired
-    summary = EvalSummary(job_id=1, step=2, eval_set="h", accuracy=0.5, count=4, failed=0, version_min=2, version_max=3)
+    summary = EvalSummary(
+        **{"job_id": 1, "step": 2, "policy_version": 2, "eval_set": "h", "mean": 0.5, "count": 4},
+        **{"failed": 0, "version_min": 2, "version_max": 3, "superseded": 1},
+    )
     reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,))
     assert messages.decode_trained(wire.unpack(wire.pack(messages.encode_trained(reply)))) == reply
     member = Member(worker="w", incarnation="i", policy_version=NO_VERSION)
@@ -318,7 +321,7 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
 def leased_step(world: int, tokens: int):
     """Two groups through a real desk, leased by every rank."""
     core = ReplayCore(settings(groups_per_step=2, group_size=2), Clock())
-    desk = Desk(core)
+    desk = Handlers(core)
     core.hello("w", "a")
     core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="l")
     core.publish(policy_version=0, parent=NO_VERSION)

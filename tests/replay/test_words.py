@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import AsyncRLError, ReplayError, WireError
-from asyncrl.replay import connection, wire, words
-from asyncrl.replay.connection import Connection
-from asyncrl.replay.requests import Response
-from tests.addresses import free_address
+from asyncrl.replay.client import connection
+from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec import reply as words
+from asyncrl.replay.codec import wire
+from asyncrl.replay.server.router import router
 
 from .helpers import replay_config
 
@@ -46,7 +48,7 @@ def reply(verb: str, number: int, body: Any) -> Frames:
     return [wire.pack([wire.SCHEMA, "run", verb, number, "boot", body])]
 
 
-class Desk:
+class Handlers:
     """A client, and in the place of its server a socket that this test answers at."""
 
     def __init__(self, socket: zmq.Socket, client: Connection) -> None:
@@ -74,15 +76,12 @@ class Desk:
 
 
 @contextmanager
-def desk() -> Iterator[Desk]:
-    address = free_address()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address)
-        config = replay_config(address=address, heartbeat_s=0.02, heartbeat_timeout_s=600.0, wait_timeout_s=600.0)
-        client = Connection(address, role="worker", name="w", run_digest="d", config=config)
+def desk() -> Iterator[Handlers]:
+    config = replay_config(heartbeat_s=0.02, heartbeat_timeout_s=600.0, wait_timeout_s=600.0)
+    with router(config) as socket:
+        client = Connection(config.address, role="worker", name="w", run_digest="d", config=config)
         try:
-            yield Desk(socket, client)
+            yield Handlers(socket, client)
         finally:
             client._welcome = False  # No goodbye: nobody is there to answer it.
             client.close()
@@ -111,12 +110,12 @@ def first(verb: str, says: Callable[[int], Frames], since: int = 0) -> Answer:
     return answer
 
 
-def next_group(line: Desk, says: Callable[[int], Frames]) -> Answer:
+def next_group(line: Handlers, says: Callable[[int], Frames]) -> Answer:
     """`says` to the next group that is sent."""
     return first("insert", says, since=line.client._next)
 
 
-def met(line: Desk, answer: Answer) -> tuple[Any, Any]:
+def met(line: Handlers, answer: Answer) -> tuple[Any, Any]:
     """What became of a group and of a question beside it."""
     group = line.client.request("insert", None, (), 10)
     question = line.client.request("members")
@@ -125,7 +124,7 @@ def met(line: Desk, answer: Answer) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def line() -> Iterator[Desk]:
+def line() -> Iterator[Handlers]:
     with desk() as line:
         yield line
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import subprocess
 import sys
 import time
+import zlib
 
 
 def length(completion, row):
@@ -96,3 +98,47 @@ def picky(completion, row):
 
 def trl_picky(completions, **columns):
     return [None if completion == "bad" else 1.0 for completion in completions]
+
+
+def mixed(completion, row):
+    """What the completion says: four completions of one group may end in four ways."""
+    if completion == "exit":
+        os._exit(3)
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "raise":
+        raise ValueError("cannot read it")
+    return float("nan") if completion == "nan" else float(len(completion))
+
+
+def slowly(completion, row):
+    time.sleep(row["seconds"])
+    return 1.0
+
+
+async def waits(completion, row):
+    """Takes as long as the completion says, in seconds; `deaf` also catches its cancellation."""
+    try:
+        await asyncio.sleep(600 if completion in ("hang", "deaf") else float(completion))
+    except asyncio.CancelledError:
+        if completion != "deaf":
+            raise
+        time.sleep(600)
+    return 1.0
+
+
+def chaotic(completion, row):
+    """What becomes of a completion is a property of its text: see `outcome_of`."""
+    outcome = outcome_of(completion)
+    if outcome == "hang":
+        time.sleep(600)
+    if outcome == "exit":
+        os._exit(3)
+    if outcome == "raise":
+        raise ValueError("cannot read it")
+    return float("nan") if outcome == "nan" else 1.0 + len(completion)
+
+
+def outcome_of(completion):
+    number = zlib.crc32(completion.encode()) % 160
+    return "hang" if number == 0 else ("raise", "nan", "exit", "score", "score", "score", "score")[number % 7]

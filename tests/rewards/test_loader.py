@@ -5,9 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.own_code import load_function
+from asyncrl.rewards.call import Call
 from asyncrl.rewards.exact_match import exact_match
-from asyncrl.rewards.loader import adapt_reward, load_function, make_reward
+from asyncrl.rewards.forms import adapt_reward
+from asyncrl.rewards.loader import make_reward, settle
 from asyncrl.rewards.score import RewardScore
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
@@ -15,7 +19,7 @@ FILE = str(Path(__file__).with_name("reward_functions.py"))
 
 def scores(name: str, completions: list[str], row: dict) -> list[RewardScore]:
     """Raises the first failure."""
-    outcomes = adapt_reward(load_function(f"{FILE}:{name}"), name)(completions, row)
+    outcomes = settle(adapt_reward(load_function(f"{FILE}:{name}"), name)(Call(completions=completions, row=row)))
     for outcome in outcomes:
         if isinstance(outcome, RewardError):
             raise outcome
@@ -111,7 +115,9 @@ def test_numpy_numbers_are_numbers_and_other_entries_are_left_out():
     def reward(completion, row):
         return {"score": np.float32(0.5), "count": np.int64(3), "why": "text"}
 
-    assert adapt_reward(reward, "reward")(["a"], {}) == [RewardScore(value=0.5, parts={"count": 3.0})]
+    assert adapt_reward(reward, "reward")(Call(completions=["a"], row={})) == [
+        RewardScore(value=0.5, parts={"count": 3.0})
+    ]
 
 
 def test_exact_match_ignores_surrounding_space_only():
@@ -123,8 +129,8 @@ def test_exact_match_ignores_surrounding_space_only():
 
 
 def test_with_a_model_the_function_names_what_is_made_of_it():
-    judge = make_reward(f"{FILE}:Judge", "abc")
-    assert [score.value for score in judge(["x", "yy"], {"prompt": "p"})] == [5.0, 6.0]
+    judge = make_reward([RewardTerm(function=f"{FILE}:Judge", model="abc")])
+    assert [score.value for score in judge(Call(completions=["x", "yy"], row={"prompt": "p"}))] == [5.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -136,4 +142,4 @@ def test_with_a_model_the_function_names_what_is_made_of_it():
 )
 def test_what_cannot_be_made_of_a_model_is_refused(name, model, says):
     with pytest.raises(ConfigError, match=says):
-        make_reward(f"{FILE}:{name}", model)
+        make_reward([RewardTerm(function=f"{FILE}:{name}", model=model)])

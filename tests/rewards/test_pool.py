@@ -8,14 +8,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.pool import MAX_GUILTY, RewardPool
+from asyncrl.types import Completion
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 COMMANDS = f"{FILE}:by_command"
+DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -99,6 +103,105 @@ def test_a_completion_that_cannot_be_scored_leaves_its_siblings_theirs(name):
     assert first.value == third.value == 1.0
     assert isinstance(failed, RewardError) and isinstance(none, RewardError)
     assert stats["reward_failures"] == 2
+
+
+def test_completions_that_raise_hang_exit_or_give_nan_cost_no_sibling_its_score():
+    texts = ["a", "raise", "bb", "nan", "exit", "ccc", "hang", "dddd"]
+
+    async def scenario():
+        async with RewardPool(f"{FILE}:mixed", workers=1, timeout_s=HANG_S) as pool:
+            return await pool.score(texts, row(""))
+
+    outcomes = dict(zip(texts, asyncio.run(scenario()), strict=True))
+    reasons = {text: o.reason for text, o in outcomes.items() if isinstance(o, RewardError)}
+    assert reasons == {"raise": "raised", "nan": "no_number", "exit": "exited", "hang": "timed_out"}
+    scores = {text: o.value for text, o in outcomes.items() if not isinstance(o, RewardError)}
+    assert scores == {"a": 1.0, "bb": 2.0, "ccc": 3.0, "dddd": 4.0}
+
+
+def test_a_reward_that_always_ends_its_process_is_given_up_before_it_has_cost_one_for_each_completion():
+    async def scenario():
+        async with RewardPool(f"{FILE}:mixed", workers=1, timeout_s=30) as pool:
+            (error,) = await asyncio.gather(pool.score(["exit"] * 8, row("")), return_exceptions=True)
+            return error, pool.stats()
+
+    error, stats = asyncio.run(scenario())
+    assert isinstance(error, RewardError) and "exit code 3" in str(error)
+    assert stats["reward_restarts"] == MAX_GUILTY
+
+
+def test_the_deadline_is_that_of_each_completion_and_not_of_the_group():
+    async def scenario():
+        async with RewardPool(f"{FILE}:slowly", workers=1, timeout_s=HANG_S) as pool:
+            return await pool.score(["a"] * 5, row("", seconds=1.0))  # together longer than one may take
+
+    assert [score.value for score in asyncio.run(scenario())] == [1.0] * 5
+
+
+def test_async_calls_of_a_group_run_side_by_side_each_with_its_deadline():
+    async def scenario():
+        async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+            started = time.monotonic()
+            together = await pool.score(["2.0"] * 8, row(""))  # 16 s one after the other, and past one deadline
+            seconds = time.monotonic() - started
+            hung, well = await pool.score(["hang", "0"], row(""))
+            deaf, innocent = await pool.score(["deaf", "0"], row(""))
+            return together, seconds, hung, well, deaf, innocent
+
+    together, seconds, hung, well, deaf, innocent = asyncio.run(scenario())
+    assert [score.value for score in together] == [1.0] * 8 and seconds < 12
+    assert isinstance(hung, RewardError) and hung.reason == "timed_out" and well.value == 1.0
+    # One that will not be cancelled holds up all: its process is killed, and the others are scored in the next one.
+    assert isinstance(deaf, RewardError) and deaf.reason == "timed_out" and innocent.value == 1.0
+
+
+def test_async_calls_of_many_groups_run_side_by_side_as_far_as_they_may():
+    async def scenario(at_once: int) -> float:
+        terms = [RewardTerm(function=f"{DOCUMENTED}:in_a_while", args={"seconds": 0.5})]
+        async with RewardPool(terms, workers=1, timeout_s=60, at_once=at_once) as pool:
+            started = time.monotonic()
+            scored = await asyncio.gather(*(pool.score(["a"], row("")) for _ in range(16)))
+            assert [scores[0].value for scores in scored] == [1.0] * 16
+            return time.monotonic() - started
+
+    assert asyncio.run(scenario(2)) >= 4.0  # eight rounds of half a second
+    assert asyncio.run(scenario(64)) < 4.0  # and not one after the other, which is eight seconds
+
+
+def test_one_that_blocks_within_async_is_blamed_alone_and_a_plain_function_may_use_a_loop_of_its_own():
+    async def scenario():
+        async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+            blocked, fine = await asyncio.gather(
+                pool.score(["deaf"], row("")), pool.score(["0.1"] * 2, row("")), return_exceptions=True
+            )
+        async with RewardPool(f"{DOCUMENTED}:in_turn", workers=1, timeout_s=60) as pool:
+            return blocked, fine, await pool.score(["a"], row(""))
+
+    blocked, fine, own = asyncio.run(scenario())
+    assert isinstance(blocked, RewardError) and blocked.reason == "timed_out"
+    assert [score.value for score in fine] == [1.0, 1.0] and own[0].value == 1.0
+
+
+def test_token_ids_and_finish_reasons_reach_the_function_with_the_completions_that_are_left():
+    """The first of them ends its process: the others are sent again."""
+    ids = [np.arange(n, dtype=np.int32) for n in (1, 2, 3)]
+    sampled = [
+        Completion(token_ids=one, logprobs=one.astype(np.float32), policy_versions=one, finish_reason=reason)
+        for one, reason in zip(ids, ("stop", "length", "stop"), strict=True)
+    ]
+    terms = [
+        RewardTerm(name="ids", function=f"{DOCUMENTED}:with_ids"),
+        RewardTerm(name="may", function=f"{FILE}:mixed", weight=0.0),
+    ]
+
+    async def scenario():
+        async with RewardPool(terms, workers=1, timeout_s=60) as pool:
+            return await pool.score(["exit", "a", "b"], row(""), sampled=sampled)
+
+    ended, cut, whole = asyncio.run(scenario())
+    assert isinstance(ended, RewardError) and ended.reason == "exited"
+    assert cut.parts == {"ids": 2.0, "ids/cut": 1.0, "may": 1.0}
+    assert whole.parts == {"ids": 3.0, "ids/cut": 0.0, "may": 1.0}
 
 
 def test_output_and_input_of_user_code_do_not_disturb_the_pipe():

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.checks.sources import Source
 from asyncrl.data.byte_tokenizer import EOS_ID, byte_tokenizer
+from asyncrl.data.dataset import Dataset, open_alone
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import RewardError
-from asyncrl.replay.base import Acquired, Board, InsertReply
+from asyncrl.replay.protocol import Acquired, Board, InsertReply
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.reward_parts import RewardParts
-from asyncrl.rollout.version_hold import VersionHold
+from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, SamplingParams, TrajectoryGroup
 
@@ -31,19 +35,17 @@ SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(EOS
 class ByteTokenizer:
     """The byte tokenizer with the methods of a Hugging Face one that the rollout uses."""
 
-    chat_template = None
-
     def __init__(self) -> None:
         self._tokenizer = byte_tokenizer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False):
+    def render(self, messages: Any, tools: Any = ()) -> list[int]:
         raise NotImplementedError
 
-    def decode(self, sequences) -> list[str]:
-        return self._tokenizer.decode_batch([ids.tolist() for ids in sequences], skip_special_tokens=True)
+    def decode(self, sequences, *, special: bool = False) -> list[str]:
+        return self._tokenizer.decode_batch([ids.tolist() for ids in sequences], skip_special_tokens=not special)
 
 
 def encode_bytes(text: str) -> NDArray[np.int32]:
@@ -117,7 +119,7 @@ def assignment(index: int) -> Assignment:
     return Assignment(group_id=100 + index, prompt_index=index, attempt=1, seed=index * 7, policy_version=0)
 
 
-async def reward_length(texts: list[str], row: dict[str, Any]) -> list[RewardScore]:
+async def reward_length(texts: list[str], row: dict[str, Any], **_: Any) -> list[RewardScore]:
     if row.get("bad"):
         raise RewardError(f"row {row['n']} is bad")
     return [RewardScore(value=float(len(text)), parts={"letters": float(len(text))}) for text in texts]
@@ -129,8 +131,13 @@ def rows_file(path: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
     return path
 
 
-def prompt_source(path: Path, max_prompt_tokens: int = 32) -> PromptSource:
-    return PromptSource(path, ByteTokenizer(), seed=0, shuffle=False, max_prompt_tokens=max_prompt_tokens)
+def dataset(path: Path) -> Dataset:
+    return open_alone(Source(key="data.path", specs=(str(path),)))
+
+
+def prompt_source(path: Path, max_prompt_tokens: int = 32, overlong: str = "error") -> PromptSource:
+    settings = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong}
+    return PromptSource(dataset(path), ByteTokenizer(), seed=0, shuffle=False, **settings)
 
 
 def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
@@ -148,13 +155,19 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         encode=encode_bytes,
         score=changes.pop("score", reward_length),
         parts=changes.pop("parts", RewardParts()),
+        stepped=lambda: report.count("environment_steps"),
+        watch=changes.pop("watch", RewardWatch()),
+        accuracy=changes.pop("accuracy", False),
     )
     settings = {
         "name": "rollout-0",
         "replay": replay,
         "runner": runner,
-        "prompts": prompt_source(path, changes.pop("max_prompt_tokens", 32)),
-        "evaluation_rows": prompt_source(path),
+        "prompts": prompt_source(path, changes.pop("max_prompt_tokens", 32), changes.pop("overlong", "error")),
+        "evaluated": EvaluatedSet(
+            rows=prompt_source(path, changes.pop("max_evaluation_tokens", 32)),
+            sampling=replace(SAMPLING, temperature=0.0),
+        ),
         "check": lambda: None,
         "proven": lambda: True,
         "filters": Filters(),
@@ -162,7 +175,6 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         "sampling": SAMPLING,
         "slots": 16,
         "wait_timeout_s": 60.0,
-        "hold": VersionHold(engine.load_weights, 60.0),
         "report": report,
     }
     return RolloutWorker(**{**settings, **changes})

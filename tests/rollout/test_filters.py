@@ -1,22 +1,28 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
-from asyncrl.replay.inprocess import InProcessReplay
+from asyncrl.errors import FilterError, HopelessFilterError
 from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.filters import Filters, built_in_filters
+from asyncrl.rollout.process import REFUSALS
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
 from tests.replay.helpers import group as replay_group
 from tests.replay.helpers import settings
+from tests.replay.inprocess import InProcessReplay
 from tests.replay.test_order import ORDER
-from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
+from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, prompt_source, rows_file
 
 PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.zeros(1, np.int32), text="p", columns={"prompt": "p"})
 
@@ -92,6 +98,47 @@ def test_filters_of_the_user_drop_with_their_name_and_fail_with_their_error(tmp_
     assert len(replay.inserted) == 14 and len(replay.failed) == 6
 
 
+@dataclass
+class ScriptedPool:
+    """Fails for every group with one of `bad`'s rows."""
+
+    bad: Callable[[int], bool]
+    name: str = "keep"
+
+    async def judge(self, group: FinishedGroup) -> Verdict:
+        if self.bad(group.row["n"]):
+            raise FilterError("mine.py:keep: KeyError: 'level'")
+        return Verdict(True)
+
+
+def filtered(rows: Path, bad: Callable[[int], bool], groups: int, share: float) -> ScriptedReplay:
+    replay = ScriptedReplay(groups)
+    own = cast("list[FilterPool]", [ScriptedPool(lambda n: False), ScriptedPool(bad)])
+    filters = Filters(own=own, max_failure_share=share, where=prompt_source(rows).where)
+    asyncio.run(make_worker(replay, rows, filters=filters).run())
+    return replay
+
+
+def test_a_filter_that_never_works_ends_its_worker_with_the_message_the_row_and_the_line(tmp_path):
+    rows = rows_file(tmp_path / "rows.jsonl", 64)
+    with pytest.raises(HopelessFilterError) as ended:
+        filtered(rows, lambda n: True, 64, 0.5)
+    said = str(ended.value)
+    row = int(said.split("The last group, row ")[1].split()[0])
+    # Groups of four: the 26th is the first beyond a hundred completions, whatever another filter did beside it.
+    assert "failed for 104 of the last 104 completions, more than reward.max_failure_share=0.5 of 200" in said
+    assert f"({rows}:{row + 1}): mine.py:keep: KeyError: 'level'" in said
+    assert isinstance(ended.value, REFUSALS), "a restart cannot help"
+
+
+def test_a_filter_that_fails_for_a_few_or_is_allowed_to_does_not_end_the_run(tmp_path):
+    rows = rows_file(tmp_path / "rows.jsonl", 64)
+    replay = filtered(rows, lambda n: n % 3 == 0, 128, 0.5)
+    assert len(replay.failed) + len(replay.inserted) == 128
+    assert {reason for _, reason, _ in replay.failed} == {DropReason.FAILED_FILTER}
+    assert len(filtered(rows, lambda n: True, 128, 1.0).failed) == 128
+
+
 STEPS, GROUPS = 12, 4
 
 
@@ -99,7 +146,7 @@ STEPS, GROUPS = 12, 4
 def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
     """A real worker beside a learner: with every group that is filtered one more is admitted, and none besides."""
 
-    async def reward_some(texts, row):
+    async def reward_some(texts, row, **_):
         flat = row["n"] % 3 == 0
         return [RewardScore(value=0.0 if flat else float(place)) for place, _ in enumerate(texts)]
 

@@ -52,7 +52,7 @@ class TwoSides:
             self.running.remove(side)
 
 
-async def never_asked(texts: list[str], row: dict[str, Any]) -> list[Outcome]:
+async def never_asked(texts: list[str], row: dict[str, Any], **_: Any) -> list[Outcome]:
     raise AssertionError
 
 

@@ -28,7 +28,7 @@ class Scorer:
         self.sizes: list[int] = []
         self.scored: list[str] = []
 
-    async def __call__(self, texts: list[str], row: dict) -> list[Outcome]:
+    async def __call__(self, texts: list[str], row: dict, **_: object) -> list[Outcome]:
         call = len(self.sizes)
         self.sizes.append(len(texts))
         outcomes: list[Outcome] = []

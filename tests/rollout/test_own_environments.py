@@ -100,7 +100,7 @@ def test_an_environment_that_fails_costs_its_groups_and_not_the_worker(tmp_path:
 
 
 def test_rows_of_an_evaluation_that_fail_have_no_score(tmp_path: Path) -> None:
-    evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="e", start=0, stop=4, policy_version=0)
+    evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="e", start=0, stop=4)
     guarded = GuardedEnvironment("wrong.py:Wrong", Wrong(), 264)
     (result,) = work(guarded, tmp_path, evaluations=[evaluation]).results
     assert (len(result.scores), result.failed) == (1, 3)
@@ -133,7 +133,7 @@ def test_log_probs_of_the_reference_are_asked_for_where_the_group_is_made(tmp_pa
 class SecondIsRight:
     """Of the first answers every other one is wrong; what is answered then is right, but for member 3 of odd rows."""
 
-    async def __call__(self, texts: list[str], row: dict[str, Any]) -> list[Outcome]:
+    async def __call__(self, texts: list[str], row: dict[str, Any], **_: Any) -> list[Outcome]:
         if len(texts) > 1:
             return [RewardScore(value=float(place % 2 == 0)) for place in range(len(texts))]
         if row["n"] % 2:

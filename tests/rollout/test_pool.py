@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import config_from_dict, config_to_dict
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError
 from asyncrl.rollout import pool as pool_module
 from asyncrl.rollout import process
 from asyncrl.rollout.end_watch import EndWatch
@@ -135,6 +135,22 @@ def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monk
     assert config.data.path == "rows.jsonl"
 
 
+def test_a_worker_finds_the_files_that_tools_are_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.py").write_text("")
+    config = make_config(tmp_path)
+    config.environment.name = "tools"
+    config.environment.args = {
+        "functions": ["tools.py:add", "package.module:sub"],
+        "mcp": ["python server.py --name 'a b'"],
+        "system": "see server.py:add",
+    }
+    args = worker_specs(config)[0].config["environment"]["args"]
+    assert args["functions"] == [f"{tmp_path}/tools.py:add", "package.module:sub"]
+    assert args["mcp"] == [f"python {tmp_path}/server.py --name 'a b'"]
+    assert args["system"] == "see server.py:add" and config.environment.args["functions"][0] == "tools.py:add"
+
+
 def test_pools_that_run_together_have_names_and_logs_of_their_own(tmp_path):
     config = make_config(tmp_path, workers=2)
     with pool_number(tmp_path / "logs") as first, pool_number(tmp_path / "logs") as second:
@@ -161,15 +177,26 @@ def test_a_config_of_another_version_is_refused(tmp_path):
         config_from_dict(values)
 
 
-def test_a_bad_row_or_host_is_found_before_anything_starts(tmp_path, monkeypatch):
+def test_an_unknown_host_is_found_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = make_config(tmp_path, host="cloud")
     with pytest.raises(ConfigError, match=r"rollout\.host='cloud'"):
-        run_pool(config)
-    config.rollout.host = "process"
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write("{}\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        run_pool(make_config(tmp_path, host="cloud"))
+
+
+def test_the_pool_reads_no_row_again_that_its_command_has_looked_at(tmp_path, monkeypatch):
+    """At a hundred thousand rows a second look costs seconds of every start and of every restart."""
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, host="process")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+    class Reached(Exception):
+        pass
+
+    def beyond(*_: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(pool_module, "pool_number", beyond)
+    with pytest.raises(Reached):
         run_pool(config)
 
 

@@ -17,8 +17,9 @@ import pytest
 from asyncrl.config import load_config, run_digest
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
-from asyncrl.replay.admission import AdmissionSettings
-from asyncrl.replay.client import LearnerClient
+from asyncrl.replay.client.client import LearnerClient
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.serving import run_server
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION
@@ -58,7 +59,7 @@ class Scene:
         }
         self.folder = folder
         self.overrides = [f"{key}={value}" for key, value in settings.items()]
-        self.config: Config = load_config(self.overrides)
+        self.config: Config = with_keys(load_config(self.overrides))
         self.stop = threading.Event()
         digest = run_digest(self.config)
         admission = AdmissionSettings.from_config(self.config)

@@ -10,6 +10,7 @@ import ray
 from ray.util import placement_group_table
 
 from asyncrl.config import config_to_dict, load_config
+from asyncrl.rollout import ray_host
 from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import worker_environment
 from asyncrl.rollout.ray_host import RayHost
@@ -58,3 +59,17 @@ def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_t
     finally:
         host.close()
     assert not ray.is_initialized()
+
+
+def test_a_worker_without_a_place_is_named_with_what_it_asks_for_and_given_up_when_nobody_has_one(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ray_host, "PLACE_TOLD_S", 1.0)
+    host = RayHost(address="", workers=1, gpus_per_worker=8.0, patience_s=4.0)
+    try:
+        host.start(hopeless(tmp_path, 0))
+        (found,) = ends(host, 1)
+    finally:
+        host.close()
+    assert found.code == EXIT_REFUSED and "asks for 8 GPUs" in found.how and "replay.wait_timeout_s" in found.how
+    assert "worker rollout-0: Ray has found no place for it in" in capsys.readouterr().err

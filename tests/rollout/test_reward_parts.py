@@ -62,7 +62,7 @@ def test_no_other_advantage_asks_for_a_greedy_completion(tmp_path):
     assert all(set(t.rewards) == {"letters"} for group in replay.inserted for t in group.trajectories)
 
 
-async def named_like_the_baseline(texts, row):
+async def named_like_the_baseline(texts, row, *, sampled=None):
     return [RewardScore(value=1.0, parts={GREEDY_REWARD: 1.0}) for _ in texts]
 
 

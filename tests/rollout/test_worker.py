@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import dataclasses
+import json
+import re
 import time
 
 import numpy as np
@@ -9,12 +11,14 @@ import pytest
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
-from asyncrl.errors import DataError, GenerationError, NoProgress, WeightsError
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import DataError, GenerationError, NoProgress, RewardError, WeightsError
+from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout import worker as worker_module
+from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.report import WorkerReport
-from asyncrl.rollout.version_hold import VersionHold
-from asyncrl.types import DropReason, EvalAssignment
-from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, rows_file
+from asyncrl.types import NO_VERSION, DropReason, EvalAssignment
+from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, prompt_source, rows_file
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -29,10 +33,18 @@ def short_turns(monkeypatch):
     monkeypatch.setattr(worker_module, "TURN_S", 0.05)
 
 
-def chunk(start: int, stop: int, version: int = 0) -> EvalAssignment:
-    return EvalAssignment(
-        job_id=1, chunk=0, attempt=0, eval_set="heldout", start=start, stop=stop, policy_version=version
-    )
+def chunk(start: int, stop: int) -> EvalAssignment:
+    return EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="heldout", start=start, stop=stop)
+
+
+class LateClock:
+    """The worker's `time`: the real one, and as much later as the test says."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def run(replay_of, rows, **changes):
@@ -74,93 +86,100 @@ def test_no_more_groups_are_in_flight_than_slots_and_requests_are_batched(rows):
     assert len(replay.asked) < 150
 
 
-def test_an_evaluation_scores_its_rows_and_counts_the_failed_ones(rows):
+def test_an_evaluation_scores_its_rows_and_says_why_some_have_no_score(rows, caplog):
     report = WorkerReport()
     replay = run(lambda: ScriptedReplay(5, [chunk(2, 8)]), rows, report=report)
     (result,) = replay.results
-    assert (result.job_id, result.policy_version, result.failed, len(result.scores)) == (1, 0, 1, 5)
+    assert (result.job_id, result.version_min, result.version_max) == (1, 0, 0)
+    assert (len(result.scores), result.failed, result.missing) == (5, 1, 0)
     assert report()["evaluation_rows"] == 5
+    assert "1 of 6 samples of evaluation heldout have no score; the first: row 3 is bad" in caplog.text
 
 
-def test_an_evaluation_has_one_version_although_weights_keep_arriving(rows):
+def test_several_samples_of_a_row_are_one_score_and_the_figures_that_they_allow(rows):
+    async def first_is_right(texts, row, **_):
+        if row["n"] == 4:
+            raise RewardError("row 4 is bad")
+        bad = RewardError("the second is bad") if row["n"] == 5 else RewardScore(value=0.0)
+        return [RewardScore(value=1.0), bad, *[RewardScore(value=0.0)] * (len(texts) - 2)]
+
+    given = EvaluatedSet(rows=prompt_source(rows), sampling=SAMPLING, samples=4, answer="text")
+    replay = run(lambda: ScriptedReplay(1, [chunk(2, 6)]), rows, evaluated=given, score=first_is_right)
+    (result,) = replay.results
+    assert (result.scores, result.failed) == ((0.25, 0.25, pytest.approx(1 / 3)), 1)
+    means = {name: total / result.known[name] for name, total in result.sums.items()}
+    assert result.known["pass@2"] == 3 and result.known["pass@4"] == 2
+    assert means["pass@2"] == pytest.approx((0.5 + 0.5 + 2 / 3) / 3) and means["pass@4"] == means["best@4"] == 1.0
+    assert means["avg@4"] == pytest.approx(sum(result.scores) / 3) and 0 < means["maj@4"] < 1
+
+
+def test_rows_past_the_end_of_the_file_are_not_scored_again(rows):
+    replay = run(lambda: ScriptedReplay(1, [chunk(8, 16), chunk(16, 24)]), rows)
+    rest, nothing = sorted(replay.results, key=lambda result: result.missing)
+    assert (len(rest.scores), rest.failed, rest.missing) == (2, 0, 6)
+    assert (len(nothing.scores), nothing.failed, nothing.missing) == (0, 0, 8)
+    assert (nothing.version_min, nothing.version_max) == (NO_VERSION, NO_VERSION)
+
+
+def test_an_accuracy_scores_right_or_wrong_and_anything_else_has_failed(rows, caplog):
+    replay = run(lambda: ScriptedReplay(1, [chunk(0, 3)]), rows, accuracy=True)  # the reward counts letters
+    (result,) = replay.results
+    assert result.failed + sum(score in (0.0, 1.0) for score in result.scores) == 3 and result.failed
+    assert re.search(r"rows\.jsonl:\d: reward\.metric=accuracy, but the score is", caplog.text)
+
+
+def test_an_evaluation_row_that_can_never_be_used_ends_no_worker(rows):
+    replay = run(lambda: ScriptedReplay(0, [chunk(0, 3)]), rows, max_evaluation_tokens=1)
+    assert replay.results[0].failed == 3
+
+
+def test_an_evaluation_holds_no_load_back_and_says_which_versions_it_measured(rows):
     async def scenario():
-        replay = ScriptedReplay(0, [chunk(0, 3)] * 5)
+        replay = ScriptedReplay(0, [chunk(0, 3)])
         engine = FakeEngine(vocabulary=128, latency_s=0.001)
-        engine.load_weights(0, {})
-        hold = VersionHold(engine.load_weights, 60.0)
-        running = asyncio.create_task(make_worker(replay, rows, engine=engine, hold=hold).run())
-        version = 0
-        while not running.done():
-            version += 1
-            await asyncio.to_thread(hold.load_weights, version, {})
+        engine.load_weights(4, {})
+        shape = dataclasses.replace(SAMPLING, max_new_tokens=40, stop_token_ids=())
+        running = asyncio.create_task(make_worker(replay, rows, engine=engine, sampling=shape).run())
+        while engine.stats()["decode_steps"] < 5:
+            await asyncio.sleep(0.001)
+        assert not replay.results
+        engine.load_weights(5, {})  # it returns while the evaluation runs
+        assert not replay.results
         await running
         return replay.results
 
-    results = asyncio.run(scenario())
-    assert [result.failed for result in results] == [0] * 5
-    assert len({result.policy_version for result in results}) > 1
-
-
-def test_an_evaluation_has_no_deadline_while_no_load_waits_for_it():
-    async def scenario():
-        hold, loaded = VersionHold(lambda version, tensors: loaded.append(version), 0.05), []
-        async with hold.held("rows 0 to 3"):
-            await asyncio.sleep(0.3)
-        await asyncio.to_thread(hold.load_weights, 1, {})
-        assert loaded == [1]
-
-    asyncio.run(scenario())
+    (result,) = asyncio.run(scenario())
+    assert (result.failed, len(result.scores)) == (0, 3)
+    assert (result.version_min, result.version_max) == (4, 5)
 
 
 class HangingEngine(FakeEngine):
+    """Whose evaluations hang."""
+
     async def generate(self, request):
-        self.asked.set()
-        await asyncio.Event().wait()
+        if request.request_id.startswith("eval"):
+            await asyncio.Event().wait()
+        return await super().generate(request)
 
 
-def test_an_evaluation_that_hangs_is_ended_by_name_by_the_load_that_waits_for_it(rows):
+def test_an_evaluation_that_gives_no_token_is_given_up_and_ends_no_worker(rows, monkeypatch):
+    clock = LateClock()
+    monkeypatch.setattr(worker_module, "time", clock)
+
     async def scenario():
-        engine, failures = HangingEngine(vocabulary=128), []
-        engine.asked = asyncio.Event()
+        replay = ScriptedReplay(8, [chunk(0, 3)])
+        engine = HangingEngine(vocabulary=128)
         engine.load_weights(0, {})
-        hold = VersionHold(engine.load_weights, 0.05)
+        running = asyncio.create_task(make_worker(replay, rows, engine=engine).run())
+        while len(replay.inserted) + len(replay.failed) < 8:
+            await asyncio.sleep(0.01)
+        assert not replay.results
+        clock.ahead_s += 1000.0
+        await running  # the server says stop once the rows were given up
+        return replay.results
 
-        def check() -> None:  # as the subscriber does
-            for failure in failures:
-                raise failure
-
-        worker = make_worker(ScriptedReplay(0, [chunk(0, 3)]), rows, engine=engine, hold=hold, check=check)
-        running = asyncio.create_task(worker.run())
-        await engine.asked.wait()
-        with pytest.raises(WeightsError) as failed:
-            await asyncio.to_thread(hold.load_weights, 1, {})
-        failures.append(failed.value)
-        named = r"version 1 .* waited 0\.05 s .* for rows 0 to 2 of evaluation \w+ to end.*eval\.chunk"
-        with pytest.raises(WeightsError, match=named):
-            await running
-        await asyncio.to_thread(hold.load_weights, 2, {})
-
-    asyncio.run(scenario())
-
-
-def test_an_evaluation_that_waits_too_long_for_a_load_says_so():
-    async def scenario():
-        begun, release = threading.Event(), threading.Event()
-
-        def load(version, tensors):
-            begun.set()
-            assert release.wait(60)
-
-        hold = VersionHold(load, 0.05)
-        loading = asyncio.create_task(asyncio.to_thread(hold.load_weights, 1, {}))
-        assert await asyncio.to_thread(begun.wait, 60)
-        with pytest.raises(NoProgress, match=r"rows 0 to 3 waited .* weights being loaded"):
-            async with hold.held("rows 0 to 3"):
-                pytest.fail("entered during a load")
-        release.set()
-        await loading
-
-    asyncio.run(scenario())
+    (result,) = asyncio.run(scenario())
+    assert (result.scores, result.failed) == ((), 3)
 
 
 def test_the_error_of_the_subscriber_ends_the_worker(rows):
@@ -249,6 +268,18 @@ def test_a_row_that_can_never_be_used_ends_the_worker(rows):
         run(lambda: ScriptedReplay(1), rows, max_prompt_tokens=1)
 
 
+def test_an_over_long_row_drops_its_group_alone(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * (99 if n == 5 else 3), "n": n}) + "\n" for n in range(16)))
+    replay = ScriptedReplay(16)
+    report = WorkerReport()
+    worker = make_worker(replay, path, overlong="drop", report=report)
+    asyncio.run(worker.run())
+    assert len(replay.inserted) == 15
+    ((_, reason, detail),) = replay.failed
+    assert reason is DropReason.OVER_LENGTH and f"{path}:6: the prompt has 99 tokens" in detail
+
+
 def test_a_fenced_insert_is_counted_and_the_worker_goes_on(rows):
     def fencing():
         replay = ScriptedReplay(10)
@@ -280,3 +311,34 @@ def test_cancelling_the_worker_cancels_its_groups(rows):
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(scenario())
+
+
+class SlowTools:
+    """An environment that asks tools for much longer than a worker may be silent, and makes no token meanwhile."""
+
+    def __init__(self, clock: LateClock, step_s: float):
+        self.clock, self.step_s = clock, step_s
+
+    async def run(self, prompt, size, tools):
+        for _ in range(5):
+            self.clock.ahead_s += self.step_s
+            await asyncio.sleep(0.2)  # a few turns of the worker's loop
+            await tools.score(["a look at the world"], prompt.columns)
+            await asyncio.sleep(0.2)
+        return await SingleTurn().run(prompt, size, tools)
+
+
+@pytest.mark.parametrize("step_s", [40.0, 70.0])
+def test_environment_steps_are_progress_without_a_token(rows, monkeypatch, step_s):
+    clock, report = LateClock(), WorkerReport()
+    monkeypatch.setattr(worker_module, "time", clock)
+    changes = {"environment": SlowTools(clock, step_s), "report": report, "wait_timeout_s": 60.0}
+    if step_s > 60:
+        with pytest.raises(NoProgress):
+            run(lambda: ScriptedReplay(1), rows, **changes)
+        return
+    replay = run(lambda: ScriptedReplay(1), rows, **changes)
+    assert len(replay.inserted) == 1
+    stats = report()
+    assert stats["environment_steps"] == 7
+    assert stats["progress"] >= stats["generated_tokens"] + 7

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from asyncrl.config import load_config
+from asyncrl.telemetry.evaluations import by_step
 from asyncrl.telemetry.report import plot_curves, read_metrics, suggestions, summary
 
 ROWS = [
@@ -16,20 +17,53 @@ ROWS = [
         "staleness/max": 2.0,
         "idle/learner": 0.5,
         "idle/rollout": 0.0,
-        **({"eval/heldout/accuracy": 0.2 if step == 1 else 0.97} if step in (1, 10) else {}),
     }
     for step in range(1, 11)
 ]
 
 
+EVALUATIONS = [
+    {
+        "step": step,
+        "policy_version": step + 1,
+        "time": 200.0,
+        "eval/heldout/accuracy": mean,
+        "eval/heldout/count": count,
+    }
+    | {"eval/heldout/failed": 256 - count, "eval/heldout/superseded": superseded}
+    for step, mean, count, superseded in ((10, 0.97, 256, 2), (0, 0.2, 18, 0))
+]
+
+
 def test_the_summary_says_from_where_to_where() -> None:
-    text = summary(ROWS)
-    for part in ("trained 10 steps to version 11", "0.200 at step 1 -> 0.970 at step 10", "learner waits"):
+    text = summary(by_step([*ROWS, *EVALUATIONS]))
+    for part in (
+        "trained 10 steps to version 11 in 0:09",
+        "accuracy on heldout: 0.200 at step 0 -> 0.970 at step 10",
+        "evaluation of heldout at step 0: accuracy 0.200 (238 of 256 rows failed",
+        "2 evaluations of heldout were not begun before the next one was due",
+        "learner waits",
+    ):
         assert part in text
+    assert "at step 10: accuracy" not in text
+
+
+def test_each_step_is_one_row_with_the_newest_evaluation_of_its_weights() -> None:
+    again = EVALUATIONS[0] | {"time": 300.0, "eval/heldout/accuracy": 0.5}
+    rows = by_step([EVALUATIONS[0], *ROWS, EVALUATIONS[1], again])
+    assert [row["step"] for row in rows] == list(range(11))
+    assert rows[10]["eval/heldout/accuracy"] == 0.5 and rows[10]["time"] == 110.0
+    assert rows[10]["reward/mean"] == 1.0 and "reward/mean" not in rows[0]
+
+
+def test_the_summary_says_how_many_completions_got_no_reward_and_why() -> None:
+    failed = {"reward/failed": 3.0, "reward/failed_raised": 3.0}
+    assert "completions that got no reward: 3 (raised 3)" in summary([ROWS[0], ROWS[1] | failed])
+    assert "no reward" not in summary(ROWS)
 
 
 def test_a_run_without_a_step_says_so() -> None:
-    assert summary([]) == "no step was trained"
+    assert summary([]) == summary(by_step(EVALUATIONS[1:])) == "no step was trained"
 
 
 def test_a_row_cut_off_by_a_kill_is_not_read(tmp_path: Path) -> None:
@@ -39,7 +73,10 @@ def test_a_row_cut_off_by_a_kill_is_not_read(tmp_path: Path) -> None:
 
 
 def test_the_curves_are_a_png_even_when_some_are_missing(tmp_path: Path) -> None:
-    for name, rows in (("full.png", ROWS), ("bare.png", [{"step": 1, "policy_version": 1, "time": 0.0}])):
+    for name, rows in (
+        ("full.png", by_step([*ROWS, *EVALUATIONS])),
+        ("bare.png", [{"step": 1, "policy_version": 1, "time": 0.0}]),
+    ):
         plot_curves(rows, tmp_path / name, "title")
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

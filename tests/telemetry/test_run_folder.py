@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.errors import RunFolderError
+from asyncrl.errors import DiskFullError, RunFolderError
 from asyncrl.schema import Config
-from asyncrl.telemetry.run_folder import occupied, prepare_run_folder, redacted
+from asyncrl.telemetry.run_folder import occupied, origin_of, owner_of, prepare_run_folder, redacted
 
 
 @cache
@@ -48,6 +48,18 @@ def test_resume_keeps_what_is_in_the_folder(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("kept\n")
     prepare_run_folder(config_for(tmp_path / "a", "resume=auto"), "two")
     assert (folder / "metrics.jsonl").read_text() == "kept\n"
+
+
+def test_a_resume_is_another_start_of_the_same_run_and_overwrite_begins_another_run(tmp_path: Path) -> None:
+    folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
+    (folder / "logs" / "stop").touch()
+    prepare_run_folder(config_for(tmp_path / "a", "resume=auto"), "two")
+    assert (owner_of(folder), origin_of(folder)) == ("two", "one")
+    assert not (folder / "logs" / "stop").exists(), "the request to stop was for the start before"
+    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "three")
+    assert (owner_of(folder), origin_of(folder)) == ("three", "three")
+    (folder / "run.json").write_text('{"run_id": "old"}')  # as earlier versions wrote it
+    assert origin_of(folder) == "old"
 
 
 def test_overwrite_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
@@ -103,8 +115,8 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
-        with pytest.raises(RunFolderError, match="No space left"):
-            prepare_run_folder(config_for(tmp_path / "b"), "one")
+        with pytest.raises(DiskFullError, match=r"run\.json needs .* bytes"):
+            prepare_run_folder(config_for(tmp_path / "b", "run.disk_patience_s=0"), "one")
     prepare_run_folder(config_for(tmp_path / "b"), "two")  # after space was freed
 
 

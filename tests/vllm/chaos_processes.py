@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.engines import vllm_settings
 from asyncrl.engines.base import OwnProcesses
 from asyncrl.engines.factory import make_engine
+from asyncrl.engines.vllm import settings as vllm_settings
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, Completion
-from asyncrl.weights import broadcast_publisher, broadcast_subscriber
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast import publisher as broadcast_publisher
+from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.staging import Staging
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
-from asyncrl.weights.snapshot import BackgroundPublisher
-from asyncrl.weights.staging import Staging
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.vllm.models import VOCABULARY, logprobs_of, make_model, prompt, request
 from tests.vllm.trapped_calls import TrappedCalls
 from tests.weights.board import WorkerRendezvous
@@ -136,7 +137,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
     torch.set_num_threads(1)
     trap = LoadTrap()
     broadcast_subscriber.post = trap.post
-    vllm_settings.StagingCalls = TrappedCalls
+    vllm_settings.WorkerExtension = TrappedCalls
     engine: Any = make_engine(config)
     receiver: Any = Staging()
     if isinstance(engine, OwnProcesses):

@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.engines.factory import make_engine
 from asyncrl.schema import Config
-from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.factory import make_subscriber
-from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import BoardManager, WorkerRendezvous
 
 Result = TypeVar("Result")

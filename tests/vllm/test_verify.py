@@ -8,7 +8,8 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 
 import torch
 
-from asyncrl import cli, verify
+from asyncrl.cli import main as command
+from asyncrl.cli import verify
 from asyncrl.config import config_to_dict, load_config, to_yaml
 from tests.vllm.models import make_model
 
@@ -21,7 +22,7 @@ def test_a_run_has_a_row_of_vllm_with_its_differences_and_exit_code_0(tmp_path, 
     config = load_config(["model.path=gone", "data.path=d.jsonl", "reward.function=r.py:f"])
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config_to_dict(config)))
     monkeypatch.setattr(verify, "DTYPES", {"float32": torch.float32})
-    assert cli.main(["verify", str(tmp_path / "run")]) == 0
+    assert command.main(["verify", str(tmp_path / "run")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "float32 " in line]
     assert [row.split()[:2] for row in rows] == [["transformers", "float32"], ["vllm", "float32"]]
     assert all(row.endswith("ok") and float(row.split()[2]) < 1e-4 for row in rows)

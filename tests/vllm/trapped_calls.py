@@ -1,4 +1,4 @@
-"""What the chaos run puts into vLLM's engine process in the place of `StagingCalls`: the same calls, and a trap that
+"""What the chaos run puts into vLLM's engine process in the place of `WorkerExtension`: the same calls, and a trap that
 kills or stops that process in a phase of its own."""
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from asyncrl.engines import vllm_transfer
-from asyncrl.engines.vllm_worker import StagingCalls
-from asyncrl.weights import staging
+from asyncrl.engines.vllm import transfer as vllm_transfer
+from asyncrl.engines.vllm.plugin import WorkerExtension
+from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.group import WeightGroup
 from tests.weights.trap import Trap
 
 
@@ -20,7 +20,7 @@ class CoreTrap(Trap):
     def set(self) -> None:
         """In the places where the phases begin; may be called once in a process."""
         broadcast, receive = WeightGroup.broadcast, staging.Staging.receive
-        join, hashed = vllm_transfer.StagedWeights._join, Fingerprint.update
+        join, hashed = vllm_transfer.TransferEngine._join, Fingerprint.update
         whole = vllm_transfer.check_all_loaded
 
         def trapped_broadcast(group: WeightGroup, buffer: torch.Tensor) -> Any:
@@ -45,11 +45,11 @@ class CoreTrap(Trap):
             whole(model)
 
         WeightGroup.broadcast, staging.Staging.receive = trapped_broadcast, trapped_receive
-        vllm_transfer.StagedWeights._join, Fingerprint.update = trapped_join, trapped_hash
+        vllm_transfer.TransferEngine._join, Fingerprint.update = trapped_join, trapped_hash
         vllm_transfer.check_all_loaded = trapped_whole
 
 
-class TrappedCalls(StagingCalls):
+class TrappedCalls(WorkerExtension):
     asyncrl_trap: CoreTrap | None = None
 
     def asyncrl_arm(self, action: str, phase: str, fired: str) -> None:

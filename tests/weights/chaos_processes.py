@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.weights import broadcast_publisher, broadcast_subscriber, staging
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast import publisher as broadcast_publisher
+from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import WorkerRendezvous
 from tests.weights.trap import Injection, Trap
 

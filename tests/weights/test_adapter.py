@@ -5,8 +5,8 @@ import torch
 
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, read_scaling, scaling_tensor
-from asyncrl.weights.gather import gather_into, plan, unique_tensors
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
 
 
 def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:

@@ -13,13 +13,15 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ModelMismatchError, WeightsError
-from asyncrl.weights import broadcast_publisher, snapshot, staging
-from asyncrl.weights.broadcast_publisher import BroadcastSender
-from asyncrl.weights.broadcast_subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast import publisher as broadcast_publisher
+from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast.group import WeightGroup
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.group import WeightGroup
-from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing import snapshot
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.forked import forked_from
 from tests.weights.board import BoardManager, WorkerRendezvous
 

@@ -10,7 +10,7 @@ import torch
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.weights.canary import FULL, HALF, ROUTED, Canary, Proof, compare, random_probes, tolerance
 from asyncrl.weights.files import FilesSender, FilesSubscriber
-from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import Board, WorkerRendezvous
 
 PROBES = random_probes(97, seed=3)

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.files import FilesSender, FilesSubscriber
-from asyncrl.weights.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import Board, WorkerRendezvous
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.filling import Filling
-from asyncrl.weights.gather import gather_into, plan
+from asyncrl.weights.publishing.filling import Filling
+from asyncrl.weights.publishing.gather import gather_into, plan
 
 
 def test_who_waits_for_bytes_goes_on_when_they_are_final_and_not_before():

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.gather import clean_name, gather_into, plan, unique_tensors
-from asyncrl.weights.snapshot import BackgroundPublisher, Snapshot
+from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 from tests.forked import forked_from
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.weights import group
-from asyncrl.weights.group import WeightGroup
+from asyncrl.weights.broadcast import group
+from asyncrl.weights.broadcast.group import WeightGroup
 
 
 class Clock:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asyncrl.weights import broadcast_publisher, sending
-from asyncrl.weights.broadcast_publisher import BroadcastSender
+from asyncrl.weights.broadcast import publisher as broadcast_publisher
+from asyncrl.weights.broadcast import sending
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.sending import send_whole
 from asyncrl.weights.delta import DeltaChoice
-from asyncrl.weights.filling import Filling
-from asyncrl.weights.gather import plan
-from asyncrl.weights.sending import send_whole
-from asyncrl.weights.snapshot import Snapshot
+from asyncrl.weights.publishing.filling import Filling
+from asyncrl.weights.publishing.gather import plan
+from asyncrl.weights.publishing.snapshot import Snapshot
 from tests.weights.board import Board
 
 TIMEOUT_S = 4.0

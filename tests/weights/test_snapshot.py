@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights import snapshot
 from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.snapshot import BackgroundPublisher, Snapshot
+from asyncrl.weights.publishing import snapshot
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 
 
 class HeldSender:

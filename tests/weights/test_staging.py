@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.delta import encode
 from asyncrl.weights.manifest import build_manifest
-from asyncrl.weights.staging import Staging
 
 MANIFEST = build_manifest([("a", (40,), torch.float32), ("b", (8, 3), torch.float32)], cap_bytes=128)
 

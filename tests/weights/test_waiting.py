@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights import protocol
-from asyncrl.weights.protocol import post, wait_answer
+from asyncrl.weights.broadcast import protocol
+from asyncrl.weights.broadcast.protocol import post, wait_answer
 from asyncrl.weights.subscriber import SubscriberThread
 from tests.weights.board import Board, WorkerRendezvous
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.weights.group import WeightGroup
-from asyncrl.weights.protocol import post
+from asyncrl.weights.broadcast.group import WeightGroup
+from asyncrl.weights.broadcast.protocol import post
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

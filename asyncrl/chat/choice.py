@@ -1,0 +1,115 @@
+"""Which renderer a tokenizer gets: the one that was named, or one that is proven to write what its template writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from renderers.base import MODEL_RENDERER_MAP
+
+from asyncrl.chat.base import Message, ToolSpec
+from asyncrl.chat.names import AUTO, DEFAULT, FAMILIES
+from asyncrl.chat.renderer import RendererChat, make_renderer
+
+log = logging.getLogger(__name__)
+
+_TOOL: ToolSpec = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "look_up", "arguments": {"word": "x"}}}],
+}
+PROBES: tuple[tuple[list[Message], list[ToolSpec]], ...] = (
+    ([{"role": "user", "content": "Hello, wörld"}], []),
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}], []),
+    (
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Bye\n"},
+        ],
+        [],
+    ),
+    ([{"role": "user", "content": "What is x?"}], [_TOOL]),
+    (
+        [
+            {"role": "user", "content": "What is x?"},
+            _CALLED,
+            {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "a letter"},
+        ],
+        [_TOOL],
+    ),
+)
+"""Conversations on which a renderer must agree with the template, token by token."""
+
+
+def open_chat(
+    tokenizer: Any, model_path: str, name: str = AUTO, options: Mapping[str, Any] | None = None
+) -> RendererChat:
+    """The chat of `model.path`'s tokenizer.
+
+    With `auto` a model of the hub that the library knows by name gets its renderer; any other, a folder among them, the
+    renderer of its family (`model_type` in config.json) that gives the same ids as the tokenizer's own template on all
+    probes; and the default one where there is none.
+
+    Raises:
+        ConfigError: `name` cannot be used with this tokenizer, or `options` not with the renderer.
+    """
+    options = dict(options or {})
+    if name != AUTO:
+        return RendererChat(tokenizer, name, options, chosen=True)
+    known = MODEL_RENDERER_MAP.get(model_path)
+    if known is not None:
+        return RendererChat(tokenizer, known, options, chosen=False)
+    found = next((each for each in candidates(model_path) if agrees(tokenizer, each, options)), DEFAULT)
+    return RendererChat(tokenizer, found, options, chosen=False)
+
+
+def candidates(model_path: str) -> tuple[str, ...]:
+    """Renderers of the model's family, by the config.json of a local folder."""
+    try:
+        model_type = json.loads((Path(model_path) / "config.json").read_text()).get("model_type", "")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return FAMILIES.get(model_type, ())
+
+
+def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether this renderer writes, token by token, what the tokenizer's template writes."""
+    if not tokenizer.chat_template:
+        return False
+    try:
+        renderer = make_renderer(tokenizer, name, options)
+        for messages, tools in PROBES:
+            given = {"tools": list(tools)} if tools else {}
+            theirs = tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False, **given, **options
+            )
+            if renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True) != list(theirs):  # pyright: ignore[reportArgumentType]
+                return False
+    # A tokenizer without the markers, or a template that cannot do one of the probes: then nothing is proven.
+    except Exception as error:
+        log.debug("renderer %s is not that of this tokenizer: %s", name, error)
+        return False
+    return True
+
+
+def told(chat: RendererChat, name: str) -> str:
+    """What is said once at start about `model.renderer`."""
+    if chat.name == DEFAULT and name == AUTO and not chat.why_single.startswith("the tokenizer has no"):
+        return (
+            "chat: the tokenizer's own template (model.renderer=auto found no renderer that writes the same). Tool "
+            "calls are read only where model.chat.tool_parser names how; environments of several turns are refused "
+            "unless model.renderer=default is named"
+        )
+    return f"chat: renderer {chat.name}"

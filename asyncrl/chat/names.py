@@ -1,0 +1,32 @@
+"""What `model.renderer` may be. Kept apart from the library that renders, whose import takes seconds."""
+
+from __future__ import annotations
+
+AUTO, DEFAULT = "auto", "default"
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1"),
+    "deepseek_v4": ("deepseek-v4",),
+    "gemma4": ("gemma4",),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "glm_moe_dsa": ("glm-5", "glm-5.1", "glm-5.3"),
+    "gpt_oss": ("gpt-oss",),
+    "hunyuan_v3_moe": ("hy3",),
+    "inkling": ("inkling",),
+    "kimi_k2": ("kimi-k2",),
+    "kimi_k25": ("kimi-k2.5",),
+    "laguna": ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"),
+    "llama": ("llama-3",),
+    "minimax_m2": ("minimax-m2",),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    "qwen3": ("qwen3", "prime-qwen3"),
+    "qwen3_moe": ("qwen3",),
+    "qwen3_vl": ("qwen3-vl",),
+    "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
+}
+"""`model_type` of a config.json -> the renderers that its models may have. Which of them it is, if any, is not taken
+from here: it is the one that gives the same ids as the tokenizer's own chat template."""
+
+RENDERERS = (DEFAULT, *dict.fromkeys(name for names in FAMILIES.values() for name in names))
+"""All that the library has, by its names."""

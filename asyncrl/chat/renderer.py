@@ -1,0 +1,199 @@
+"""`Chat` over the `renderers` library: hand-written, deterministic renderers of model families, and the default one
+over the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from renderers import ParsedToolCall, Renderer, ToolCallParseStatus, create_renderer
+from renderers.configs import config_from_name
+
+from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable
+from asyncrl.chat.names import DEFAULT
+from asyncrl.chat.template import extension_text
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+KEEPS_REASONING = "all"
+"""What of earlier turns stays: everything, since it was sampled and is trained on."""
+
+
+PARSERS = ("tool_parser", "reasoning_parser")
+"""Options of the default renderer that are none of the template."""
+
+
+BREAK = "\u200b"
+"""Between two letters of a marker: nothing to see, and no marker any more."""
+
+
+class RendererChat:
+    """Implements `chat.base.Chat`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chosen: named by the user: then a template is trusted to be extended.
+        options: of the renderer, or of the chat template where it is the default one.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any], *, chosen: bool) -> None:
+        self._tokenizer, self._chosen = tokenizer, chosen
+        self._template_options = {key: value for key, value in options.items() if key not in PARSERS}
+        self._renderer: Any = make_renderer(tokenizer, name, options)
+        self.name = name
+        self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
+
+    @property
+    def why_single(self) -> str:
+        if not self._tokenizer.chat_template and self.name == DEFAULT:
+            return "the tokenizer has no chat template. Use an instruction-tuned model"
+        if self.name != DEFAULT or self._chosen:
+            return ""
+        return (
+            "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
+            "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
+            "where the template would leave their reasoning out), or name the renderer of the model it was made of"
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        if self.name == DEFAULT and not self._tokenizer.chat_template:
+            raise no_template()
+        try:
+            return self._renderer.render_ids(_given(messages), tools=list(tools) or None, add_generation_prompt=True)
+        # A template is code that came with the model, and a renderer one for messages of its family: whatever they
+        # raise is one list of messages that cannot be rendered.
+        except Exception as error:
+            what = "the tokenizer's chat template" if self.name == DEFAULT else f"renderer {self.name}"
+            raise unrenderable(what, error) from error
+
+    def parse(
+        self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
+    ) -> Reply:
+        try:
+            parsed = self._renderer.parse_response(
+                [int(token) for token in completion],
+                tools=list(tools) or None,
+                prompt_ids=[int(token) for token in prompt],
+            )
+        # What is parsed was sampled: any ids at all. A parser that trips over them has read no call.
+        except Exception as error:
+            log.debug("renderer %s could not parse a turn: %s", self.name, error)
+            return Reply(content=self._plain(completion), finish_reason=finish_reason)
+        calls = tuple(_call(place, call) for place, call in enumerate(parsed.tool_calls))
+        content = parsed.content if isinstance(parsed.content, str) else ""
+        reasoning = parsed.reasoning_content or ""
+        return Reply(content=content, reasoning=reasoning, tool_calls=calls, finish_reason=finish_reason)
+
+    def spell(self, text: str) -> str:
+        for marker in self._markers:
+            if marker in text:
+                text = text.replace(marker, f"{marker[0]}{BREAK}{marker[1:]}")
+        return text
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        if any(message.get("role") == "assistant" for message in messages):
+            raise ChatError("an assistant's message cannot follow a sampled turn: it would be text nobody sampled")
+        if self.why_single:
+            raise ChatError(self.why_single)
+        if self.name == DEFAULT:
+            return self._extend_by_template(completion, messages, tools)
+        before = [*map(int, prompt), *map(int, completion)]
+        try:
+            bridge = self._renderer.bridge_to_next_turn(
+                before[: len(prompt)],
+                before[len(prompt) :],
+                _given(messages),
+                tools=list(tools) or None,
+            )
+        except Exception as error:  # as in `render`
+            raise ChatError(f"renderer {self.name} failed: {type(error).__name__}: {error}") from error
+        if bridge is None:
+            raise ChatError(
+                f"renderer {self.name} can add nothing to this turn: it ended within its reasoning, or the messages "
+                "are none that may follow"
+            )
+        if bridge.token_ids[: len(before)] != before:
+            raise ChatError(f"renderer {self.name} would change tokens that were sampled")
+        return bridge.token_ids[len(before) :]
+
+    def _extend_by_template(
+        self, completion: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        text = extension_text(self._tokenizer, messages, tools, self._template_options)
+        ids = self.encode(text, add_special_tokens=False)
+        # The template writes the end of the turn; where the policy has sampled it, it is there already.
+        if len(completion) and ids and ids[0] == int(completion[-1]) and ids[0] in self._ends():
+            return ids[1:]
+        return ids
+
+    def _ends(self) -> set[int]:
+        return {*self.stop_token_ids, *self._tokenizer.all_special_ids}
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
+def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Renderer:
+    """The library's own, with earlier reasoning kept where it can be told to.
+
+    Raises:
+        ConfigError: an option that the renderer does not have, or a tokenizer that lacks its markers.
+    """
+    given = dict(options)
+    if name != DEFAULT:
+        given.setdefault("thinking_retention", KEEPS_REASONING)
+    kind: Any = type(config_from_name(name))
+    try:
+        config = kind(**given)
+    except ValidationError as error:
+        if "thinking_retention" not in options and name != DEFAULT:
+            # One of the template's own switches says already what is kept.
+            return make_renderer(tokenizer, name, given | {"thinking_retention": None})
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        known = ", ".join(sorted(kind.model_fields)) if name != DEFAULT else "any of its template"
+        raise ConfigError(f"model.chat is not understood by renderer {name}: {wrong}. It has: {known}") from error
+    try:
+        return create_renderer(tokenizer, config)
+    # Each family looks for its markers in a way of its own: assertions, KeyError, ValueError, TypeError.
+    except Exception as error:
+        raise ConfigError(
+            f"model.renderer={name} cannot be used with this tokenizer: {type(error).__name__}: {error}. Name the "
+            "renderer of the model that it comes from, or model.renderer=default"
+        ) from error
+
+
+def _given(messages: Sequence[Message]) -> Any:
+    """Copies: renderers may write into what they are given."""
+    return [dict(message) for message in messages]
+
+
+def _call(place: int, call: ParsedToolCall) -> ToolCall:
+    name, arguments, error = call.name or "", call.arguments, ""
+    if call.status != ToolCallParseStatus.OK:
+        error = str(call.status.value).replace("_", " ")
+    elif not isinstance(arguments, dict):
+        error = "the arguments are no JSON object"
+    return ToolCall(
+        id=call.id or f"call_{place}",
+        name=name,
+        arguments=arguments if isinstance(arguments, dict) else {},
+        error=error,
+        raw=call.raw,
+    )

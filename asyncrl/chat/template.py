@@ -1,0 +1,30 @@
+"""What a chat template writes after an assistant's turn, told from the template alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.chat.base import ChatError, Message, ToolSpec
+
+SAID = "What_The_Policy_Sampled"
+"""Stands where the sampled turn is; a template that changes it cannot be extended."""
+
+
+def extension_text(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], options: Mapping[str, Any]
+) -> str:
+    """The end of an assistant's turn, `messages`, and the beginning of the next turn, as the template writes them.
+
+    Raises:
+        ChatError: the template does not write what was said as it stands, or cannot be rendered.
+    """
+    probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, *messages]
+    given = {**options, "tools": list(tools) or None}
+    try:
+        text = str(tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **given))
+    except Exception as error:  # a template is code that came with the model
+        raise ChatError(f"the tokenizer's chat template cannot be rendered: {type(error).__name__}: {error}") from error
+    if text.count(SAID) != 1:
+        raise ChatError("the tokenizer's chat template does not write what an assistant said as it stands")
+    return text[text.index(SAID) + len(SAID) :]

@@ -1,0 +1,54 @@
+"""What an address means, by what it resolves to and not by how it is written: `0` and `[0:0:0:0:0:0:0:0]` are every
+interface, and `127.example.com` may be anybody's machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def host_of(address: str) -> str:
+    """`tcp://HOST:PORT` -> HOST; empty for anything else."""
+    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^:/]+)):(\d+)", address)
+    return (found.group(1) or found.group(2)) if found else ""
+
+
+def resolved(host: str) -> list[Address]:
+    """All addresses of `host`, as the sockets of this machine would read it; none when it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the second: a name with an empty or an over-long part
+        return []
+    addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
+    # Of a name with both kinds of address the sockets of ours take the older one.
+    return sorted(map(_without_wrapping, addresses), key=lambda address: address.version)
+
+
+def _without_wrapping(address: Address) -> Address:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`: every address of it."""
+    addresses = resolved(host) if host else []
+    return bool(addresses) and all(address.is_loopback for address in addresses)
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether to listen on `host` is to listen on every interface."""
+    return host in ("", "*") or any(address.is_unspecified for address in resolved(host))
+
+
+def numeric(address: str) -> str:
+    """`tcp://HOST:PORT` with HOST as a number: what was judged is then what is listened on, whatever a name resolves to
+    a moment later. Unchanged when HOST has no address, or there is none."""
+    host = host_of(address)
+    found = resolved(host) if host else []
+    if not found:
+        return address
+    wrapped = f"[{found[0]}]" if isinstance(found[0], ipaddress.IPv6Address) else str(found[0])
+    return f"tcp://{wrapped}:{address.rpartition(':')[2]}"

@@ -1,0 +1,194 @@
+"""What to say when a setting is refused: the nearest valid word, and why some keys do not exist on purpose."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from asyncrl.errors import ConfigError
+
+REFUSED_ON_PURPOSE = {
+    "top_p": "truncated sampling biases every importance ratio: the recorded log-probs would not be those of the "
+    "policy. Sample from the whole distribution; `rollout.temperature` is the knob that stays exact",
+    "top_k": "truncated sampling biases every importance ratio: the recorded log-probs would not be those of the "
+    "policy. Sample from the whole distribution; `rollout.temperature` is the knob that stays exact",
+    "min_p": "truncated sampling biases every importance ratio: the recorded log-probs would not be those of the "
+    "policy. Sample from the whole distribution; `rollout.temperature` is the knob that stays exact",
+    "repetition_penalty": "a penalised distribution is not the policy, so its log-probs cannot be corrected for. "
+    "Punish repetition in the reward function",
+    "trust_remote_code": "asyncrl never runs code that comes with a checkpoint. Use a model class of transformers",
+    "api_key": "keys never go into settings or command lines. Use the tool's own login command or variable",
+    "wandb_key": "keys never go into settings or command lines. Run `wandb login` or set WANDB_API_KEY",
+    "wandb_project": "Weights & Biases reads its own environment. Set WANDB_PROJECT",
+}
+"""Keys people bring from elsewhere that are missing here for a reason, by the last part of the key."""
+
+FREE_FORM = (
+    *("engine.vllm", "advantage.components", "model.chat", "environment.args", "reward.args", "reward.functions"),
+    *("data.mixture", "data.where", "data.args"),
+)
+"""Settings that are mappings with keys of somebody else's."""
+
+SAID_ELSEWHERE = {
+    "batch_size": "learner.groups_per_step",
+    "train_batch_size": "learner.groups_per_step",
+    "learning_rate": "learner.lr",
+    "num_generations": "rollout.group_size",
+    "n": "rollout.group_size",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_off_policy_steps": "replay.max_staleness",
+    "max_head_offpolicyness": "replay.max_staleness",
+    "staleness_threshold": "replay.max_staleness",
+    "async_queue_size": "replay.pipeline_depth",
+    "adv_estimator": "advantage.estimator",
+    "lam_gae": "advantage.lam",
+    "critic_warmup": "critic.warmup_steps",
+    "cliprange_value": "critic.value_clip",
+    "target_kl": "advantage.kl_target",
+    "max_grad_norm": "learner.clip_norm",
+    "gradient_clipping": "learner.clip_norm",
+    "total_steps": "learner.steps",
+    "max_steps": "learner.steps",
+    "save_freq": "learner.save_every",
+    "save_steps": "learner.save_every",
+    "test_freq": "eval.every",
+    "eval_steps": "eval.every",
+    "output_dir": "run.dir",
+    "experiment_name": "run.name",
+    "resume_from_checkpoint": "resume",
+    "resume_mode": "resume",
+}
+"""What other frameworks call our settings, by the last part of their key."""
+
+
+SECOND_THOUGHT = ("critic", "reference", "eval", "telemetry", "ray")
+"""Parts that most runs leave alone: `lr` is meant for the learner, not for a critic."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean X?` when some known word is close, else nothing."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean `{found[0]}`?" if found else ""
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The valid key a user most likely meant, or an empty string: by another framework's name, last part, whole key."""
+    last = key.rsplit(".", 1)[-1]
+    if last in SAID_ELSEWHERE:
+        return SAID_ELSEWHERE[last]
+    same_last = [other for other in known if other.rsplit(".", 1)[-1] == last]
+    if same_last:
+        return min(same_last, key=lambda other: (other.startswith(SECOND_THOUGHT), len(other)))
+    by_whole = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if by_whole:
+        return by_whole[0]
+    by_last = difflib.get_close_matches(last, [other.rsplit(".", 1)[-1] for other in known], n=1, cutoff=0.6)
+    return next((other for other in known if by_last and other.rsplit(".", 1)[-1] == by_last[0]), "")
+
+
+def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], groups: Sequence[str]) -> None:
+    """Look at every `key=value` before Hydra does: it accepts new keys behind a `+`, and names no near miss.
+
+    Raises:
+        ConfigError: naming every argument that is no setting, each with the way out.
+    """
+    problems = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if spaced := _spaced(text, known, groups):
+            problems.append(spaced)
+        elif text.startswith("~"):
+            problems.append(f"`{text}`: settings are changed, never added or removed. Write `{key.lstrip('~')}=...`")
+        elif not equals:
+            problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
+        elif key in groups:
+            if not re.fullmatch(r"[A-Za-z_]\w*", value):
+                problems.append(f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}")
+        elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
+            problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def _spaced(text: str, known: Sequence[str], groups: Sequence[str]) -> str:
+    """A shell makes `key = value` three arguments, of which the key alone would be told to be itself."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if key not in known and key not in groups and text.strip() != "=":
+        return ""
+    if not equals or not key:
+        return f"`{text}` is not of the form key=value: write `{key or 'key'}=VALUE`, without spaces around the `=`"
+    alone = text.partition("=")[0] != key
+    return f"`{text}`: there is a space before the `=`. Write `{key}={value}`, without it" if alone else ""
+
+
+def join_problems(problems: Sequence[str]) -> str:
+    """One problem as it is, several as a list: a user should not meet them one start at a time."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} settings are refused:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
+    """Say what Hydra or OmegaConf refused in terms of the setting: the rule, the value, the way out.
+
+    `message` is their error, `overrides` what the user typed; the keys themselves are known to be valid.
+    """
+    if "Could not find" in message and "Available options" in message:
+        return _unknown_option(message)
+    full_key = re.search(r"full_key: (\S+)", message)
+    reason = message.strip().splitlines()[0].rstrip(".")
+    if full_key:
+        key = full_key.group(1)
+        given = _refused_one([text for text in overrides if text.split("=", 1)[0] == key], reason) or key
+        return f"`{given}` is refused: {reason}. Give `{key}` a value of the type asyncrl/schema.py says"
+    if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):
+        return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}"
+    return f"the settings could not be composed: {reason}. Compare with `configs/` and README.md"
+
+
+def _refused_one(given: Sequence[str], reason: str) -> str:
+    """Of several values for one key the one that `reason` quotes, or else the last, which is the one that counts."""
+    quoted = [text for text in given if (value := text.partition("=")[2].strip("\"'")) and f"'{value}'" in reason]
+    return next(reversed(quoted or list(given)), "")
+
+
+def _how_to_quote(overrides: Sequence[str]) -> str:
+    """The arguments that the grammar of Hydra most likely stumbled over, as they should be typed."""
+    rule = "A value with spaces, commas, letters beyond ASCII or any of ~{}[]=$ needs quotes that reach the program"
+    pairs = [text.partition("=") for text in overrides]
+    suspects = [(key, value) for key, _, value in pairs if not re.fullmatch(r"[A-Za-z0-9_./:%@+-]*", value)]
+    if any(value.startswith("~") for _, value in suspects):
+        return f'{rule}, and `~` is not expanded inside an argument: write key="$HOME/..."'
+    typed = " ".join(f"'{key}=\"{value}\"'" for key, value in suspects if not set(value) & set("'\""))
+    return f"{rule}: {typed or 'key=' + repr(chr(34) + 'a value' + chr(34))}"
+
+
+def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[str]) -> str:
+    last = key.rsplit(".", 1)[-1]
+    if last in REFUSED_ON_PURPOSE:
+        return f"`{given}` is refused: {REFUSED_ON_PURPOSE[last]}"
+    if key in known:
+        return f"`{given}`: settings are changed, never added or removed. Write `{key}=...`"
+    suggestion = nearest_key(key, known)
+    if suggestion:
+        return f"there is no setting `{key}` (given: `{given}`). Did you mean `{suggestion}`?"
+    group = [] if "." in key else difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
+    if group:
+        return f"there is no setting `{key}` (given: `{given}`). Did you mean `{group[0]}=NAME`, a file of configs/?"
+    rooms = sorted({other.split(".", 1)[0] for other in known})
+    room = key.split(".", 1)[0]
+    here = [other for other in known if other.split(".", 1)[0] == room] or [*rooms, "experiment"]
+    return f"there is no setting `{key}` (given: `{given}`). Known here: {', '.join(here)}"
+
+
+def _unknown_option(message: str) -> str:
+    """A config group exists, the file in it does not."""
+    wanted = re.search(r"Could not find '([^']+)'", message)
+    group, _, name = (wanted.group(1) if wanted else "").rpartition("/")
+    lines = message.split("Available options", 1)[1].splitlines()[1:]
+    options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
+    return f"`{group}={name}`: there is no such choice.{nearest(name, options)} Choices: {', '.join(options)}"

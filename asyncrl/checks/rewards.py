@@ -1,0 +1,132 @@
+"""What the settings of rewards name: one function, or several with weights, each for the rows that it is for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from asyncrl.checks.hints import nearest
+from asyncrl.errors import ConfigError
+from asyncrl.schema import RewardConfig
+
+LIBRARY = {
+    "exact_match": "asyncrl.rewards.exact_match:exact_match",
+    **{
+        name: f"asyncrl.rewards.library.{place}"
+        for name, place in {
+            "gsm8k": "gsm8k:gsm8k",
+            "math": "math_verified:MathVerified",
+            "math_dapo": "math_dapo:math_dapo",
+            "qa_exact_match": "question_answering:qa_exact_match",
+            "f1": "question_answering:f1",
+            "choice": "choice:choice",
+            "format": "layout:Format",
+            "overlong": "overlong:Overlong",
+            "code": "code:Code",
+            "llm_judge": "llm_judge:LlmJudge",
+            "remote": "remote:Remote",
+        }.items()
+    },
+    "reward_model": "asyncrl.rewards.reward_model:RewardModel",
+}
+"""Rewards that ship, by the name that `reward.function` may give them."""
+MODEL_REWARD = LIBRARY["reward_model"]
+EXTRAS = {
+    LIBRARY["math"]: ("math_verify", "math"),
+    LIBRARY["llm_judge"]: ("httpx", "judge"),
+    LIBRARY["remote"]: ("httpx", "judge"),
+}
+"""Of them, those that need a package: its module and our extra."""
+REMOTE = (LIBRARY["llm_judge"], LIBRARY["remote"])
+"""Of them, those that need a network."""
+AT_ONCE = 64
+"""Async calls of one reward process, where `reward.concurrency` is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One function of those that make a reward."""
+
+    name: str = ""
+    """What its number is logged as, `rewards/<name>`; empty for the one of `reward.function`."""
+    function: str
+    """`file.py:name` or `package.module:name`."""
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+    data_source: tuple[str, ...] = ()
+    """Rows that it is for, by their `data_source`; empty is all."""
+    model: str = ""
+
+    @property
+    def remote(self) -> bool:
+        """Whether it asks somebody else: nothing that is called before the start."""
+        return self.function in REMOTE
+
+    def covers(self, row: Mapping[str, Any]) -> bool:
+        return not self.data_source or row.get("data_source") in self.data_source
+
+
+def reward_terms(reward: RewardConfig) -> tuple[RewardTerm, ...]:
+    """Of `reward.function` or `reward.functions`; none where neither is set.
+
+    Raises:
+        ConfigError: both are, or an entry of `functions` is none.
+    """
+    if not reward.functions:
+        model, args = reward.model, dict(reward.args)
+        return (RewardTerm(function=full_name(reward.function), args=args, model=model),) if reward.function else ()
+    if reward.function:
+        raise ConfigError(
+            f"reward.function={reward.function} and reward.functions contradict each other: one function or several. "
+            "Give one of them (reward.function= is none)"
+        )
+    if reward.args or reward.model:
+        raise ConfigError("reward.args and reward.model are for reward.function. Each of reward.functions has its own")
+    return tuple(_term(str(name), entry) for name, entry in reward.functions.items())
+
+
+def _term(name: str, entry: Any) -> RewardTerm:
+    key = f"reward.functions.{name}"
+    values = {"function": entry} if isinstance(entry, str) else entry
+    known = [item.name for item in fields(RewardTerm) if item.name != "name"]
+    if not isinstance(values, Mapping) or not isinstance(values.get("function"), str):
+        raise ConfigError(f"{key}={entry!r} names no function. Write {key}.function=NAME, or file.py:name")
+    for given in values:
+        if given not in known:
+            hint = nearest(str(given), known)
+            raise ConfigError(f"{key}.{given}: there is no such setting; there are {', '.join(known)}.{hint}")
+    weight, args, sources = values.get("weight", 1.0), values.get("args") or {}, values.get("data_source") or ()
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{key}.weight must be a number; got {weight!r}")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args must be a mapping, {key}.args.NAME=VALUE; got {args!r}")
+    return RewardTerm(
+        name=name,
+        function=full_name(values["function"], f"{key}.function"),
+        weight=float(weight),
+        args=dict(args),
+        data_source=(sources,) if isinstance(sources, str) else tuple(map(str, sources)),
+        model=str(values.get("model") or ""),
+    )
+
+
+def full_name(function: str, key: str = "reward.function") -> str:
+    """The path of a reward that ships, and any path as it is. Raises ConfigError for a name that is neither."""
+    if ":" in function:
+        return function
+    if function not in LIBRARY:
+        hint = nearest(function, LIBRARY)
+        raise ConfigError(
+            f"{key} must be file.py:name or package.module:name, or one of {', '.join(LIBRARY)}; "
+            f"got {function!r}.{hint}"
+        )
+    return LIBRARY[function]
+
+
+def at_once(reward: RewardConfig) -> int:
+    """Async calls that run side by side in one reward process: programs of `code` want a core each."""
+    programs = any(term.function == LIBRARY["code"] for term in reward_terms(reward))
+    return reward.concurrency or (os.cpu_count() or 1 if programs else AT_ONCE)

@@ -1,0 +1,204 @@
+"""Where rows come from: `data.path`, `data.mixture` and `eval.path` as sources, and what of them lies on this machine.
+
+a file     FILE.jsonl, FILE.parquet        a list of any of them, or a glob: `data.path='data/*.parquet'`
+a folder   made by `save_to_disk`, or of JSONL or parquet files
+the hub    hf:NAME[[:CONFIG]:SPLIT]
+a class    FILE.py:NAME or PACKAGE.MODULE:NAME
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checks.conditions import Condition, conditions
+from asyncrl.checks.hints import nearest
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.schema import Config, DataConfig
+
+HUB = "hf:"
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+"""By a file's ending."""
+OF_A_CLASS = re.compile(r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+SAVED = "state.json"
+"""In a folder that `datasets` made with `save_to_disk`; one of several splits has SPLITS instead."""
+SPLITS = "dataset_dict.json"
+SPLIT_WORDS = ("train", "test", "valid", "validation", "dev", "eval")
+IN_A_MIXTURE = ("path", "weight", "where", "prompt_column", "args")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows that are drawn from as one: all of `data.path`, or one entry of `data.mixture`."""
+
+    key: str
+    """The setting that names it, for errors."""
+    specs: tuple[str, ...]
+    """As given: files, folders, globs, names on the hub, classes."""
+    name: str = ""
+    """In the mixture; empty without one."""
+    weight: float = 1.0
+    prompt_column: str = "prompt"
+    where: tuple[Condition, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Of a class of the user's."""
+
+    @property
+    def title(self) -> str:
+        given = ", ".join(self.specs)
+        return f"{self.name} ({given})" if self.name else given
+
+    @property
+    def runs_own_code(self) -> bool:
+        return any(is_own(spec) for spec in self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One thing that can be opened."""
+
+    kind: str
+    """`jsonl`, `parquet`, `saved`, `hub` or `own`."""
+    path: str
+
+
+def is_own(spec: str) -> bool:
+    """Whether it names a class of the user's: reading it runs code that is not ours."""
+    return not spec.startswith(HUB) and OF_A_CLASS.fullmatch(spec) is not None
+
+
+def sources(data: DataConfig) -> tuple[Source, ...]:
+    """Of the training prompts: one for `data.path`, else one per entry of the mixture, in its order.
+
+    Raises:
+        ConfigError: an entry cannot be understood.
+    """
+    if not data.mixture:
+        return (_source("data.path", "", {"path": data.path}, data),)
+    return tuple(_entry(name, given, data) for name, given in data.mixture.items())
+
+
+def eval_source(config: Config) -> Source | None:
+    """Of `eval.path`; its rows are neither mixed nor filtered."""
+    if not config.eval.path:
+        return None
+    return Source(
+        key="eval.path",
+        specs=(config.eval.path,),
+        prompt_column=config.data.prompt_column,
+        args=dict(config.data.args),
+    )
+
+
+def _entry(name: str, given: Any, data: DataConfig) -> Source:
+    key = f"data.mixture.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ConfigError(f"{key}: a source is named by 1 to 64 letters, digits, `_` or `-`. Rename it")
+    entry = given if isinstance(given, Mapping) else {"path": given}
+    for unknown in set(entry) - set(IN_A_MIXTURE):
+        hint = nearest(str(unknown), IN_A_MIXTURE)
+        raise ConfigError(f"{key}.{unknown}: a source has {', '.join(IN_A_MIXTURE)}.{hint}")
+    if "path" not in entry:
+        raise ConfigError(f"{key} has no path. Give {key}.path=FILE")
+    return _source(key, name, entry, data)
+
+
+def _source(key: str, name: str, entry: Mapping[str, Any], data: DataConfig) -> Source:
+    place = f"{key}.path" if name else key
+    weight, args = entry.get("weight", 1.0), entry.get("args", data.args)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{key}.weight must be a number above 0; got {weight!r}. Leave the source out to draw none")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{key}.args must be named arguments, `{key}.args.NAME=VALUE`; got {args!r}")
+    where = {**data.where, **entry.get("where", {})} if isinstance(entry.get("where", {}), Mapping) else entry["where"]
+    return Source(
+        key=place,
+        name=name,
+        specs=_specs(place, entry["path"]),
+        weight=float(weight),
+        prompt_column=str(entry.get("prompt_column", data.prompt_column)),
+        where=conditions(where, f"{key}.where" if "where" in entry else "data.where"),
+        args=dict(args),
+    )
+
+
+def _specs(key: str, given: Any) -> tuple[str, ...]:
+    specs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
+    if not specs or not all(isinstance(spec, str) and spec for spec in specs):
+        raise ConfigError(
+            f"{key} must be a path, or a list of paths, of rows; got {given!r}. Example: {key}=[a.jsonl,b.parquet]"
+        )
+    return specs
+
+
+def places(source: Source) -> list[Place]:
+    """What its paths stand for on this machine, globs and folders taken apart. Opens no file of rows.
+
+    Raises:
+        DataError: there is no such file, or it is of no known kind.
+    """
+    return [place for spec in source.specs for place in _places(spec, source.key)]
+
+
+def _places(spec: str, key: str) -> list[Place]:
+    if spec.startswith(HUB):
+        return [Place("hub", spec)]
+    path = Path(spec)
+    if path.is_dir():
+        return _in_folder(path, key)
+    if path.is_file():
+        return [_file(path, key)]
+    if is_own(spec):
+        file = spec.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            raise DataError(f"{key}={spec}: there is no file {file} (looked from {Path.cwd()})")
+        return [Place("own", spec)]
+    if glob.has_magic(spec):
+        found = sorted(Path(name) for name in glob.glob(spec, recursive=True) if Path(name).is_file())
+        if not found:
+            raise DataError(f"{key}={spec}: no file matches (looked from {Path.cwd()})")
+        return [_file(each, key) for each in found]
+    raise DataError(
+        f"{key}={spec}: there is no such file (looked from {Path.cwd()}). Give an existing JSONL or parquet file, a "
+        "folder of them, or hf:NAME for a dataset of the Hugging Face hub"
+    )
+
+
+def _file(path: Path, key: str) -> Place:
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise DataError(
+            f"{key}={path}: rows are read from {', '.join(KINDS)} files, not from "
+            f"{path.suffix or 'one without an ending'}. Convert it, or give a class that reads it (FILE.py:NAME)"
+        )
+    return Place(kind, str(path))
+
+
+def _in_folder(folder: Path, key: str) -> list[Place]:
+    if (folder / SAVED).is_file():
+        return [Place("saved", str(folder))]
+    if (folder / SPLITS).is_file():
+        splits = sorted(each.name for each in folder.iterdir() if (each / SAVED).is_file())
+        raise DataError(
+            f"{key}={folder} holds the splits {', '.join(splits)} of a dataset. Give one: {key}={folder / splits[0]}"
+            if splits
+            else f"{key}={folder} was made by save_to_disk and has no split. Save the dataset again"
+        )
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix.lower() in KINDS)
+    kinds = {KINDS[file.suffix.lower()] for file in files}
+    splits = {word for file in files for word in SPLIT_WORDS if re.match(rf"{word}(?![a-z])", file.name.lower())}
+    if not files:
+        raise DataError(
+            f"{key}={folder} holds no {', '.join(KINDS)} file, and was not made by save_to_disk of `datasets`. Give "
+            "the folder of the rows"
+        )
+    if len(kinds) > 1 or len(splits) > 1:
+        what = "several splits" if len(splits) > 1 else "files of several kinds"
+        names = ", ".join(file.name for file in files[:6])
+        raise DataError(f"{key}={folder} holds {what} ({names}). Give those you mean: {key}='{files[0]}', or a glob")
+    return [Place(KINDS[file.suffix.lower()], str(file)) for file in files]

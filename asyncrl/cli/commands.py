@@ -1,0 +1,144 @@
+"""The command line of every process of a run, as one could type it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checks.addresses import host_of
+from asyncrl.errors import ConfigError
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.schema import Config
+
+# Two maths threads per rank on a machine full of processes make all of them slower, not one of them faster.
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+RESTARTED = "ASYNCRL_RESTARTED"
+"""Set in a role that its supervisor started again after a kill: a learner then resumes from what it saved."""
+
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel hands out."""
+_numbers = itertools.count(random.SystemRandom().randrange(len(PORTS)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    role: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    """What is set on top of the inherited environment."""
+
+    def __str__(self) -> str:
+        """As a shell would read it, with the settings in full."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*settings, shlex.join(("python", *self.arguments[1:]))])
+
+
+def replay_command(overrides: Sequence[str]) -> Command:
+    return Command(role="replay", arguments=(sys.executable, "-m", "asyncrl.replay", *overrides), environment={})
+
+
+def shard_command(number: str, overrides: Sequence[str]) -> Command:
+    """One of `replay.shards`; each needs a `replay.shard_address` of its own."""
+    arguments = (sys.executable, "-m", "asyncrl.replay.shards", number, *overrides)
+    return Command(role=f"shard-{number}", arguments=arguments, environment={})
+
+
+def rollout_command(overrides: Sequence[str]) -> Command:
+    return Command(
+        role="rollout",
+        arguments=(sys.executable, "-m", "asyncrl.rollout", *overrides),
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+
+
+def learner_command(config: Config, overrides: Sequence[str], run_id: str) -> Command:
+    """torchrun, of this interpreter whatever is first on PATH, through the door that adds our rendezvous to it."""
+    torchrun = (
+        *("-m", "asyncrl.learner.torchrun", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"),
+        *(f"--max-restarts={config.learner.max_restarts}", f"--rdzv-id={run_id}"),
+        # Every store gets a free port of loopback and of nothing else: torch's own backends listen everywhere.
+        *("--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"),
+        # Otherwise it leaves an empty folder behind at every start: what the ranks say is in our logs.
+        "--log-dir=/dev/null",
+    )
+    return Command(
+        role="learner",
+        arguments=(sys.executable, *torchrun, "-m", "asyncrl.learner", *overrides),
+        environment=RANK_ENVIRONMENT,
+    )
+
+
+def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> list[Command]:
+    """The processes of a run on this machine. They find each other at `replay.address`: their order is no matter."""
+    given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
+    # The folder is prepared once, by the caller: a replay server that is restarted must find its journal again.
+    kept = [text for text in given if not text.startswith("overwrite=")]
+    kept = [text for text in kept if not text.startswith("replay.shard_address=")]
+    ports = [free_port() for _ in range(config.replay.shards)]
+    host = host_of(config.replay.address) or "127.0.0.1"
+    shards = [
+        shard_command(str(number), [*kept, f"replay.shard_address=tcp://{host}:{port}"])
+        for number, port in enumerate(ports)
+    ]
+    return [replay_command(kept), *shards, rollout_command(given), learner_command(config, given, run_id)]
+
+
+def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:
+    """`overrides` plus a free loopback port for the replay server, unless the user named an address."""
+    named = any(text.startswith("replay.address=") for text in overrides)
+    if named or config.replay.address != default_address:
+        return tuple(overrides)
+    return (*overrides, f"replay.address=tcp://127.0.0.1:{free_port()}")
+
+
+def with_absolute_run_dir(config: Config, overrides: Sequence[str]) -> tuple[str, ...]:
+    """`overrides` with the run folder spelt out: a role may run in another directory."""
+    others = [text for text in overrides if not text.startswith("run.dir=")]
+    return (*others, f"run.dir={quoted(str(Path(config.run.dir).resolve()))}")
+
+
+def quoted(value: str) -> str:
+    """For the right-hand side of an override. Hydra reads bare commas, spaces and brackets as its own grammar."""
+    if value and not set(value) - set(_PLAIN):
+        return value
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+def written(value: Any) -> str:
+    """Any setting's value as the right-hand side of an override."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{written(part)}" for name, part in value.items()) + "}"
+    if not isinstance(value, str):
+        return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    reads_as_another = re.fullmatch(r"null|true|false|[-+]?(inf|nan|[\d._]+(e[-+]?\d+)?)", value.lower())
+    return f"'{value}'" if reads_as_another else quoted(value)
+
+
+_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
+
+
+def free_port() -> int:
+    """One that the kernel gives to nobody who asks it for any: a role listens on its port only after seconds, and comes
+    back to it after a death. Never the same one twice in a row of 12,000.
+
+    Raises:
+        ConfigError: none is free.
+    """
+    for number in itertools.islice(_numbers, len(PORTS)):
+        port = PORTS[number % len(PORTS)]
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError(f"no port of {PORTS.start} to {PORTS.stop} is free: end what holds them")

@@ -1,0 +1,174 @@
+"""`asyncrl data check SETTINGS`: the rows as a run would use them, and whether the reward knows their own answers.
+
+Exit code 0: nothing is wrong; 1: a row is, and is named; 2: settings or data are refused, as at a start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from asyncrl.checks.machine import check_data
+from asyncrl.checks.sources import eval_source, sources
+from asyncrl.cli.preflight import survey_lines
+from asyncrl.config import load_config
+from asyncrl.data.mixture import source_names
+from asyncrl.data.probe import look_over
+from asyncrl.data.rows.base import Row
+from asyncrl.data.survey import Survey
+from asyncrl.errors import RewardError
+from asyncrl.plain_text import plain
+from asyncrl.rewards.score import Outcome
+from asyncrl.rewards.trial import score_texts
+from asyncrl.schema import Config
+from asyncrl.telemetry.console import PlainConsole
+
+COUNTED = 4096
+"""Prompts of each source that are tokenized, beside the first and the longest."""
+SCORED = 8
+"""First rows of each source whose own answer is scored."""
+UNUSED = "reward.function=unused:unused"
+"""Where no reward is given: it is then not called."""
+SHOWN = 2000
+BAR = 40
+BINS = 10
+TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "target", "label")
+"""Columns that people keep the right answer in; the first that a row has."""
+FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "Answer: {}")
+"""How rewards ask for it; the best score of them counts."""
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Raises ConfigError and DataError as the start of a run would."""
+    rewarded = any(text.startswith(("reward=", "reward.", "experiment=")) for text in overrides)
+    config = load_config([*overrides, *([] if rewarded else [UNUSED])])
+    check_data(config)
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    limit = config.data.max_prompt_tokens
+    train = sources(config.data)
+    evaluated = eval_source(config)
+    found = [
+        look_over(source, config.model.path, limit=limit, counted=COUNTED, first=SCORED)
+        for source in (*train, *([evaluated] if evaluated else ()))
+    ]
+    for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:
+        console.print(line, markup=False)
+    tokens = [count for each in found for count in each.tokens]
+    for line in histogram(tokens, limit) if tokens else ["no tokenizer.json in model.path here: nothing was tokenized"]:
+        console.print(line, markup=False)
+    console.print(_rendered(found[0]))
+    if not rewarded:
+        console.print("no reward was given: reward.function=FILE.py:NAME, or reward=NAME, scores each row's own answer")
+        return 0
+    if not config.reward.function and not config.reward.functions:
+        console.print("the environment scores by itself: no reward was called")
+        return 0
+    said, wrong = judged(config, [row for each in found for row in each.first_rows])
+    for line in [*said, *wrong]:
+        console.print(line, markup=False, style="bold red" if line in wrong else None)
+    return 1 if wrong else 0
+
+
+def _shares(config: Config) -> Iterator[str]:
+    names = source_names(config.data)
+    if names is not None:
+        drawn = Counter(names[index] for index in range(1000))
+        yield "of 1,000 prompts: " + ", ".join(f"{count} of {name}" for name, count in drawn.items())
+
+
+def histogram(tokens: Sequence[int], limit: int) -> list[str]:
+    """Lengths as text, one line per bin; those over the limit in a bin of their own."""
+    inside = [count for count in tokens if count <= limit]
+    counts: list[tuple[str, int]] = []
+    if inside:
+        edges = np.unique(np.linspace(min(inside), max(inside) + 1, BINS + 1).round().astype(int)).tolist()
+        bins = [(low, high - 1) for low, high in itertools.pairwise(edges)]
+        counts = [(f"{low}-{high}", sum(low <= count <= high for count in inside)) for low, high in bins]
+    if len(inside) < len(tokens):
+        counts.append((f"> {limit}", len(tokens) - len(inside)))
+    width, most = max(len(name) for name, _ in counts), max(count for _, count in counts)
+    lines = [f"tokens of {len(tokens):,} prompts (data.max_prompt_tokens={limit}):"]
+    return lines + [
+        f"  {name:>{width}}  {'█' * -(-BAR * count // most):<{BAR}} {count:,}".rstrip() for name, count in counts
+    ]
+
+
+def _rendered(found: Survey) -> Text:
+    """The first prompt, dim, and where the sampled part begins: those tokens alone are in the loss."""
+    where, row = found.first_rows[0]
+    text = Text(f"the first prompt ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
+    prompt = found.first_prompt or str(row["prompt"])
+    text.append(plain(prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]} ..."), style="dim")
+    truth = ground_truth(row)
+    return text.append(f"▶{plain(truth) if truth is not None else '...'}◀", style="bold green")
+
+
+def ground_truth(row: Row) -> str | None:
+    """The row's right answer as text; None where no column that people use for it is there."""
+    for name in TRUTHS:
+        value: Any = row
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            value = value.get("target")
+        if isinstance(value, list) and value:
+            value = value[0]
+        if value is not None and not isinstance(value, dict | list):
+            return str(value)
+    return None
+
+
+def judged(config: Config, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
+    """What the reward says of each row's own answer and of none: lines for the screen, and those about wrong rows.
+
+    Raises:
+        ConfigError: the reward cannot be loaded or called.
+    """
+    truths = {where: truth for where, row in rows if (truth := ground_truth(row)) is not None}
+    known = [(where, row) for where, row in rows if where in truths]
+    if not known:
+        return [f"no row has one of the columns {', '.join(TRUTHS)}: the reward was not called"], []
+    asked = [(row, ["", *(form.format(truths[where]) for form in FORMS)]) for where, row in known]
+    scores = [[_value(each) for each in found] for found in score_texts(config.reward, asked)]
+    best = [max(found[1:]) for found in scores]
+    top = max(best)
+    if top == -np.inf:
+        return [], [f"{known[0][0]}: no form of the row's own answer {truths[known[0][0]]!r:.80} got a score"]
+    form = FORMS[scores[best.index(top)][1:].index(top)]
+    empty = sorted({found[0] for found in scores})
+    said = [
+        f"the reward of {len(known)} rows' own answers: {_span(best)}, best as {form.format('ANSWER')!r}; of an empty "
+        f"answer: {_span(empty)}"
+    ]
+    wrong: list[str] = []
+    for (where, _), found, mine in zip(known, scores, best, strict=True):
+        if mine <= found[0]:
+            wrong.append(
+                f"{where}: its own answer {truths[where]!r:.80} is worth {_said(mine)}, and no answer at all "
+                f"{_said(found[0])}. Mend the reward, or the row"
+            )
+        elif mine < top:
+            wrong.append(
+                f"{where}: its own answer {truths[where]!r:.80} is worth {_said(mine)}, those of others {_said(top)}. "
+                "Mend the row, or the reward"
+            )
+    return said, wrong
+
+
+def _value(outcome: Outcome) -> float:
+    """No score is less than any."""
+    return -np.inf if isinstance(outcome, RewardError) else outcome.value
+
+
+def _said(value: float) -> str:
+    return "none" if value == -np.inf else f"{value:g}"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return _said(low) if low == high else f"{_said(low)} to {_said(high)}"

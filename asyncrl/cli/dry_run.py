@@ -1,0 +1,291 @@
+"""`--dry-run`: what would be started, and the arithmetic that decides if it fits. Starts nothing, loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checks.learner import resolved_loss
+from asyncrl.checks.machine import check_machine
+from asyncrl.checks.replay import store_bytes_needed
+from asyncrl.cli.commands import learner_command, local_commands, replay_command, rollout_command, shard_command
+from asyncrl.cli.preflight import Preflight, look_ahead
+from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.environments.probe import check_environment
+from asyncrl.losses.config import required_inputs
+from asyncrl.replay.shards.__main__ import shard_config
+from asyncrl.rollout.concurrency import sequences_per_engine
+from asyncrl.schema import Config
+from asyncrl.telemetry.run_folder import changes_in, refuse_used_folder
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Read from the files of a local checkpoint; no tensor is loaded."""
+
+    parameters: int
+    kv_values_per_token: int
+    """Keys and values of one token over all layers, counted in numbers."""
+    matrices: Mapping[str, tuple[int, int]]
+    """[out, in] of the weights in the blocks, by the name of their layer; without experts."""
+
+    def adapters(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of LoRA adapters: an estimate, since only the model itself knows which layers are linear."""
+        chosen = (
+            shape
+            for name, shape in self.matrices.items()
+            if not targets or any(f".{name}".endswith(f".{target}") for target in targets)
+        )
+        return sum(rank * (out + into) for out, into in chosen)
+
+
+def model_size(folder: Path) -> ModelSize | None:
+    """None where the checkpoint is not here (a hub name) or not in safetensors that can be read."""
+    files = sorted(folder.glob("*.safetensors"))
+    config_file = folder / "config.json"
+    if not files or not config_file.is_file():
+        return None
+    try:
+        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+        values = kv_values(json.loads(config_file.read_text()))
+    except (ValueError, struct.error):  # the plan of a replay server, whose machine need not hold a whole model
+        return None
+    matrices = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2 and re.search(r"\.\d+\.", name) and ".experts." not in name
+    }
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return ModelSize(parameters=parameters, kv_values_per_token=values, matrices=matrices)
+
+
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """Shapes by name, from the header of a safetensors file: 8 bytes of length, then JSON."""
+    with file.open("rb") as data:
+        (length,) = struct.unpack("<Q", data.read(8))
+        header = json.loads(data.read(length))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def kv_values(model: dict[str, Any]) -> int:
+    """2 * layers * key-value heads * head dimension, by the names every Hugging Face decoder uses; 0 if unknown."""
+    heads = model.get("num_attention_heads") or 0
+    if not heads or "num_hidden_layers" not in model:
+        return 0
+    head_dim = model.get("head_dim") or model["hidden_size"] // heads
+    return 2 * model["num_hidden_layers"] * (model.get("num_key_value_heads") or heads) * head_dim
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def rewarding(config: Config) -> str:
+    if not config.reward.function and not config.reward.functions:
+        return "which scores by itself"
+    shared = "shared by all, in a Ray actor" if config.reward.host == "ray" else "each"
+    return f"{config.reward.workers} reward process(es) {shared}"
+
+
+def process_lines(config: Config, command: str, overrides: Sequence[str]) -> list[str]:
+    shards = config.replay.shards
+    counts = {
+        "replay": "1 process, CPU",
+        "shard": f"stores the payloads of every {shards}th group, CPU",
+        "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
+        f"{config.engine.device} ({config.engine.dtype}), environment {config.environment.name}, "
+        f"{rewarding(config)}",
+        "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})"
+        f"{', no reference model: its log-probs come with the trajectories' if config.reference.from_rollout else ''}",
+    }
+    alone = {"replay": replay_command, "rollout": rollout_command}
+    if command == "local":
+        shown = local_commands(config, overrides, run_id="RUN-ID")
+    elif command == "shard":
+        shown = [shard_command(overrides[0], overrides[1:])]
+    elif command == "learner":
+        shown = [learner_command(config, overrides, run_id="RUN-ID")]
+    else:
+        shown = [alone[command](overrides)]
+    return [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
+
+
+def batch_lines(config: Config) -> list[str]:
+    groups, members = config.learner.groups_per_step, config.rollout.group_size
+    sequences = groups * members
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = sequences * longest
+    budget = config.learner.max_tokens_per_microbatch
+    per_rank = math.ceil(tokens / config.learner.updates_per_batch / config.learner.ranks)
+    return [
+        f"a step trains {groups} groups * {members} = {sequences} sequences, in {config.learner.updates_per_batch} "
+        "optimizer step(s)",
+        f"at most {sequences} * ({config.data.max_prompt_tokens} prompt + {config.rollout.max_new_tokens} new) = "
+        f"{tokens} tokens",
+        f"at most {math.ceil(per_rank / max(1, budget - longest + 1))} micro-batches of {budget} tokens per rank and "
+        "optimizer step",
+        f"{config.learner.steps} steps = {config.learner.steps * groups} groups, {config.learner.steps * sequences} "
+        "sequences",
+    ]
+
+
+def staleness_lines(config: Config) -> list[str]:
+    depth, groups = config.replay.pipeline_depth, config.learner.groups_per_step
+    lead = (depth + 1) * groups
+    lines = [
+        f"admission: at most (trained steps + 1 + {depth}) * {groups} groups, so a lead of {lead} groups; "
+        f"{config.rollout.max_in_flight} in flight at once",
+        f"hard bound: no token more than {config.replay.max_staleness} versions old is trained "
+        f"(stale_policy={config.replay.stale_policy})",
+    ]
+    if depth == 0:
+        lines.append("pipeline_depth=0: rollouts and learner take turns; neither runs ahead of the other")
+    if config.rollout.max_in_flight < groups:
+        lines.append(
+            f"rollout.max_in_flight={config.rollout.max_in_flight} is less than a batch: it is generated in "
+            f"{math.ceil(groups / config.rollout.max_in_flight)} waves"
+        )
+    return lines
+
+
+def journal_line(config: Config) -> str:
+    if config.replay.durability == "memory":
+        return "replay journal: none (replay.durability=memory): a replay server that dies ends the run"
+    journal = config.replay.journal
+    kept = {"none": "what recovery needs", "window": f"the newest {journal.window_mb} MiB", "all": "the whole run"}
+    folder = Path(config.run.dir) / JOURNAL_DIR
+    return f"replay journal: {folder}, files of {journal.segment_mb} MiB; it keeps {kept[journal.retain]}"
+
+
+def memory_lines(config: Config) -> list[str]:
+    lines = [
+        f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
+        f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
+        journal_line(config),
+    ]
+    model = model_size(Path(config.model.path))
+    if model is None:
+        return [
+            *lines,
+            f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
+        ]
+    ranks, count = config.learner.ranks, model.parameters
+    if config.model.lora_rank > 0:
+        count = model.adapters(config.model.lora_rank, config.model.lora_targets)
+        base = BYTES[config.model.dtype] * model.parameters / ranks
+        lines.append(
+            f"learner, per rank: {size(base)} frozen base ({model.parameters:,} parameters), and for adapters:"
+        )
+    lines.append(
+        f"learner, per rank: {size(4 * count / ranks)} master weights + {size(4 * count / ranks)} gradients + "
+        f"{size(8 * count / ranks)} Adam moments ({count:,} parameters over {ranks} rank(s)); activations not estimated"
+    )
+    lines += role_lines(config, model.parameters)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    running = sequences_per_engine(config)
+    width = BYTES[config.engine.dtype]
+    lines.append(
+        f"rollout worker: {size(width * (model.parameters + count))} weights and staging + "
+        f"{kv_cache(config, running * longest * model.kv_values_per_token * width)} ({running} sequences of {longest} "
+        "tokens)"
+    )
+    wire = BYTES[config.weights.wire_dtype] * count
+    lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
+    return lines
+
+
+def role_lines(config: Config, parameters: int) -> list[str]:
+    """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
+    ranks = config.learner.ranks
+    trained = 16 if config.advantage.uses_critic else 0
+    in_loss = "ref_logprobs" in required_inputs(config.loss)
+    no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)
+    frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not no_model else 0
+    lines = []
+    for role, path, width in (
+        ("critic", config.critic.path, trained),
+        ("reference", config.reference.path, frozen),
+        ("averaged policy", "", 4 if config.learner.proximal_ema > 0 else 0),
+    ):
+        own = model_size(Path(path)) if path else None
+        count = own.parameters if own else parameters
+        if width:
+            what = "weights, gradients and Adam moments" if width == 16 else "weights"
+            lines.append(f"learner, per rank: {size(width * count / ranks)} {what} of the {role}")
+    return lines
+
+
+def kv_cache(config: Config, wanted: int) -> str:
+    """What it will be, and with vLLM, which takes what it is given and holds sequences back, what would be wanted."""
+    if config.engine.name != "vllm":
+        return f"{size(wanted)} KV cache"
+    given = size(config.engine.kv_cache_mb << 20) if config.engine.kv_cache_mb else "vLLM's default"
+    return f"{given} of KV cache (engine.kv_cache_mb), {size(wanted)} would hold everything"
+
+
+def learning_lines(config: Config) -> list[str]:
+    """Loss and advantage with every part that they use, and the learning rate."""
+    learner, advantage = config.learner, config.advantage
+    parts = (
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in loss_parts(config)
+    )
+    warm_up = f", after {learner.warmup_steps} steps of warm-up" if learner.warmup_steps else ""
+    lines = [
+        f"loss: {', '.join(parts)}",
+        f"advantage: {advantage.estimator}, baseline={advantage.baseline}, std={advantage.std}"
+        + (f", kl_coef={advantage.kl_coef:g}" if advantage.kl_coef else ""),
+        f"learner.lr={learner.lr:g}, {learner.schedule}{warm_up}; weight_decay={learner.weight_decay:g}, "
+        f"clip_norm={learner.clip_norm:g}",
+    ]
+    if advantage.uses_critic:
+        lines.append(f"critic.lr={config.critic.lr:g}")
+    return lines
+
+
+def loss_parts(config: Config) -> list[tuple[str, object]]:
+    return [(name, value) for name, value in resolved_loss(config.loss).items() if value is not None]
+
+
+def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight | None = None) -> str:
+    """The whole plan, headed by what it belongs to."""
+    seen = {} if found is None else {"prompts": found.prompts, "reward": found.reward}
+    sections = {
+        "processes": process_lines(config, command, overrides),
+        **seen,
+        "learning": learning_lines(config),
+        "batch": batch_lines(config),
+        "staleness": staleness_lines(config),
+        "memory": memory_lines(config),
+    }
+    head = [f"run {config.run.name} in {config.run.dir}, settings digest {run_digest(config)}, seed {config.seed}"]
+    for title, lines in sections.items():
+        head += [f"\n{title}", *(f"  {line}" for line in lines)]
+    return "\n".join([*head, "\ndry run: nothing was started"])
+
+
+def main(command: str, overrides: Sequence[str]) -> int:
+    """Raises ConfigError and RunFolderError as the real start would."""
+    config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
+    check_machine(config, command)
+    if command in ("local", "rollout"):
+        check_environment(config.environment)
+    if command in ("local", "learner"):
+        refuse_used_folder(config)
+        for change in changes_in(config):
+            print(f"this resume changes {change}")
+    found = look_ahead(config) if command in ("local", "rollout") else None
+    print(plan_text(config, command, overrides, found))
+    return 0

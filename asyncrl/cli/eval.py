@@ -1,0 +1,174 @@
+"""`asyncrl eval MODEL|RUN [data.path=FILE reward.function=... key=value ...]`: a model on a dataset, alone.
+
+No replay server, no learner: this process owns the engine. What is measured goes to a folder, row by row; the same
+command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.checks.machine import check_machine
+from asyncrl.cli.commands import quoted
+from asyncrl.cli.preflight import look_ahead
+from asyncrl.cli.settings_file import with_files
+from asyncrl.config import load_config
+from asyncrl.data.dataset import open_dataset
+from asyncrl.environments.probe import check_environment
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.evaluation.table import CONFIDENCE
+from asyncrl.evaluator.folder import EvalFolder, opened
+from asyncrl.evaluator.identity import digest, identity
+from asyncrl.evaluator.results import reasons, results, table_of, text_of
+from asyncrl.schema import Config
+from asyncrl.storage.full_disk import Patience
+from asyncrl.telemetry.resumed import CONFIG_FILE
+
+EXPORT_DIR = "hf"
+RUNS = "runs"
+CHOOSES_A_FOLDER = ("run.name=", "run.dir=")
+CHOOSES_ROWS = "data.path="
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+EXIT_NOTHING = 1
+"""No sample has a score."""
+
+
+def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
+    """Exit code: 0, 1 when no sample has a score, 128 + a signal's number when stopped by one.
+
+    Raises:
+        ConfigError, DataError: a setting, this machine or the data was refused. RunFolderError: the folder is.
+    """
+    config, limited = prepared(path, overrides)
+    check_machine(config, "rollout")
+    check_environment(config.environment)
+    rows = _rows_of(config, limited)
+    made_of = identity(config, rows)
+    folder = folder_of(config, made_of, overrides)
+    print(
+        f"{config.model.path} on {config.data.path}: {rows:,} rows, {config.eval.samples} sample(s) of each", flush=True
+    )
+    print(f"folder: {folder}", flush=True)
+    if dry_run:
+        seen = look_ahead(config)
+        print("\n".join([*seen.prompts, *seen.reward, "dry run: nothing was started"]))
+        return 0
+    patience = Patience(config.run.disk_patience_s)
+    with opened(folder, made_of, samples=config.eval.samples, patience=patience, overwrite=config.overwrite) as kept:
+        again = shlex.join(
+            ["asyncrl", "eval", path, *(text for text in overrides if not text.startswith("overwrite="))]
+        )
+        code = _make_missing(config, kept, rows, again)
+        if code:
+            return code
+        return _tell(config, kept, made_of)
+
+
+def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
+    """The settings, those of a run where `path` is one, with the evaluated rows as `data.path`; and whether only the
+    first `eval.rows` of them count.
+
+    Raises:
+        ConfigError: a setting was refused. CheckpointError: a run has no model to evaluate yet.
+    """
+    run = Path(path)
+    own = [str(run / CONFIG_FILE)] if (run / CONFIG_FILE).is_file() else []
+    chosen = [] if _chooses(overrides) else ["run.name=eval"]
+    given = with_files([*own, *overrides, *chosen, f"model.path={quoted(str(_model_of(run)))}"])
+    config = load_config(given)
+    config.model = replace(config.model, lora_rank=0)  # what is evaluated is a whole model
+    # No Ray is started here; and rows come in the order of the file.
+    config.reward = replace(config.reward, host="worker", gpus=0.0)
+    typed = any(text.startswith(CHOOSES_ROWS) for text in overrides)
+    path_of_rows = config.data.path if typed else config.eval.path or config.data.path
+    if not path_of_rows:
+        raise ConfigError("a mixture has no order to evaluate it in. Give its sources one at a time: data.path=FILE")
+    # Filters of the training are none of eval.path.
+    filters = config.data.where if typed or not config.eval.path else {}
+    config.data = replace(config.data, path=path_of_rows, mixture={}, where=filters, order_by="", shuffle=False)
+    config.eval = replace(config.eval, path="")
+    return config, any(text.startswith("eval.rows=") for text in given)
+
+
+def _model_of(given: Path) -> Path:
+    """Of a run, the model that it exported."""
+    if not (given / CONFIG_FILE).is_file():
+        return given
+    if not (given / EXPORT_DIR).is_dir():
+        raise CheckpointError(
+            f"{given} is a run that has exported no model yet ({EXPORT_DIR}/ comes with its last step). Finish it with "
+            "resume=auto, or give the folder of a Hugging Face model"
+        )
+    return given / EXPORT_DIR
+
+
+def _rows_of(config: Config, limited: bool) -> int:
+    rows = open_dataset(config.data)
+    try:
+        return min(len(rows), config.eval.rows) if limited else len(rows)
+    finally:
+        rows.close()
+
+
+def _chooses(overrides: Sequence[str]) -> bool:
+    return any(text.startswith(CHOOSES_A_FOLDER) for text in overrides)
+
+
+def folder_of(config: Config, made_of: dict[str, object], overrides: Sequence[str]) -> Path:
+    """`run.dir` where it was chosen; else one of its own for each model, dataset and settings."""
+    if _chooses(overrides):
+        return Path(config.run.dir).resolve()
+    model = Path(config.model.path)
+    name = model.parent.name if model.name == EXPORT_DIR else model.name
+    parts = [name, _name_of(config.data.path), digest(made_of)]
+    return Path(RUNS, "-".join(["eval", *(re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40] for part in parts)])).resolve()
+
+
+def _name_of(given: str | list[str]) -> str:
+    """For a folder; of several the first one's."""
+    return Path(given if isinstance(given, str) else given[0]).stem
+
+
+def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> int:
+    """Exit code; 0 when no row is missing any more."""
+    todo = kept.missing()
+    if not todo:
+        return 0
+    if kept.done:
+        print(f"goes on: {rows - len(todo):,} of {rows:,} rows are done", flush=True)
+    seen = look_ahead(config)
+    print("\n".join([*seen.prompts, *seen.reward]), flush=True)
+    try:
+        # By name, now: it loads torch, and the table of a finished evaluation needs none.
+        run_rows = importlib.import_module("asyncrl.evaluator.run").run_rows
+        run_rows(config, todo, kept, lambda line: print(line, flush=True))
+    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+        _say_how_to_go_on(kept, rows, again, "stopped")
+        return EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
+    except AsyncRLError:
+        _say_how_to_go_on(kept, rows, again, "ended")
+        raise
+    return 0
+
+
+def _say_how_to_go_on(kept: EvalFolder, rows: int, again: str, what: str) -> None:
+    print(f"{what}; {rows - len(kept.missing()):,} of {rows:,} rows are done. Go on with:\n  {again}", flush=True)
+
+
+def _tell(config: Config, kept: EvalFolder, made_of: dict[str, object]) -> int:
+    table = table_of(config, kept.done)
+    path = kept.write_results(results(config, made_of, table, kept.done))
+    print("\n".join(["", *text_of(table, config.eval.samples)]))
+    print(f"in brackets: {CONFIDENCE:.0%} bootstrap intervals over rows; every figure is in {path}")
+    for reason, count in reasons(kept.done):
+        print(f"failed, {count} sample(s): {' '.join(reason.split())}")
+    if any(sample.failed for samples in kept.done.values() for sample in samples):
+        print("The same command tries the rows that failed once more")
+    return 0 if table[-1].samples else EXIT_NOTHING

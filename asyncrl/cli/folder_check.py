@@ -1,0 +1,218 @@
+"""What the files of a run folder say of each other: journal, ledger, metrics, checkpoint and exports each know how far
+the run got. Asked before a resume starts anything, and by `asyncrl audit`.
+
+A contradiction that a resume would build on is refused by name; what is merely missing, or can be made again, is told.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.config import JOURNAL_DIR
+from asyncrl.errors import AsyncRLError, RunFolderError
+from asyncrl.replay.audit.ledger_file import LEDGER_FILE
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.durable import recover
+from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest, position_of
+from asyncrl.storage.lines import Lines, read_lines
+from asyncrl.storage.sealed import MANIFEST, is_sealed, verify, verify_export
+from asyncrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.run_folder import config_note
+
+CONFIG_FILE = "config.yaml"
+EXPORTS = ("hf", "critic", "adapter")
+ASKED = ("restore", "trained", "committed", "finished")
+"""Events of the ledger that the learner asked for: it asks for the next when the one before is durable."""
+
+
+@dataclass(slots=True)
+class Findings:
+    refusals: list[str] = field(default_factory=list)
+    """Nothing may be built on this folder as it is."""
+    notes: list[str] = field(default_factory=list)
+    """Missing or damaged, and told."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEnd:
+    """How far a journal goes."""
+
+    steps: int
+    committed_steps: int
+    version: int
+    events: int
+    first_event: int
+    """The first one that it still has, apart from the snapshot before it."""
+
+
+def examine(folder: Path) -> Findings:
+    """Read everything that a run left in `folder`, and compare."""
+    found = Findings()
+    journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
+    checkpoint = _attempt(found.refusals, lambda: _checkpoint(folder / CHECKPOINT_DIR, found.notes))
+    lines: dict[str, Lines] = {}
+    for name in (METRICS_FILE, SAMPLES_FILE, LEDGER_FILE):
+        lines[name] = read_lines(folder / name)
+        if problem := lines[name].problem(folder / name):
+            found.notes.append(problem)
+    if said := config_note(folder):
+        found.notes.append(said)
+    metrics, ledger = lines[METRICS_FILE], lines[LEDGER_FILE]
+    found.notes += _holes(folder, metrics, lines[SAMPLES_FILE], checkpoint)
+    if journal is not None:
+        found.refusals += _lost(folder, journal, metrics, ledger, checkpoint)
+        found.notes += _behind(folder, journal, ledger, checkpoint)
+    elif checkpoint is not None and not found.refusals:
+        found.notes.append(
+            f"there is no journal in {folder / JOURNAL_DIR}: what was trained before the checkpoint of step "
+            f"{checkpoint[0]} is taken on trust from it, and groups after it are made anew"
+        )
+    for name in EXPORTS:
+        path = folder / name
+        if is_sealed(path):
+            _attempt(found.notes, lambda path=path: verify_export(path))
+        elif path.is_dir():
+            found.notes.append(f"{path / MANIFEST} is missing or damaged: nothing vouches for what is in {path.name}/")
+    return found
+
+
+def refuse_damaged(folder: Path, say: Callable[[str], None]) -> None:
+    """Before a resume in `folder`: tell the notes.
+
+    Raises:
+        RunFolderError: with everything that cannot be built on.
+    """
+    found = examine(folder)
+    for note in found.notes:
+        say(note)
+    if found.refusals:
+        raise RunFolderError("\n".join(found.refusals))
+
+
+def tell(run: Path) -> int:
+    """Print what the files of a run folder say of each other. Returns 1 where they contradict, else 0."""
+    if run.name == JOURNAL_DIR:
+        return 0
+    found = examine(run)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for refusal in found.refusals:
+        print(f"CONTRADICTION: {refusal}", file=sys.stderr)
+    return 1 if found.refusals else 0
+
+
+def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
+    """How far the journal in `folder` goes; None where there is none. Raises JournalError."""
+    if not folder.is_dir():
+        return None
+    disk = FolderDisk(folder, locked=False)
+    if segment_numbers(disk) and read_head(disk) is None:
+        notes.append(f"{folder / HEAD_FILE} is missing or damaged: that no newer segment is gone is taken on trust")
+    counts: list[int] = []
+
+    def replayed(count: int, _: ev.Event) -> None:
+        counts.append(count)
+
+    try:
+        recovered = recover(disk, replayed)
+    finally:
+        disk.close()
+    if recovered is None:
+        return None
+    state = recovered.state
+    return JournalEnd(
+        steps=state.trained_steps,
+        committed_steps=state.committed_step + 1,
+        version=state.tree.newest,
+        events=state.applied,
+        first_event=counts[0] if counts else 0,
+    )
+
+
+def _checkpoint(folder: Path, notes: list[str]) -> tuple[int, int] | None:
+    """`(trained steps, policy_version)` of the one that a resume goes on from. Raises CheckpointError."""
+    path, said = newest(folder)
+    if said:
+        notes.append(said)
+    if path is None:
+        return None
+    verify(path)
+    return position_of(path)
+
+
+def _lost(
+    folder: Path, journal: JournalEnd, metrics: Lines, ledger: Lines, checkpoint: tuple[int, int] | None
+) -> Iterator[str]:
+    """What others know and the journal does not: they were told when it was durable."""
+    ends = f"the journal in {folder / JOURNAL_DIR} ends at step {journal.steps}, version {journal.version}"
+    way_out = f"so it has lost its end. {REPAIR}"
+    versions = [row["policy_version"] for row in metrics.rows if isinstance(row.get("policy_version"), int)]
+    if versions and max(versions) > journal.version:
+        yield f"{ends}, and {folder / METRICS_FILE} has version {max(versions)}, {way_out}"
+    if checkpoint is not None and (checkpoint[0] > journal.steps or checkpoint[1] > journal.version):
+        yield f"{ends}, and the newest checkpoint is of step {checkpoint[0]}, version {checkpoint[1]}, {way_out}"
+    asked = [row["n"] for row in _last_history(ledger) if row.get("event") in ASKED]
+    if len(asked) > 1 and asked[-2] > journal.events:
+        yield f"{ends}, event {journal.events}, and {folder / LEDGER_FILE} has event {asked[-2]}, {way_out}"
+
+
+def _last_history(ledger: Lines) -> list[dict[str, Any]]:
+    """The lines since the numbers of the events last began anew, with a new journal."""
+    rows = [row for row in ledger.rows if isinstance(row.get("n"), int)]
+    begins = max((place for place in range(1, len(rows)) if rows[place]["n"] <= rows[place - 1]["n"]), default=0)
+    return rows[begins:]
+
+
+def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
+    """What others do not know, and the journal does."""
+    steps = checkpoint[0] if checkpoint else 0
+    if journal.committed_steps > steps:
+        yield (
+            f"the journal knows of a checkpoint of step {journal.committed_steps}, and the newest in "
+            f"{folder / CHECKPOINT_DIR} "
+            + (f"is of step {steps}: a resume goes back to it" if checkpoint else "is gone: a resume begins anew")
+        )
+    rows = _last_history(ledger)
+    last = rows[-1]["n"] if rows else 0
+    if last < journal.first_event - 1:
+        yield (
+            f"{folder / LEDGER_FILE} ends at event {last} and the journal begins with event {journal.first_event}: "
+            "the lines between are lost"
+        )
+
+
+def _holes(folder: Path, metrics: Lines, samples: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
+    steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
+    wanted = range(1, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
+    missing = sorted(set(wanted) - set(steps))
+    if missing:
+        which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps, {missing[0]} to {missing[-1]}"
+        yield f"{folder / METRICS_FILE} has no row of {which}: killed before it was written, or cut"
+    sampled = max((row["step"] for row in samples.rows if isinstance(row.get("step"), int)), default=0)
+    if steps and sampled < max(steps) and _samples_wanted(folder):
+        yield f"{folder / SAMPLES_FILE} ends at step {sampled} and {METRICS_FILE} at step {max(steps)}: cut?"
+
+
+def _samples_wanted(folder: Path) -> bool:
+    try:
+        return not re.search(r"^ +samples_per_step: 0\b", (folder / CONFIG_FILE).read_text(), flags=re.MULTILINE)
+    except (OSError, ValueError):  # damaged: written anew by the resume
+        return True
+
+
+Result = TypeVar("Result")
+
+
+def _attempt(problems: list[str], call: Callable[[], Result]) -> Result | None:
+    try:
+        return call()
+    except (AsyncRLError, OSError) as error:
+        problems.append(str(error))
+        return None

@@ -1,0 +1,320 @@
+"""One machine, all processes: `asyncrl local` starts replay server, rollout pool and torchrun, and ends them all.
+
+consumes:     exit codes of the three roles; rows of metrics.jsonl, to show them
+waits for:    the learner, whose end is the end of the run
+unblocked by: the learner's end, the failure of any role, Ctrl-C, SIGTERM or SIGHUP
+
+A replay server, or a shard of it, that was killed is started again at the same address: its journal is its memory, and
+the others wait. So are a rollout pool and torchrun that were killed: the workers come back, the learner resumes. When
+this process is killed the kernel kills the roles, and none of them can be left in the folder of another run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.checks.machine import check_machine
+from asyncrl.cli.commands import RESTARTED, Command, local_commands
+from asyncrl.cli.folder_check import refuse_damaged
+from asyncrl.cli.preflight import look_ahead
+from asyncrl.cli.supervisor import Role, Supervisor
+from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
+from asyncrl.environments.probe import check_environment
+from asyncrl.errors import CheckpointError, RunFolderError
+from asyncrl.replay.net.keyring import with_keys
+from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import chosen, trained_steps
+from asyncrl.storage.full_disk import BOARD_FILE, read_board
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.progress import RunView
+from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, suggestions, summary, without
+from asyncrl.telemetry.run_folder import (
+    STOP_FILE,
+    changes_in,
+    occupied,
+    owner_of,
+    prepare_run_folder,
+    refuse_used_folder,
+)
+from asyncrl.telemetry.starting import StartWatch
+
+TURN_S = 0.2
+EXPORT_DIR = "hf"
+EXIT_REFUSED = 2
+"""Of a replay server that a restart cannot help: a refused setting, a damaged journal."""
+FINISH_S = 30.0
+"""How long the rollout pool gets to end by itself once the learner has finished."""
+SAVE_S = 600.0
+"""How long the learner gets, after Ctrl-C, to end its step and save a checkpoint."""
+RESTARTS = 10
+"""Of pool and torchrun together, after a kill."""
+
+
+def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
+    """The whole run. Exit code: 0, 1 when a role failed, 128 + a signal's number when stopped by one.
+
+    `typed` is the command as the user gave it, for the suggestions at the end.
+
+    Raises:
+        ConfigError: a setting or this machine was refused. RunFolderError: the run folder is in use.
+    """
+    config = load_config(overrides)
+    check_machine(config, "local")
+    check_environment(config.environment)
+    refuse_used_folder(config)
+    seen = look_ahead(config)
+    for line in (*seen.prompts, *seen.reward):
+        print(line, flush=True)
+    with occupied(config):
+        return _run(config, overrides, typed)
+
+
+def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
+    console = PlainConsole()
+    run_id = uuid.uuid4().hex[:12]
+    folder = Path(config.run.dir).resolve()
+    resumed = trained_steps(chosen(folder, config.resume))
+    if resumed >= config.learner.steps and (folder / EXPORT_DIR).is_dir():
+        _say(console, nothing_to_do(config, folder, resumed, typed))
+        return 0
+    check_resumed(config, console)
+    for change in changes_in(config):
+        _say(console, f"this resume changes {change}")
+    prepare_run_folder(config, run_id, overrides=overrides)
+    check_room(config, folder)
+    with_keys(config)  # Here, once; each role finds them by itself.
+    commands = local_commands(config, overrides, run_id)
+    if not Path(config.model.path).is_dir():
+        _say(console, f"model.path={config.model.path} is no folder here: taken for a name on the Hugging Face hub")
+    for each in commands:
+        console.print(f"[bold]{each.role}[/bold]", highlight=False)
+        _say(console, f"  {each}")
+    if config.resume != "never":
+        _say(console, f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: begins at step 0")
+    restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0
+    ended = supervise(commands, folder, config.learner.steps, console, replay_restarts=restarts, resumed=resumed)
+    show_report(config, folder, console, typed, ended)
+    return ended.code
+
+
+def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[str]) -> str:
+    kept = without(typed, ("learner.steps=", "resume=", "overwrite="))
+    more = shlex.join([*kept, f"learner.steps={2 * trained}", "resume=auto"])
+    return (
+        f"nothing to do: {trained} steps are trained and learner.steps={config.learner.steps}. "
+        f"The model is in {folder / EXPORT_DIR}. To train on:\n  {more}"
+    )
+
+
+def check_resumed(config: Config, console: Console) -> None:
+    """Found only when a rank restores, damage would burn every restart of torchrun first.
+
+    Raises:
+        RunFolderError: the run that is to go on is damaged, or its files contradict each other.
+    """
+    folder = Path(config.run.dir).resolve()
+    if config.resume != "never" and not config.overwrite and owner_of(folder) is not None:
+        refuse_damaged(folder, lambda note: _say(console, note))
+
+
+def check_room(config: Config, folder: Path) -> None:
+    """A server whose journal does not fit waits for space, and nobody looks for the reason in its log.
+
+    Raises:
+        RunFolderError: there is less room in `folder` than the first file of the journal takes, and it is not there.
+    """
+    begins = config.replay.durability == "journal" and not (folder / JOURNAL_DIR).is_dir()
+    wanted_mb = config.replay.journal.segment_mb if begins else 0
+    free_mb = shutil.disk_usage(folder).free >> 20
+    if free_mb < wanted_mb:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} has {free_mb} MiB free, and the journal begins with a file of "
+            f"replay.journal.segment_mb={wanted_mb} MiB. Free space there, lower it, or give another run.dir"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run came to its end."""
+
+    code: int
+    """0, 1 when a role failed, 128 + the number of the signal that stopped it."""
+    saved: bool = True
+    """After a signal: the learner saved what it had trained."""
+
+
+def supervise(
+    commands: Sequence[Command],
+    folder: Path,
+    steps: int,
+    console: Console,
+    *,
+    replay_restarts: int = 0,
+    resumed: int = 0,
+) -> Ended:
+    """Start `commands`, show the run until the role `learner` ends, stop the rest."""
+    left = {True: replay_restarts, False: RESTARTS}
+    notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
+    with Supervisor(folder / LOG_DIR) as supervisor, RunView(folder, steps, console, resumed) as view:
+        starting = StartWatch(folder / LOG_DIR, [command.role for command in commands])
+        for command in commands:
+            supervisor.start(command.role, command.arguments, command.environment)
+        while (supervisor.roles["learner"].code is None or supervisor.failed()) and not supervisor.signal:
+            if supervisor.failed() and not restarted(supervisor, commands, left, view):
+                break
+            watch(supervisor, view, notices)
+            for line in starting.news():
+                view.say(line)
+            view.refresh("training" if view.trained else starting.state())
+            time.sleep(TURN_S)
+        saved = view.trained and save_first(supervisor, folder, view, notices) if supervisor.signal else True
+        view.refresh("finishing")
+        if supervisor.roles["learner"].code == 0 and not supervisor.signal and "rollout" in supervisor.roles:
+            supervisor.wait_for("rollout", FINISH_S)
+        signalled = supervisor.signal
+        failed = supervisor.failed()
+        # The replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
+        supervisor.stop([name for name in supervisor.roles if not _has_journal(name)])
+        supervisor.stop(list(supervisor.roles))
+        view.refresh()
+    notices.show()
+    for role in failed:
+        show_failure(role, console)
+    return Ended(code=128 + signalled if signalled else 1 if failed else 0, saved=saved)
+
+
+class Notices:
+    """What the roles say of a full disk: their logs lie on it."""
+
+    def __init__(self, board: Path, console: Console) -> None:
+        self._board, self._console = board, console
+        self._shown = read_board(board)
+
+    def show(self) -> None:
+        """What is new."""
+        text = read_board(self._board)
+        if text != self._shown:
+            self._shown = text
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def watch(supervisor: Supervisor, view: RunView, notices: Notices) -> None:
+    notices.show()
+    for said in supervisor.observe():
+        view.say(said)
+
+
+def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Notices) -> bool:
+    """Have the learner save a checkpoint and end; false when it did not, or a second signal came first.
+
+    waits for: the learner's step and its checkpoint, `SAVE_S` at most; unblocked by: its end, the failure of another
+    role, a second signal
+    """
+    learner = supervisor.roles["learner"]
+    if learner.code is not None:
+        return learner.code == 0
+    name = signal.Signals(supervisor.signal).name
+    view.say(f"{name}: the learner ends its step and saves a checkpoint. Once more (Ctrl-C) ends the run at once")
+    try:
+        (folder / LOG_DIR / STOP_FILE).touch()
+    except OSError as error:
+        view.say(f"the learner cannot be asked for a checkpoint: {error}")
+        return False
+    deadline = time.monotonic() + SAVE_S
+    while learner.code is None and not supervisor.impatient and time.monotonic() < deadline:
+        if supervisor.failed():
+            break
+        watch(supervisor, view, notices)
+        view.refresh("saving a checkpoint")
+        time.sleep(TURN_S)
+    return learner.code == 0
+
+
+def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, int], view: RunView) -> bool:
+    """Start what failed again, where a restart can mend all of it.
+
+    Args:
+        left: how many restarts are, of roles that have a journal and of the others; counted down.
+    """
+    failed = supervisor.failed()
+    for role in failed:
+        journal = _has_journal(role.name)
+        # What ended by itself has said why, and would again; the journal makes a server's end by itself harmless.
+        hopeless = role.code == EXIT_REFUSED if journal else (role.code or 0) >= 0
+        if hopeless or left[journal] == 0:
+            return False
+    for role in failed:
+        left[_has_journal(role.name)] -= 1
+        command = next(command for command in commands if command.role == role.name)
+        view.say(f"{_called(role.name)} ended with exit code {role.code}: started again {_resumes(role.name)}")
+        supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"})
+    return True
+
+
+def _called(role: str) -> str:
+    names = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun"}
+    return names.get(role, f"{role} of the replay")
+
+
+def _resumes(role: str) -> str:
+    return {"rollout": "with new workers", "learner": "from the newest checkpoint"}.get(role, "on its journal")
+
+
+def _has_journal(role: str) -> bool:
+    return role == "replay" or role.startswith("shard-")
+
+
+def show_failure(role: Role, console: Console) -> None:
+    _say(console, f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:")
+    _say(console, role.tail())
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_report(config: Config, folder: Path, console: Console, typed: Sequence[str], ended: Ended) -> None:
+    """Summary, curves and what to type next. Nothing is drawn when no step was trained."""
+    rows = read_metrics(folder)
+    _say(console, f"\n{summary(rows)}")
+    if not rows:
+        again = "nothing in it to keep: overwrite=true starts again in it"
+        _say(console, f"run folder: {folder}  ({again})")
+        return
+    try:
+        plot_curves(rows, folder / CURVES_FILE, config.run.name)
+        drawn = CURVES_FILE
+    except OSError as error:  # a full disk: the run's own end and exit code say more
+        drawn = f"not drawn, {error}"
+    _say(console, f"run folder: {folder}  (curves: {drawn})")
+    if ended.code:
+        _say(console, how_to_go_on(folder, typed, ended))
+        return
+    _say(console, "now try:")
+    for line in suggestions(config, typed):
+        _say(console, f"  {line}")
+
+
+def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
+    """The command that resumes a run which did not come to its end, and what it resumes from."""
+    again = shlex.join(without(typed, ("resume=", "overwrite=")))
+    what = "stopped" if ended.code > 128 and ended.saved else "ended"
+    try:
+        step = trained_steps(chosen(folder, "auto"))
+        saved = f"the newest checkpoint is that of step {step}" if step else "no checkpoint was saved"
+    except CheckpointError as error:
+        saved = str(error)
+    return f"{what}; {saved}. Go on with:\n  {again} resume=auto"
+
+
+def main(overrides: Sequence[str]) -> int:
+    return run_local(overrides, typed=["asyncrl", "local", *overrides])

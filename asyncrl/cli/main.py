@@ -1,0 +1,187 @@
+"""The command `asyncrl`: reads its arguments, then loads the one role that was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl import __version__
+from asyncrl.errors import AsyncRLError, RunFolderError
+from asyncrl.plain_text import make_streams_plain
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What the user's disk or its owner says, and no program can mend."""
+
+COMMANDS = {
+    "local": ("asyncrl.cli.local", "everything on this machine: replay server, rollout workers, learner"),
+    "quickstart": ("asyncrl.cli.quickstart", "the same on a task that a CPU learns in a minute"),
+    "replay": ("asyncrl.replay.__main__", "the replay server alone"),
+    "shard": (
+        "asyncrl.replay.shards.__main__",
+        "one shard of the replay alone: its number, then settings",
+    ),
+    "rollout": ("asyncrl.rollout.__main__", "a pool of rollout workers alone"),
+    "learner": ("asyncrl.learner.__main__", "one learner rank; several: launchers/learner.sh"),
+}
+
+HELP = "settings, or a YAML file of them; `asyncrl settings` lists them"
+
+KEYS_MADE = """\
+keys in {}, one pair per role. Copy *.key to every machine of the run, and of the secrets only these:
+  the replay server's machine      server.key_secret and shard.key_secret
+  machines of shards, if any       shard.key_secret
+  the learner's machines           learner.key_secret
+  the rollout workers' machines    worker.key_secret"""
+
+EPILOG = """\
+Settings are key=value, groups are chosen with group=name (files in configs/):
+  asyncrl local model.path=DIR data.path=FILE.jsonl reward.function=FILE.py:NAME loss=ppo replay.max_staleness=2
+`asyncrl settings` lists every setting with its meaning, `asyncrl settings staleness` those about staleness (also in
+docs/settings.md). Settings can stand in a YAML file too: asyncrl local my.yaml learner.lr=2e-6; a run's own is
+runs/NAME/config.yaml, which repeats it.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous off-policy actor-learner training of language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"asyncrl {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
+        command.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    text = "every setting with type, default, range and meaning"
+    settings = commands.add_parser("settings", help=text, description=text)
+    settings.add_argument("words", nargs="*", metavar="WORD", help="only those whose key or meaning has it")
+    settings.add_argument("--markdown", action="store_true", help="as the page docs/settings.md")
+    text = "does every engine installed here serve this model as the learner computes it?"
+    verify = commands.add_parser("verify", help=text, description=text)
+    verify.add_argument("path", metavar="RUN|MODEL", help="a run folder, or a Hugging Face model")
+    verify.add_argument("overrides", nargs="*", metavar="key=value", help="settings for a model: engine.*, seed")
+    text = "a model on a dataset, alone: pass@k, majority votes, a table per data_source; goes on where it was stopped"
+    evaluate = commands.add_parser("eval", help=text, description=text)
+    evaluate.add_argument("path", metavar="MODEL|RUN", help="a Hugging Face model, or a run folder")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
+    evaluate.add_argument("--dry-run", action="store_true", help="look at settings, data and reward, start nothing")
+    text = "does the journal of a run balance? Exit code 0: yes, 1: no, 2: it cannot be read"
+    audit = commands.add_parser("audit", help=text, description=text)
+    audit.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    audit.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    text = "train the learner of a finished run again on its retained journal, as it was or with other settings"
+    rerun = commands.add_parser("rerun", help=text, description=text)
+    rerun.add_argument("run", metavar="RUN", type=Path, help="a run folder (replay.journal.retain=all)")
+    rerun.add_argument("overrides", nargs="*", metavar="key=value", help="loss, advantage, learner.lr, ...")
+    text = "make the keys of a run over a network, one pair per role (replay.keys=DIR)"
+    keys = commands.add_parser("keys", help=text, description=text)
+    keys.add_argument("directory", metavar="DIR", type=Path, help="a new folder")
+    text = "the rows as a run would use them: filters, lengths, a rendered prompt, the reward of each row's own answer"
+    data = commands.add_parser("data", help=text, description=text)
+    data.add_argument("what", choices=("check",))
+    data.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
+    text = "what the settings of verl or TRL are here, as a settings file, with what has no equivalent and why"
+    migrate = commands.add_parser("migrate", help=text, description=text)
+    migrate.add_argument("framework", choices=("verl", "trl"))
+    migrate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="key=value|FILE.yaml", help="as they take them")
+    return top
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Settings and `--dry-run` in any order, which argparse alone does not take."""
+    top = parser()
+    given, rest = top.parse_known_args(arguments)
+    options = [text for text in rest if text.startswith("-")]
+    if options or (rest and given.command in ("keys", "audit", "settings")):
+        top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
+    if rest:
+        given.overrides += rest
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of the role; 2 with the reason when a setting was refused, 130 after Ctrl-C."""
+    make_streams_plain()
+    given = parse(arguments)
+    try:
+        return run(given)
+    except AsyncRLError as error:
+        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        print("asyncrl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in PLACES:
+            raise
+        print(f"asyncrl: {error}. Free space, or give a folder that can be written", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def run(given: argparse.Namespace) -> int:
+    # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
+    if given.command == "keys":
+        importlib.import_module("asyncrl.replay.net.keyring").make_keys(given.directory)
+        print(KEYS_MADE.format(given.directory))
+        return 0
+    if given.command in ("audit", "rerun") and not given.run.is_dir():
+        raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
+    if given.command == "verify":
+        refuse_missing(given.path)
+        return importlib.import_module("asyncrl.cli.verify").main(given.path, given.overrides)
+    if given.command == "eval":
+        refuse_missing(given.path)
+        return importlib.import_module("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run)
+    if given.command == "audit":
+        code = importlib.import_module("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
+        return max(code, importlib.import_module("asyncrl.cli.folder_check").tell(given.run))
+    if given.command == "migrate":
+        return importlib.import_module("asyncrl.cli.migrate.command").main(given.framework, given.arguments)
+    if given.command == "settings":
+        return importlib.import_module("asyncrl.cli.settings").main(given.words, markdown=given.markdown)
+    if given.command == "rerun":
+        return importlib.import_module("asyncrl.cli.rerun").main(given.run, given.overrides)
+    given.overrides = importlib.import_module("asyncrl.cli.settings_file").with_files(given.overrides)
+    if given.command == "data":
+        return importlib.import_module("asyncrl.cli.data_check").main(given.overrides)
+    if given.dry_run and given.command != "quickstart":
+        return importlib.import_module("asyncrl.cli.dry_run").main(given.command, given.overrides)
+    if given.command == "rollout" and not given.dry_run:
+        importlib.import_module("asyncrl.cli.preflight").check_rollout(given.overrides)
+    role = importlib.import_module(COMMANDS[given.command][0])
+    return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
+
+
+RUNS = "runs"
+"""Where the folders of runs are unless `run.dir` says otherwise."""
+
+
+def refuse_missing(path: str) -> None:
+    """`org/name` may be a name on the hub. What is a folder here, or by all signs was meant as one, is not looked for
+    there: a run that is missing would be an error of the network.
+
+    Raises:
+        RunFolderError: there is no such folder.
+    """
+    given = Path(path)
+    if given.is_dir():
+        return
+    of_a_run = Path(RUNS, path)
+    first = given.parts[0] if given.parts else ""
+    if path.startswith(("/", ".", "~")) or first == RUNS or len(given.parts) != 2 or Path(first).is_dir():
+        hint = f" Did you mean {of_a_run}?" if of_a_run.is_dir() else ""
+        raise RunFolderError(
+            f"{path} is no folder here. Give a run folder, or a Hugging Face model (a folder, or org/name on the hub)."
+            f"{hint}"
+        )
+    print(f"{path} is no folder here: taken for a name on the Hugging Face hub", file=sys.stderr)

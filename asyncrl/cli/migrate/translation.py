@@ -1,0 +1,110 @@
+"""What a translation is: settings of ours with where each comes from, and what was left over with the reason."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.cli.commands import written
+
+REQUIRED = ("model.path", "data.path", "reward.function")
+REWARDED = ("reward.function", "reward")
+EMPTY = (None, "", [], {}, "null")
+
+
+@dataclass(slots=True)
+class Translation:
+    """
+    Args:
+        given: the other framework's settings by dotted key, as the user has them.
+        defaults: what holds there where nothing is given, of keys that matter.
+        framework: its name.
+    """
+
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    framework: str
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Ours -> (value, what it comes from)."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Theirs -> why it has no equivalent."""
+    notes: list[str] = field(default_factory=list)
+    _seen: set[str] = field(default_factory=set)
+
+    def take(self, key: str) -> Any:
+        """Its value, given or theirs by default; None where there is none. It then counts as understood."""
+        self._seen.add(key)
+        value = self.given.get(key, self.defaults.get(key))
+        # One that points at another of their settings has no value of its own.
+        return None if value in EMPTY or (isinstance(value, str) and "${" in value) else value
+
+    def put(self, ours: str, value: Any, *theirs: str) -> None:
+        names = [name if name in self.given else f"{name} ({self.framework}'s default)" for name in theirs]
+        self.settings[ours] = (value, ", ".join(names))
+
+    def move(self, theirs: str, ours: str) -> None:
+        value = self.take(theirs)
+        if value is not None:
+            self.put(ours, value, theirs)
+
+    def refuse(self, theirs: str, why: str) -> None:
+        """Has no equivalent. What the user did not give is not told of."""
+        self._seen.add(theirs)
+        if theirs in self.given:
+            self.left[theirs] = why
+
+    def apply(
+        self, moved: Mapping[str, str], steps: Sequence[Callable[[Translation], None]], reasons: Mapping[str, str]
+    ) -> None:
+        """What keeps its value under our name, then `steps`, then the reasons for the rest."""
+        for theirs, ours in moved.items():
+            self.move(theirs, ours)
+        for step in steps:
+            step(self)
+        self.leave_out(reasons)
+
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Reasons by pattern for what nobody took yet; keys that match none are unknown."""
+        for key in self.given:
+            if key in self._seen:
+                continue
+            pattern = next((pattern for pattern in reasons if fnmatch.fnmatchcase(key, pattern)), None)
+            self.left[key] = reasons[pattern] if pattern else f"unknown here, see the docs of {self.framework}"
+
+    def lines(self) -> list[str]:
+        """A settings file: what comes from where, and the rest as comments."""
+        found = [f"{key}: {written_in_yaml(value)}  # from {origin}" for key, (value, origin) in self.settings.items()]
+        missing = [key for key in REQUIRED if key not in self.settings]
+        if any(key in self.settings for key in REWARDED):
+            missing = [key for key in missing if key != "reward.function"]
+        found += [f"# still needed: {key}" for key in missing]
+        found += [f"# no equivalent: {key}={_shown(self.given[key])}: {why}" for key, why in self.left.items()]
+        return found + [f"# {note}" for note in self.notes]
+
+
+def written_in_yaml(value: Any) -> str:
+    """One line that YAML reads back as the same."""
+    if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
+        return repr(value).replace("e", ".0e")  # YAML takes 1e-06 for text
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {written_in_yaml(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written_in_yaml, value)) + "]"
+    if isinstance(value, str) and (not value or set(value) & set("#:{}[],&*?|<>=!%@`'\"\\ ") or value[0] == "-"):
+        return "'" + value.replace("'", "''") + "'"
+    return written(value)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(value).split())[:80]
+
+
+def place(path: Any) -> Any:
+    """A path as we take it: the home folder written out, one for a list of one."""
+    if isinstance(path, list):
+        found = [place(each) for each in path]
+        return found[0] if len(found) == 1 else found
+    return os.path.expanduser(str(path))

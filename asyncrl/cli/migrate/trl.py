@@ -1,0 +1,240 @@
+"""Settings of TRL's GRPO: `GRPOConfig` with what its scripts take beside it (model, dataset, PEFT)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.cli.migrate.translation import Translation, place
+
+DEFAULTS = {
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "max_grad_norm": 1.0,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "num_processes": 1,
+    "num_generations": 8,
+    "max_completion_length": 256,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "loss_type": "dapo",
+    "scale_rewards": "group",
+    "importance_sampling_level": "token",
+    "gradient_checkpointing": True,
+    "shuffle_dataset": True,
+    "seed": 42,
+    "save_steps": 500,
+    "use_vllm": False,
+}
+"""Those that our defaults differ from, or that a translation reads."""
+
+MOVED = {
+    "learning_rate": "learner.lr",
+    "weight_decay": "learner.weight_decay",
+    "adam_beta2": "learner.beta2",
+    "max_grad_norm": "learner.clip_norm",
+    "num_generations": "rollout.group_size",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "shuffle_dataset": "data.shuffle",
+    "seed": "seed",
+    "save_total_limit": "learner.keep_checkpoints",
+}
+LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo", "sapo": "sapo"}
+SCALES = {"group": "group", "True": "group", "true": "group", "batch": "batch", "none": "none", "False": "none"}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+ON_PURPOSE = "the recorded log-probs would not be those of the policy: sample from the whole distribution"
+REASONS = {
+    "model_init_kwargs": "model.dtype; code that comes with a checkpoint is never run",
+    "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
+    "num_train_epochs": "give steps: learner.steps = rows * epochs / learner.groups_per_step",
+    "num_iterations": "a batch is trained once; replay.max_times_sampled uses groups again later",
+    "generation_kwargs": "sampling has a temperature and nothing else: " + ON_PURPOSE,
+    "chat_template_kwargs": "model.chat.KEY=VALUE",
+    "vllm_importance_sampling*": "every loss corrects from the engine's recorded log-probs: `asyncrl settings loss`",
+    "vllm_gpu_memory_utilization": "given with use_vllm alone: engine.vllm.gpu_memory_utilization",
+    "vllm_*": "rollout workers own their engines; engine.vllm.NAME=VALUE takes any argument of vLLM",
+    "use_vllm": "engine=vllm",
+    "num_generations_eval": "evaluations are greedy, one sample a row",
+    "per_device_eval_batch_size": "eval.chunk rows are scored together by a worker",
+    "eval_strategy": "eval.path and eval.every",
+    "mask_truncated_completions": "rollout.drop_truncated=any drops such groups whole",
+    "sync_ref_model": "the reference policy stays as it is",
+    "ref_model_*": "the reference policy stays as it is",
+    "top_entropy_quantile": "all sampled tokens are trained",
+    "off_policy_mask_threshold": "loss.opsm_delta",
+    "use_bias_correction_kl": "loss.kl=ratio_k3",
+    "multi_objective_aggregation": "advantage=gdpo, with advantage.components",
+    "log_completions": "samples.jsonl has samples of every step: telemetry.samples_per_step",
+    "num_completions_to_print": "samples.jsonl has samples of every step: telemetry.samples_per_step",
+    "log_*": "metrics.jsonl has every step",
+    "logging_*": "metrics.jsonl has every step",
+    "remove_unused_columns": "all columns reach the reward",
+    "bf16": "model.dtype=bfloat16",
+    "fp16": "model.dtype is float32 or bfloat16",
+    "deepspeed": "the learner is FSDP2",
+    "fsdp*": "FSDP2 shards over all ranks: learner.ranks",
+    "ds3_*": "the learner is FSDP2",
+    "optim": "AdamW",
+    "adam_beta1": "0.9",
+    "adam_epsilon": "AdamW's own",
+    "dataloader_*": "rows are read when they are drawn",
+    "push_to_hub": "the model is exported to run.dir/hf; upload it yourself",
+    "hub_*": "the model is exported to run.dir/hf; upload it yourself",
+    "use_liger_kernel": "the extra `cuda` brings its kernels",
+    "gradient_checkpointing_kwargs": "model.activation_checkpointing",
+    "max_tool_calling_iterations": "several turns and tools are environments: environment.name",
+    "use_transformers_paged": "engine=transformers has its own batching",
+    "cache_implementation": "engine=transformers has its own cache",
+    "load_in_*": "there is no quantisation",
+    "tools": "several turns and tools are environments: environment.name",
+}
+"""Patterns of keys, the first that fits."""
+
+
+def translate(given: dict[str, object]) -> Translation:
+    made = Translation({key.lstrip("-"): value for key, value in given.items()}, DEFAULTS, "TRL")
+    made.apply(MOVED, (_data, _model, _batches, _schedule, _loss, _advantage, _rollout, _run), REASONS)
+    made.notes.append(
+        "TRL waits for its completions; here they run ahead, replay.max_staleness versions at most. replay: sync waits"
+    )
+    return made
+
+
+def _data(made: Translation) -> None:
+    name, config, split = (made.take(key) for key in ("dataset_name", "dataset_config", "dataset_train_split"))
+    if name is not None:
+        local = str(name).startswith(("/", ".", "~")) or Path(str(name)).exists()
+        parts = [str(part) for part in (config, split or ("train" if config else None)) if part is not None]
+        made.put("data.path", place(name) if local else ":".join((f"hf:{name}", *parts)), "dataset_name")
+    made.refuse("dataset_test_split", "eval.path=hf:NAME:SPLIT")
+    # Its prompts are never too long: without a limit of its own a prompt is as long as it is.
+    made.put("data.overlong", "truncate_left" if made.take("max_prompt_length") else "error", "max_prompt_length")
+
+
+def _model(made: Translation) -> None:
+    for key in ("model", "model_name_or_path"):
+        if (path := made.take(key)) is not None:
+            made.put("model.path", place(path), key)
+    if made.take("bf16"):
+        made.put("model.dtype", "bfloat16", "bf16")
+    if made.take("use_peft"):
+        made.put("model.lora_rank", made.take("lora_r") or 16, "use_peft", "lora_r")
+        made.put("model.lora_alpha", made.take("lora_alpha") or 32, "lora_alpha")
+        targets = made.take("lora_target_modules")
+        if isinstance(targets, list):
+            made.put("model.lora_targets", targets, "lora_target_modules")
+        made.refuse("lora_dropout", "adapters have no dropout: the engine's log-probs would not be the learner's")
+        made.refuse("lora_task_type", "a causal LM")
+
+
+def _batches(made: Translation) -> None:
+    batch = ("per_device_train_batch_size", "num_processes")
+    per_pass = int(made.take(batch[0])) * int(made.take(batch[1]))
+    accumulated, group = int(made.take("gradient_accumulation_steps")), int(made.take("num_generations"))
+    steps = int(made.take("steps_per_generation") or accumulated)
+    whole = int(made.take("generation_batch_size") or per_pass * steps)
+    theirs = (*batch, "gradient_accumulation_steps", "num_generations")
+    groups, updates = max(1, whole // group), max(1, whole // (per_pass * accumulated))
+    if groups % updates:
+        made.refuse("steps_per_generation", "each update needs whole groups: learner.updates_per_batch")
+        updates = 1
+    made.put("learner.groups_per_step", groups, *theirs)
+    made.put("learner.updates_per_batch", updates, "steps_per_generation", "gradient_accumulation_steps")
+    if "num_processes" not in made.given:
+        made.notes.append("num_processes is not in GRPOConfig: give num_processes=N of your launcher")
+    if made.take("num_iterations") != 1:
+        made.refuse("num_iterations", REASONS["num_iterations"])
+
+
+def _schedule(made: Translation) -> None:
+    name = str(made.take("lr_scheduler_type"))
+    if name in SCHEDULES:
+        made.put("learner.schedule", SCHEDULES[name], "lr_scheduler_type")
+    else:
+        made.refuse("lr_scheduler_type", f"learner.schedule is one of {', '.join(sorted(set(SCHEDULES.values())))}")
+    steps, share = made.take("max_steps"), made.take("warmup_ratio")
+    if steps is not None and int(steps) > 0:
+        made.put("learner.steps", int(steps), "max_steps")
+    if made.take("warmup_steps"):
+        made.put("learner.warmup_steps", int(made.take("warmup_steps")), "warmup_steps")
+    elif share and steps is not None and int(steps) > 0:
+        made.put("learner.warmup_steps", round(float(share) * int(steps)), "warmup_ratio", "max_steps")
+    elif share:
+        made.refuse("warmup_ratio", "give steps: learner.warmup_steps")
+
+
+def _loss(made: Translation) -> None:
+    kind, level = str(made.take("loss_type")), str(made.take("importance_sampling_level"))
+    low, high = made.take("epsilon"), made.take("epsilon_high")
+    by_sequence = level == "sequence" and kind in ("grpo", "luspo", "dapo", "bnpo")
+    loss = ("luspo" if kind == "luspo" else "gspo") if by_sequence else LOSSES.get(kind)
+    if loss is None:
+        made.refuse("loss_type", "the nearest is a clip: `asyncrl settings loss` has all losses")
+        loss = "dapo"
+    made.put("loss", loss, "loss_type", "importance_sampling_level")
+    if loss == "cispo":
+        made.put("loss.ratio_cap", 1 + float(high if high is not None else low), "epsilon_high")
+    elif loss == "sapo":
+        made.move("sapo_temperature_pos", "loss.tau_pos")
+        made.move("sapo_temperature_neg", "loss.tau_neg")
+    else:
+        made.put("loss.clip_low", low, "epsilon")
+        made.put("loss.clip_high", low if high is None else high, "epsilon" if high is None else "epsilon_high")
+        made.move("delta", "loss.delta")
+    if by_sequence and kind in ("dapo", "bnpo"):
+        made.put("loss.aggregation", "token_mean", "loss_type")
+    if made.take("beta"):
+        made.put("loss.kl_coef", made.take("beta"), "beta")
+
+
+def _advantage(made: Translation) -> None:
+    scale = SCALES.get(str(made.take("scale_rewards")))
+    if scale is None:
+        made.refuse("scale_rewards", "advantage.std is group, batch or none")
+    else:
+        made.put("advantage.std", scale, "scale_rewards")
+
+
+def _rollout(made: Translation) -> None:
+    if made.take("use_vllm"):
+        made.put("engine", "vllm", "use_vllm")
+        made.move("vllm_tensor_parallel_size", "engine.tensor_parallel")
+        made.move("vllm_gpu_memory_utilization", "engine.vllm.gpu_memory_utilization")
+        made.move("vllm_max_model_length", "engine.max_model_len")
+    else:
+        made.put("engine", "transformers", "use_vllm")
+    for key, untouched in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if made.take(key) not in (None, untouched, -1 if key == "top_k" else untouched):
+            made.refuse(key, ON_PURPOSE)
+    rewards = made.take("reward_funcs")
+    if isinstance(rewards, str) and ":" in rewards:
+        made.put("reward.function", rewards, "reward_funcs")
+    else:
+        made.refuse("reward_funcs", "name them by file or module: reward.function=FILE.py:NAME takes TRL's signature")
+    made.refuse("reward_weights", "of several functions: docs/own_task.md")
+
+
+def _run(made: Translation) -> None:
+    for theirs, ours in (("save_steps", "learner.save_every"), ("eval_steps", "eval.every")):
+        every = made.take(theirs)
+        if every is not None and ours == "eval.every":
+            made.refuse(theirs, "give eval.path, and eval.every")
+        elif every is not None and float(every) >= 1:
+            made.put(ours, int(every), theirs)
+    made.move("output_dir", "run.dir")
+    reports = made.take("report_to")
+    for tool in reports if isinstance(reports, list) else [reports]:
+        if tool in ("wandb", "tensorboard"):
+            made.put(f"telemetry.{tool}", True, "report_to")
+        elif tool not in (None, "none"):
+            made.refuse("report_to", "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
+    if made.take("resume_from_checkpoint"):
+        made.refuse("resume_from_checkpoint", "a checkpoint of TRL is not one of ours; its saved model is a model.path")
+    made.refuse("run_name", "run.name, which also names the folder")

@@ -1,0 +1,347 @@
+"""Settings of verl's PPO command (`verl.trainer.main_ppo`)."""
+
+from __future__ import annotations
+
+import re
+
+from asyncrl.cli.migrate.translation import Translation, place
+
+DEFAULTS = {
+    "data.prompt_key": "prompt",
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.train_batch_size": 1024,
+    "data.shuffle": True,
+    "data.truncation": "error",
+    "data.filter_overlong_prompts": False,
+    "actor_rollout_ref.model.lora_rank": 0,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+    "actor_rollout_ref.actor.grad_clip": 1.0,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.temperature": 1.0,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "critic.optim.lr": 1e-5,
+    "critic.cliprange_value": 0.5,
+    "custom_reward_function.name": "compute_score",
+}
+"""Those that our defaults differ from, or that a translation reads."""
+
+MOVED = {
+    "data.prompt_key": "data.prompt_column",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.shuffle": "data.shuffle",
+    "data.seed": "seed",
+    "data.train_batch_size": "learner.groups_per_step",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.activation_checkpointing",
+    "actor_rollout_ref.actor.optim.lr": "learner.lr",
+    "actor_rollout_ref.actor.optim.weight_decay": "learner.weight_decay",
+    "actor_rollout_ref.actor.grad_clip": "learner.clip_norm",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.dtype": "engine.dtype",
+    "trainer.total_training_steps": "learner.steps",
+    "trainer.max_actor_ckpt_to_keep": "learner.keep_checkpoints",
+}
+ESTIMATORS = {
+    "gae": "gae",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "remax",
+    "rloo": "rloo",
+    "opo": "opo",
+}
+"""Files of configs/advantage/. `grpo` depends on one more setting."""
+LOSSES = {
+    "vanilla": "dual_clip",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "reinforce",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+}
+CLIPPED = ("dual_clip", "gspo", "gmpo")
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum-norm": "constant",
+}
+KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+SCHEDULES = ("constant", "linear", "cosine")
+ON_PURPOSE = "truncated sampling biases every importance ratio: sample from the whole distribution"
+GPUS = "verl's GPUs do both; here divide them: learner.ranks, and rollout.workers times engine.tensor_parallel"
+REASONS = {
+    "*trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
+    "trainer.nnodes": GPUS,
+    "trainer.n_gpus_per_node": GPUS,
+    "trainer.val_before_train": "the first and the last weights are always evaluated where eval.path is given",
+    "trainer.project_name": "Weights & Biases reads WANDB_PROJECT",
+    "trainer.total_epochs": "give steps: learner.steps = rows * epochs / learner.groups_per_step",
+    "trainer.default_local_dir": "checkpoints lie in the run folder (run.dir), with its journal and metrics",
+    "trainer.*": "of verl's own loop",
+    "data.val_batch_size": "eval.chunk rows are scored together by a worker",
+    "data.reward_fn_key": "the reward function gets the column data_source",
+    "data.custom_cls.*": "write a class with __len__ and __getitem__: data.path=file.py:Name (docs/data.md)",
+    "data.sampler.*": "data.order_by, data.mixture and data.where (docs/data.md)",
+    "data.apply_chat_template_kwargs*": "model.chat.KEY=VALUE",
+    "data.*": "rows are read when they are drawn (docs/data.md)",
+    "*fsdp_config.*": "FSDP2 shards parameters, gradients and optimizer over all ranks; nothing is offloaded",
+    "*.megatron.*": "the learner is FSDP2",
+    "*.strategy": "the learner is FSDP2",
+    "*micro_batch_size*": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",
+    "*max_token_len_per_gpu": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",
+    "*use_dynamic_bsz": "micro-batches are always filled by tokens",
+    "*use_remove_padding": "sequences are always packed, without padding",
+    "*ulysses_sequence_parallel_size": "there is no sequence parallelism",
+    "*use_torch_compile": "the learner runs eager",
+    "*profiler*": "see benchmarks/, and spans in the telemetry",
+    "actor_rollout_ref.rollout.multi_turn.*": "several turns and tools are environments: environment.name",
+    "actor_rollout_ref.rollout.agent.*": "agents are environments: environment.name",
+    "actor_rollout_ref.rollout.val_kwargs.*": "evaluations are greedy, one sample a row",
+    "actor_rollout_ref.rollout.*": "engine.vllm.NAME=VALUE takes any argument of vLLM by its own name",
+    "actor_rollout_ref.hybrid_engine": "learner and engines are processes of their own, always",
+    "critic.*": "the critic is trained as the policy is: learner.*",
+    "reward_model.*": "rewards run in processes of their own: reward.*",
+    "ray_kwargs.*": "ray.address, or export Ray's own variables",
+    "ray_init.*": "ray.address, or export Ray's own variables",
+}
+"""Patterns of keys, the first that fits."""
+
+
+def translate(given: dict[str, object]) -> Translation:
+    made = Translation({key.lstrip("+"): value for key, value in given.items()}, DEFAULTS, "verl")
+    made.apply(MOVED, (_data, _model, _batches, _loss, _advantage, _rollout, _rewards, _trainer), REASONS)
+    made.notes.append(
+        "verl waits for its rollouts; here they run ahead by at most replay.max_staleness versions. replay: sync waits"
+    )
+    return made
+
+
+def _data(made: Translation) -> None:
+    train, held_out = made.take("data.train_files"), made.take("data.val_files")
+    if train is not None:
+        made.put("data.path", place(train), "data.train_files")
+    if isinstance(place(held_out), list):
+        made.refuse("data.val_files", "eval.path is one file or folder: put them into a folder, or join them")
+    elif held_out is not None:
+        made.put("eval.path", place(held_out), "data.val_files")
+    if made.take("data.filter_overlong_prompts"):
+        made.put("data.overlong", "drop", "data.filter_overlong_prompts")
+        made.take("data.truncation")
+    elif (how := made.take("data.truncation")) in ("error", "left", "right"):
+        made.put("data.overlong", how if how == "error" else f"truncate_{how}", "data.truncation")
+    else:
+        made.refuse("data.truncation", "prompts are cut left or right, dropped, or an error: data.overlong")
+
+
+def _model(made: Translation) -> None:
+    prefix = "actor_rollout_ref.model"
+    if (path := made.take(f"{prefix}.path")) is not None:
+        made.put("model.path", place(path), f"{prefix}.path")
+    targets = made.take(f"{prefix}.target_modules")
+    if made.take(f"{prefix}.lora_rank"):
+        made.put("model.lora_rank", made.take(f"{prefix}.lora_rank"), f"{prefix}.lora_rank")
+        made.move(f"{prefix}.lora_alpha", "model.lora_alpha")
+        if isinstance(targets, list):
+            made.put("model.lora_targets", targets, f"{prefix}.target_modules")
+
+
+def _batches(made: Translation) -> None:
+    actor = "actor_rollout_ref.actor"
+    prompts, mini = made.take("data.train_batch_size"), made.take(f"{actor}.ppo_mini_batch_size")
+    updates = int(prompts) // min(int(mini), int(prompts))
+    if int(prompts) % updates:
+        made.refuse(f"{actor}.ppo_mini_batch_size", "it must divide data.train_batch_size: learner.updates_per_batch")
+    else:
+        made.put("learner.updates_per_batch", updates, "data.train_batch_size", f"{actor}.ppo_mini_batch_size")
+    if made.take(f"{actor}.ppo_epochs") != 1:
+        made.refuse(f"{actor}.ppo_epochs", "a batch is trained once; replay.max_times_sampled uses groups again later")
+    longest = int(made.take("data.max_prompt_length")) + int(made.take("data.max_response_length"))
+    budget, size = made.take(f"{actor}.ppo_max_token_len_per_gpu"), made.take(f"{actor}.ppo_micro_batch_size_per_gpu")
+    if size is not None and not made.take(f"{actor}.use_dynamic_bsz"):
+        made.put("learner.max_tokens_per_microbatch", int(size) * longest, f"{actor}.ppo_micro_batch_size_per_gpu")
+    elif budget is not None:
+        made.put("learner.max_tokens_per_microbatch", max(int(budget), longest), f"{actor}.ppo_max_token_len_per_gpu")
+    elif longest > 16384:
+        made.put("learner.max_tokens_per_microbatch", longest, "data.max_prompt_length", "data.max_response_length")
+    _schedule(made, f"{actor}.optim")
+
+
+def _schedule(made: Translation, optim: str) -> None:
+    key = next((name for name in ("lr_scheduler_type", "warmup_style") if made.take(f"{optim}.{name}")), "")
+    if key and made.take(f"{optim}.{key}") in SCHEDULES:
+        made.put("learner.schedule", made.take(f"{optim}.{key}"), f"{optim}.{key}")
+    elif key:
+        made.refuse(f"{optim}.{key}", f"learner.schedule is one of {', '.join(SCHEDULES)}")
+    steps, share = made.take("trainer.total_training_steps"), made.take(f"{optim}.lr_warmup_steps_ratio")
+    warm_up = made.take(f"{optim}.lr_warmup_steps")
+    if warm_up is not None and int(warm_up) > 0:
+        made.put("learner.warmup_steps", int(warm_up), f"{optim}.lr_warmup_steps")
+    elif share and steps:
+        theirs = (f"{optim}.lr_warmup_steps_ratio", "trainer.total_training_steps")
+        made.put("learner.warmup_steps", round(float(share) * int(steps)), *theirs)
+    elif share:
+        made.refuse(f"{optim}.lr_warmup_steps_ratio", "give steps: learner.warmup_steps")
+    betas = made.take(f"{optim}.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        made.put("learner.beta2", betas[1], f"{optim}.betas")
+    made.refuse(f"{optim}.total_training_steps", "learner.steps")
+    made.refuse(f"{optim}.min_lr_ratio", "linear and cosine go to zero at learner.steps")
+
+
+def _loss(made: Translation) -> None:
+    actor = "actor_rollout_ref.actor"
+    mode = made.take(f"{actor}.policy_loss.loss_mode")
+    loss = LOSSES.get(str(mode))
+    if loss is None:
+        made.refuse(f"{actor}.policy_loss.loss_mode", "the nearest is a clip: `asyncrl settings loss` has all losses")
+        loss = "dual_clip"
+    made.put("loss", loss, f"{actor}.policy_loss.loss_mode")
+    clip = made.take(f"{actor}.clip_ratio")
+    for side in ("low", "high"):
+        theirs = f"{actor}.clip_ratio_{side}"
+        bound = made.take(theirs)
+        if loss not in CLIPPED:
+            made.refuse(theirs, f"loss={loss} has no such clip")
+        elif bound is not None or loss == "dual_clip":
+            named = theirs if bound is not None else f"{actor}.clip_ratio"
+            made.put(f"loss.clip_{side}", clip if bound is None else bound, named)
+    if loss == "dual_clip":
+        made.move(f"{actor}.clip_ratio_c", "loss.dual_clip")
+    how = AGGREGATIONS.get(str(made.take(f"{actor}.loss_agg_mode")))
+    if how is None:
+        made.refuse(f"{actor}.loss_agg_mode", "loss.aggregation is one of token_mean, seq_mean_token_mean, ...")
+    else:
+        made.put("loss.aggregation", how, f"{actor}.loss_agg_mode")
+    if how == "constant":
+        made.put("loss.constant_length", float(made.take("data.max_response_length")), "data.max_response_length")
+    if made.take(f"{actor}.entropy_coeff"):
+        made.refuse(f"{actor}.entropy_coeff", "there is no bonus for entropy; loss=dapo keeps it up by a higher clip")
+    if not made.take(f"{actor}.use_kl_loss"):
+        made.refuse(f"{actor}.kl_loss_coef", "actor.use_kl_loss is off")
+        made.refuse(f"{actor}.kl_loss_type", "actor.use_kl_loss is off")
+        return
+    made.move(f"{actor}.kl_loss_coef", "loss.kl_coef")
+    kind = str(made.take(f"{actor}.kl_loss_type"))
+    ours = KL.get(kind.removesuffix("+"), "") + ("+" if kind.endswith("+") else "")
+    if ours in ("k1", "k2", "k3", "abs", "k1+", "k3+"):
+        made.put("loss.kl", ours, f"{actor}.kl_loss_type")
+    else:
+        made.refuse(f"{actor}.kl_loss_type", "loss.kl is one of k1, k2, k3, abs, k1+, k3+")
+
+
+def _advantage(made: Translation) -> None:
+    key = "algorithm.adv_estimator"
+    estimator = str(made.take(key))
+    by_std = made.take("algorithm.norm_adv_by_std_in_grpo")
+    if estimator == "grpo":
+        made.put("advantage", "grpo_std" if by_std else "grpo", key, "algorithm.norm_adv_by_std_in_grpo")
+    elif estimator in ESTIMATORS:
+        made.put("advantage", ESTIMATORS[estimator], key)
+    else:
+        made.refuse(key, f"known are grpo, {', '.join(ESTIMATORS)}")
+    gamma, lam = made.take("algorithm.gamma"), made.take("algorithm.lam")
+    if estimator == "gae":
+        made.put("advantage.lam", lam, "algorithm.lam")
+        made.move("critic.optim.lr", "critic.lr")
+        made.move("critic.cliprange_value", "critic.value_clip")
+        made.move("trainer.critic_warmup", "critic.warmup_steps")
+        if (path := made.take("critic.model.path")) is not None:
+            made.put("critic.path", place(path), "critic.model.path")
+    if estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        made.put("advantage.gamma", gamma, "algorithm.gamma")
+    if made.take("algorithm.use_kl_in_reward"):
+        made.move("algorithm.kl_ctrl.kl_coef", "advantage.kl_coef")
+        if made.take("algorithm.kl_ctrl.type") == "adaptive":
+            made.move("algorithm.kl_ctrl.target_kl", "advantage.kl_target")
+            made.move("algorithm.kl_ctrl.horizon", "advantage.kl_horizon")
+        if made.take("algorithm.kl_penalty") not in (None, "kl", "k1"):
+            made.refuse("algorithm.kl_penalty", "the price in the reward is log(learner / reference) (k1)")
+    else:
+        for name in ("kl_coef", "type", "target_kl", "horizon"):
+            made.refuse(f"algorithm.kl_ctrl.{name}", "algorithm.use_kl_in_reward is off")
+        made.refuse("algorithm.kl_penalty", "algorithm.use_kl_in_reward is off")
+    if made.take("algorithm.filter_groups.enable"):
+        made.put("rollout.drop_zero_variance", True, "algorithm.filter_groups.enable")
+        made.refuse("algorithm.filter_groups.metric", "groups whose rewards are all the same are dropped")
+        made.refuse("algorithm.filter_groups.max_num_gen_batches", "each dropped group makes room for one new prompt")
+
+
+def _rollout(made: Translation) -> None:
+    prefix = "actor_rollout_ref.rollout"
+    name = made.take(f"{prefix}.name")
+    engine = "transformers" if name == "hf" else "vllm"
+    if name in (None, "vllm", "hf"):
+        made.put("engine", engine, f"{prefix}.name")
+    else:
+        made.put("engine", engine, f"{prefix}.name")
+        made.refuse(f"{prefix}.name", "the engines are vllm and transformers; vllm was put in its place")
+    for theirs, untouched in (("top_p", 1), ("top_k", -1)):
+        if made.take(f"{prefix}.{theirs}") not in (None, untouched, float(untouched)):
+            made.refuse(f"{prefix}.{theirs}", ON_PURPOSE)
+    if engine == "vllm":
+        made.move(f"{prefix}.tensor_model_parallel_size", "engine.tensor_parallel")
+        made.move(f"{prefix}.max_model_len", "engine.max_model_len")
+        made.move(f"{prefix}.max_num_seqs", "engine.max_sequences")
+        for same in ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill"):
+            made.move(f"{prefix}.{same}", f"engine.vllm.{same}")
+
+
+def _rewards(made: Translation) -> None:
+    path = made.take("custom_reward_function.path")
+    name = made.take("custom_reward_function.name")
+    if path is not None:
+        theirs = ("custom_reward_function.path", "custom_reward_function.name")
+        made.put("reward.function", f"{place(path)}:{name}", *theirs)
+    if made.take("reward_model.enable") and (model := made.take("reward_model.model.path")) is not None:
+        if path is None:
+            made.put("reward", "model", "reward_model.enable")
+            made.put("reward.model", place(model), "reward_model.model.path")
+        else:
+            made.refuse("reward_model.enable", "there is one reward, that of custom_reward_function")
+    elif path is None:
+        made.notes.append(
+            "verl scores by data_source where no function is given; give reward.function=FILE.py:compute_score, or a "
+            "reward of configs/reward/"
+        )
+
+
+def _trainer(made: Translation) -> None:
+    for theirs, ours in (("trainer.save_freq", "learner.save_every"), ("trainer.test_freq", "eval.every")):
+        every = made.take(theirs)
+        if every is not None and int(every) > 0 and (ours != "eval.every" or "eval.path" in made.settings):
+            made.put(ours, int(every), theirs)
+    if (name := made.take("trainer.experiment_name")) is not None:
+        made.put("run.name", re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))[:64], "trainer.experiment_name")
+    loggers = made.take("trainer.logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if logger in ("wandb", "tensorboard"):
+            made.put(f"telemetry.{logger}", True, "trainer.logger")
+        elif logger not in (None, "console", "file"):
+            made.refuse("trainer.logger", "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
+    mode, source = made.take("trainer.resume_mode"), made.take("trainer.resume_from_path")
+    if mode == "resume_path" and source:
+        made.refuse(
+            "trainer.resume_from_path", "checkpoints of verl are none of ours; its exported model is a model.path"
+        )
+    elif mode in ("auto", "disable"):
+        made.put("resume", "auto" if mode == "auto" else "never", "trainer.resume_mode")

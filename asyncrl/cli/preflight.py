@@ -1,0 +1,123 @@
+"""What is looked at before anything is started, the same for `--dry-run` and for the start: every row's form, some
+prompts as they will be rendered, the reward called on the first rows. Settings and the machine are checked before.
+
+Loads neither torch nor transformers: a run starts at once where all is well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.checks.machine import check_machine
+from asyncrl.checks.rewards import RewardTerm, reward_terms
+from asyncrl.checks.sources import eval_source, sources
+from asyncrl.config import load_config
+from asyncrl.data.probe import look_over
+from asyncrl.data.rows.base import Row
+from asyncrl.data.survey import Survey
+from asyncrl.errors import ConfigError, DataError, RewardError
+from asyncrl.rewards.several import uncovered
+from asyncrl.rewards.trial import try_reward
+from asyncrl.schema import Config
+
+TRIED_ROWS = 3
+"""First rows of each source that the reward is called on."""
+PROMPT_SHOWN = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found."""
+
+    prompts: tuple[str, ...]
+    """Lines about the data."""
+    reward: tuple[str, ...]
+    """Lines about the reward."""
+
+
+def look_ahead(config: Config) -> Preflight:
+    """
+    Raises:
+        ConfigError, DataError: the run could not work; the message names the row.
+    """
+    limit = config.data.max_prompt_tokens
+    train = [look_over(source, config.model.path, limit=limit) for source in sources(config.data)]
+    evaluated = eval_source(config)
+    found = [*train, *([look_over(evaluated, config.model.path, limit=limit)] if evaluated else ())]
+    lines = [line for each in found for line in survey_lines(config, each)]
+    if not train[0].tokens:
+        lines.append(f"model.path={config.model.path} has no tokenizer.json here: no prompt was tokenized yet")
+    for each in train if train[0].tokens else ():
+        ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
+        of = f" of {each.title}" if len(train) > 1 else ""
+        lines.append(f"the first{of}, {each.tokens[0]} tokens: {each.first_prompt[:PROMPT_SHOWN]!r}{ending}")
+    rows = [row for each in train for row in each.first_rows[:TRIED_ROWS]]
+    return Preflight(tuple(lines), tuple(_reward_lines(config, rows, found)))
+
+
+def check_rollout(overrides: Sequence[str]) -> None:
+    """Before `asyncrl rollout`: what `asyncrl local` looks at before it starts the same pool.
+
+    Raises:
+        ConfigError, DataError: see `look_ahead`.
+    """
+    config = load_config(overrides)
+    check_machine(config, "rollout")
+    look_ahead(config)
+
+
+def survey_lines(config: Config, found: Survey) -> list[str]:
+    kept = f" of {found.unfiltered:,}" if found.rows < found.unfiltered else ""
+    filtered = " let through by data.where" if kept else ""
+    lines = [f"{found.title}: {found.rows:,}{kept} rows{filtered}, all of a form that can be used"]
+    if found.tokens:
+        lines[0] += f"; of {len(found.tokens):,} prompts the longest has {found.longest:,} tokens"
+    if not found.overlong:
+        return lines
+    said = (
+        f"{found.title}: {found.overlong} of {len(found.tokens)} prompts looked at have more than "
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} (the longest: {found.longest_at}, {found.longest:,})"
+    )
+    if config.data.overlong == "error":
+        raise DataError(
+            f"{said}. Raise data.max_prompt_tokens, remove the rows, or set data.overlong=drop or truncate_left"
+        )
+    return [*lines, f"{said}: data.overlong={config.data.overlong}"]
+
+
+def _reward_lines(config: Config, rows: Sequence[tuple[str, Row]], found: Sequence[Survey]) -> list[str]:
+    terms = reward_terms(config.reward)
+    if not terms:
+        return ["none: the environment scores by itself"]
+    refuse_uncovered(terms, found)
+    lines = [line for term in terms for line in _untried(term)]
+    terms = [term for term in terms if not term.model]
+    outcomes = try_reward(terms, rows, timeout_s=config.reward.timeout_s) if terms else []
+    if not outcomes:
+        return lines
+    failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]
+    scores = [f"{outcome.value:g}" for _, outcome in outcomes if not isinstance(outcome, RewardError)]
+    called = " + ".join(term.name or term.function for term in terms if not term.remote)
+    lines += [f"{called}: called on the first rows with made-up completions, it gave {', '.join(scores)}"]
+    # Some failed: it may be right to refuse what the policy will never write. The run says so if it goes on.
+    return lines + [
+        f"it failed for {len(failed)} of {len(outcomes)}; {where}: {' '.join(str(error).split()):.300}"
+        for where, error in itertools.islice(failed, 1)
+    ]
+
+
+def _untried(term: RewardTerm) -> list[str]:
+    of = f"{term.name}: {term.function}" if term.name else term.function
+    if term.model:
+        return [f"{of} of {term.model}: not loaded before the start"]
+    return [f"{of}: not asked before the start, it needs its server"] if term.remote else []
+
+
+def refuse_uncovered(terms: Sequence[RewardTerm], found: Sequence[Survey]) -> None:
+    """Raises ConfigError: the `data_source` of some row has no reward."""
+    for each in found:
+        for data_source, where in each.data_sources.items():
+            if not any(term.covers({"data_source": data_source}) for term in terms):
+                raise ConfigError(f"{where}: {uncovered(data_source, terms)}")

@@ -1,0 +1,142 @@
+"""`asyncrl quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
+
+The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
+`$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
+another `experiment=NAME` gets them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.cli import dry_run
+from asyncrl.cli.commands import quoted
+from asyncrl.cli.local import run_local
+from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
+from asyncrl.data.warmup_recipe import RewardRecipe, WarmupRecipe
+from asyncrl.errors import AsyncRLError
+
+WARMUP_TIMEOUT_S = 900.0
+REWARD_MODEL = frozenset({"reward=model", "experiment=reward_model"})
+"""What asks for the quickstart's own reward model, unless `reward.model` names another."""
+NAMES_A_RUN = ("run.", "resume=", "overwrite=")
+
+
+def cache_folder(recipe: WarmupRecipe) -> Path:
+    """One folder per recipe and task: a changed one never meets the model of an older one.
+
+    Raises:
+        AsyncRLError: there is no home folder to keep it in.
+    """
+    try:
+        root = Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser()
+    except RuntimeError as error:
+        raise AsyncRLError(f"no folder for the quickstart's model: {error}. Set ASYNCRL_CACHE=DIR") from error
+    text = json.dumps([dataclasses.asdict(recipe), LETTERS, WORD_LENGTH, REVERSE_SHARE], sort_keys=True)
+    return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def prepare(recipe: WarmupRecipe) -> Path:
+    """The folder with `model/`, `train.jsonl` and `heldout.jsonl`, made once and renamed into place whole.
+
+    Raises:
+        AsyncRLError: the warm-up failed; the message carries its output.
+    """
+    folder = cache_folder(recipe)
+    if folder.is_dir():
+        return folder
+    with scratch_beside(folder) as made:
+        write_modes(made, seed=recipe.seed)
+        warm_up(made / "model", recipe)
+    return folder
+
+
+@contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """Where to make what becomes `folder` at the end, whole.
+
+    Raises:
+        AsyncRLError: nothing can be written there.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+            made = Path(scratch) / folder.name
+            yield made
+            try:
+                made.rename(folder)
+            except OSError:
+                # Another quickstart was faster: same recipe, same content.
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise AsyncRLError(
+            f"{folder} cannot be made: {error}. Set ASYNCRL_CACHE=DIR to a folder that can be written"
+        ) from error
+
+
+def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
+    """The reward model for the task and base model in `folder`, made once and renamed into place whole."""
+    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
+    target = folder / f"reward-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    with scratch_beside(target) as made:
+        print("training a reward model on right and wrong answers (once, then cached) ...", flush=True)
+        make("asyncrl.learner.reward_warmup", str(folder / "model"), str(made), text)
+    return target
+
+
+def warm_up(target: Path, recipe: WarmupRecipe) -> None:
+    print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
+    make("asyncrl.learner.warmup", str(target), json.dumps(dataclasses.asdict(recipe)))
+
+
+def make(module: str, *arguments: str) -> None:
+    """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WARMUP_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AsyncRLError(f"the warm-up was not done after {WARMUP_TIMEOUT_S:.0f} s: is the machine busy?") from error
+    if done.returncode:
+        raise AsyncRLError(f"the warm-up failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+    print(f"{done.stdout.strip().splitlines()[-1]} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """What `asyncrl local` is called with; the user's own settings come last and win.
+
+    The quickstart's own folder, runs/quickstart, is made anew each time; one that the user named is not.
+    """
+    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
+    paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
+    if REWARD_MODEL.intersection(overrides) and not any(text.startswith("reward.model=") for text in overrides):
+        paths["reward.model"] = prepare_reward_model(folder, RewardRecipe())
+    experiment = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=quickstart"]
+    settings = (f"{key}={quoted(str(path))}" for key, path in paths.items())
+    return [*experiment, *settings, *own, *overrides]
+
+
+def main(overrides: Sequence[str]) -> int:
+    folder = prepare(WarmupRecipe())
+    typed = ["bash", "launchers/quickstart.sh", *overrides]
+    return run_local(quickstart_overrides(folder, overrides), typed=typed)
+
+
+def plan(overrides: Sequence[str]) -> int:
+    """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
+    return dry_run.main("local", quickstart_overrides(prepare(WarmupRecipe()), overrides))

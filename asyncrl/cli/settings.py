@@ -1,0 +1,168 @@
+"""`asyncrl settings [WORD ...]`: every setting, from the schema itself. `--markdown` is the page docs/settings.md."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from asyncrl.checks.hints import nearest_key
+from asyncrl.checks.settings import allowed
+from asyncrl.config import choice_values, chosen_by_default, config_dir, config_groups, config_keys, default_settings
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
+
+REQUIRED = "???"
+HEAD = """# Settings
+
+Made by `asyncrl settings --markdown > docs/settings.md` from the schema: change that, not this page. On the command
+line `asyncrl settings WORD` shows those whose key or meaning has the word.
+
+A setting is given as `key=value`, a group of them as `group=name` (the files in `configs/`), or both in a file of your
+own: `asyncrl local my.yaml key=value`. `asyncrl local runs/NAME/config.yaml` repeats a run. What is typed later wins.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    key: str
+    kind: str
+    """Type as in Python: `int`, `list[str]`."""
+    default: str
+    allowed: str
+    """Which values are; empty where no rule looks at the value alone."""
+    meaning: str
+    changed_by: tuple[str, ...]
+    """`replay=sync (0)`: choices of files in `configs/` that give it another value."""
+
+    @property
+    def room(self) -> str:
+        return self.key.partition(".")[0] if "." in self.key else ""
+
+
+def catalogue() -> list[Setting]:
+    """All of them, in the order of the schema."""
+    defaults, ranges, meanings, kinds = default_settings(), allowed(), _meanings(Config), _kinds(Config)
+    changes = _changes(defaults)
+    return [
+        Setting(
+            key=key,
+            kind=kinds[key],
+            default=_shown(key, defaults[key]),
+            allowed=ranges.get(key, ""),
+            meaning=meanings[key],
+            changed_by=tuple(changes.get(key, ())),
+        )
+        for key in config_keys()
+    ]
+
+
+def _changes(defaults: dict[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    default_choices = chosen_by_default()
+    for group in config_groups():
+        for file in sorted((config_dir() / group).glob("*.yaml")):
+            if default_choices.get(group) == file.stem:
+                continue
+            for key, value in choice_values(group, file.stem).items():
+                if key in defaults and value != defaults[key]:
+                    found.setdefault(key, []).append(f"{group}={file.stem} ({_shown(key, value)})")
+    # Every file of this group is one value of it.
+    return found | {"loss.preset": ["loss=NAME"]}
+
+
+def _shown(key: str, value: Any) -> str:
+    if value == REQUIRED:
+        return "required"
+    if value is None:
+        return "the preset's" if key.startswith("loss.") else "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else "empty"
+
+
+def _kinds(kind: type, prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(kind).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            found |= _kinds(hint, f"{prefix}{name}.")
+        else:
+            said = hint.__name__ if isinstance(hint, type) and not getattr(hint, "__args__", ()) else str(hint)
+            found[prefix + name] = said.replace("typing.", "").replace(" | None", "")
+    return found
+
+
+def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
+    """The text under each field of the dataclass, and of those in it."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    under: dict[str, str] = {}
+    for field, after in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            under[field.target.id] = " ".join(str(text).split())
+    found: dict[str, str] = {}
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        inner = hints[item.name]
+        if isinstance(inner, type) and is_dataclass(inner):
+            found |= _meanings(inner, f"{prefix}{item.name}.")
+        else:
+            found[prefix + item.name] = under[item.name]
+    return found
+
+
+def matching(words: Sequence[str]) -> list[Setting]:
+    """Those whose key, meaning or choices have all `words`, whatever their case.
+
+    Raises:
+        ConfigError: none has.
+    """
+    wanted = [word.lower() for word in words]
+    found = [
+        setting
+        for setting in catalogue()
+        if all(word in f"{setting.key} {setting.meaning} {setting.changed_by}".lower() for word in wanted)
+    ]
+    if not found:
+        meant = nearest_key(words[0], config_keys())
+        raise ConfigError(
+            f"no setting has {' and '.join(repr(word) for word in words)} in its key or meaning."
+            + (f" Did you mean `{meant}`?" if meant else " `asyncrl settings` lists all of them")
+        )
+    return found
+
+
+def as_text(settings: Sequence[Setting], width: int) -> Iterator[str]:
+    for setting in settings:
+        facts = [setting.kind, f"default {setting.default}" if setting.default != "required" else "required"]
+        yield f"{setting.key}  ({', '.join(facts)}{'; ' + setting.allowed if setting.allowed else ''})"
+        for text in (setting.meaning, "changed by " + ", ".join(setting.changed_by) if setting.changed_by else ""):
+            yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def as_markdown(settings: Sequence[Setting]) -> str:
+    parts = [HEAD]
+    for room in dict.fromkeys(setting.room for setting in settings):
+        parts.append(f"\n## {room or 'The run as a whole'}\n\n")
+        parts.append("| setting | type | default | may be | meaning | changed by |\n|---|---|---|---|---|---|\n")
+        for setting in settings:
+            if setting.room == room:
+                cells = (setting.kind, setting.default, setting.allowed, setting.meaning, ", ".join(setting.changed_by))
+                row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+                parts.append(f"| `{setting.key}` | {row} |\n")
+    return "".join(parts)
+
+
+def main(words: Sequence[str], *, markdown: bool) -> int:
+    found = matching(words)
+    if markdown:
+        sys.stdout.write(as_markdown(found))
+    else:
+        print("\n".join(as_text(found, min(shutil.get_terminal_size().columns, 120))))
+    return 0

@@ -1,0 +1,133 @@
+"""A file of settings among the arguments: `asyncrl local my.yaml lr=...`, `asyncrl local runs/x/config.yaml`.
+
+It becomes the `key=value` arguments that say the same, so that every process of the run can be given them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checks.replay import host_of
+from asyncrl.cli.commands import quoted, written
+from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
+from asyncrl.errors import ConfigError
+from asyncrl.losses.config import resolve
+from asyncrl.losses.settings import KEYS as LOSS_KEYS
+from asyncrl.losses.settings import LossConfig
+from asyncrl.telemetry.origins import FromFile
+from asyncrl.telemetry.run_folder import BLOTTED, RUN_FILE
+
+ENDINGS = (".yaml", ".yml")
+OF_ITS_OWN = ("resume", "overwrite", "run.name", "run.dir", "replay.shard_address")
+"""Settings of a run that another one does not take over."""
+CHOOSES_A_FOLDER = ("run.name=", "run.dir=", "resume=", "overwrite=")
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with each settings file replaced by what it says that differs from the defaults; arguments after it
+    win.
+
+    Raises:
+        ConfigError: a file is not there, or cannot be read.
+    """
+    found: list[str] = []
+    for place, text in enumerate(arguments):
+        if "=" in text or not text.endswith(ENDINGS):
+            found.append(text)
+            continue
+        path, later = Path(text), arguments[place + 1 :]
+        if not path.is_file():
+            raise ConfigError(f"there is no settings file {path}. Give the path of a YAML file, or key=value")
+        found = _without(found, _said(path))
+        found += [FromFile.of(given, text) for given in _as_arguments(path, later)]
+    return found
+
+
+def _said(path: Path) -> set[str]:
+    return set(read_settings(path))
+
+
+def _without(arguments: Sequence[str], keys: set[str]) -> list[str]:
+    return [text for text in arguments if text.partition("=")[0] not in keys]
+
+
+def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
+    values = read_settings(path)
+    if "loss.preset" in values:  # its file may set more than the preset
+        values["loss"] = values.pop("loss.preset")
+    groups = {group: str(name) for group, name in values.items() if group in config_groups()}
+    settings = _new_settings({key: value for key, value in values.items() if key not in groups}, groups)
+    own: list[str] = []
+    if (path.parent / RUN_FILE).is_file():
+        settings, own = _of_a_run(path.parent, settings, later)
+    taken = {text.partition("=")[0] for text in later} | _chosen(later)
+    chosen = [f"{group}={name}" for group, name in groups.items()]
+    said = [f"{key}={written(value)}" for key, value in settings.items() if key not in taken]
+    return [*_without(chosen, taken), *said, *own]
+
+
+def _new_settings(values: dict[str, Any], groups: dict[str, str]) -> dict[str, Any]:
+    """Without those that say what holds anyway: a command line of 150 settings is one that nobody reads."""
+    known = default_settings()
+    if "loss" in groups:
+        known |= {f"loss.{key}": None for key in LOSS_KEYS}
+    for group, name in groups.items():
+        known |= _choice(group, name)
+    preset = str(groups.get("loss", known["loss.preset"]))
+    filled = _filled({key: known[f"loss.{key}"] for key in LOSS_KEYS}, preset)
+    return {
+        key: value
+        for key, value in values.items()
+        if value != BLOTTED and (key not in known or value not in (known[key], filled.get(key, known[key])))
+    }
+
+
+def _choice(group: str, name: str) -> dict[str, Any]:
+    """Nothing for a name that is none: that is refused when the whole is composed."""
+    return choice_values(group, name) if (config_dir() / group / f"{name}.yaml").is_file() else {}
+
+
+def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
+    """With the preset's own value where `loss` has none, as a run's `config.yaml` shows them."""
+    # What refers to another setting has no value yet (loss.constant_length of loss=dr_grpo).
+    known: dict[str, Any] = {
+        key: value for key, value in loss.items() if not (isinstance(value, str) and "${" in value)
+    }
+    try:
+        resolved = resolve(LossConfig(preset=preset, **known))
+    except ConfigError:  # said better when the whole is checked
+        return {}
+    return {f"loss.{key}": getattr(resolved, key) for key in LOSS_KEYS}
+
+
+def _of_a_run(folder: Path, settings: dict[str, Any], later: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """To run it again, in a new folder beside its own unless the arguments choose one."""
+    kept = {key: value for key, value in settings.items() if key not in OF_ITS_OWN}
+    address = str(kept.get("replay.address", ""))
+    if host_of(address) in ("127.0.0.1", "localhost"):
+        kept.pop("replay.address")  # a free port of that day
+    if any(text.startswith(("resume=", "overwrite=")) for text in later):
+        same = [f"run.name={quoted(folder.resolve().name)}", f"run.dir={quoted(str(folder))}"]
+        return kept, _without(same, {text.partition("=")[0] for text in later})
+    if any(text.startswith(CHOOSES_A_FOLDER) for text in later):
+        return kept, []
+    base = re.sub(r"-\d+$", "", folder.resolve().name)
+    fresh = next(name for n in itertools.count(2) if not (folder.parent / (name := f"{base}-{n}")).exists())
+    print(f"repeats {folder} in {folder.parent / fresh} (run.name=NAME chooses another)", flush=True)
+    return kept, [f"run.name={quoted(fresh)}", f"run.dir={quoted(str(folder.parent / fresh))}"]
+
+
+def _chosen(later: Sequence[str]) -> set[str]:
+    """Settings of the file that give way to a group chosen after it: `x.yaml loss=ppo`."""
+    found: set[str] = set()
+    for text in later:
+        group, _, name = text.partition("=")
+        if group == "loss":  # another preset has settings of its own
+            found |= {f"loss.{key}" for key in LOSS_KEYS}
+        if group in config_groups():
+            found |= set(_choice(group, name))
+    return found

@@ -1,0 +1,154 @@
+"""Child processes that live and die together: started with their logs, watched, and stopped to the last one.
+
+consumes: exit codes · waits for: children, with a deadline per stage of stopping · unblocked by: their ends, Ctrl-C
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.family import Family, ProcessId, bound
+from asyncrl.standstill import Standstills
+
+TAIL_LINES = 30
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run. SIGHUP comes when the terminal is closed."""
+HASTE_S = 2.0
+"""What roles get to end in after a second signal."""
+
+
+@dataclass(slots=True)
+class Role:
+    """One supervised process, in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    stopped_by_us: bool = False
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def failed(self) -> bool:
+        """Ended, by itself, with anything but success."""
+        return self.code not in (None, 0) and not self.stopped_by_us
+
+    def tail(self) -> str:
+        """The end of its log, which names the error if it had time to write one."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except FileNotFoundError:
+            return "nothing logged"
+        # torchrun closes with a traceback of its own, which pushes the rank's error out of sight.
+        before, _, closing = text.rpartition("Traceback (most recent call last)")
+        closes = "ChildFailedError" in closing or "SignalException" in closing
+        lines = (before if closes else text).splitlines()
+        return "\n".join(lines[-TAIL_LINES:]) or "nothing logged"
+
+
+class Supervisor:
+    """Starts roles and stops them. As a context manager nothing it started outlives it, and the kernel kills the roles
+    of one that is killed itself."""
+
+    def __init__(self, log_dir: Path, *, grace_s: float = 20.0) -> None:
+        self.roles: dict[str, Role] = {}
+        self.signal = 0
+        """The first of `ENDING` that arrived, else 0."""
+        self.impatient = False
+        """A second one arrived."""
+        self._log_dir = log_dir
+        self._grace_s = grace_s
+        self._families: list[tuple[str, Family]] = []
+        """Role and what one of its lives started."""
+        self._standstills = Standstills()
+
+    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Role:
+        """Start one process; its output goes to `<log_dir>/<name>.log`, appended across restarts of the run."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log = self._log_dir / f"{name}.log"
+        with log.open("ab") as sink:
+            process = subprocess.Popen(
+                bound(arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                # What the user exported wins over our defaults.
+                env={"PYTHONUNBUFFERED": "1", **environment, **os.environ},
+                start_new_session=True,
+            )
+        self.roles[name] = Role(name, process, log)
+        self._families.append((name, Family(process.pid)))
+        return self.roles[name]
+
+    def __enter__(self) -> Supervisor:
+        # Ignored is what nohup made of SIGHUP: then the run outlives its terminal.
+        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._notice) for number in heard}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop(list(self.roles))
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _notice(self, number: int, _frame: FrameType | None) -> None:
+        self.impatient = self.signal != 0
+        self.signal = self.signal or number
+
+    def failed(self) -> list[Role]:
+        return [role for role in self.roles.values() if role.failed]
+
+    def observe(self, *, now: bool = False) -> list[str]:
+        """Remember every descendant, about once a second, or `now`. Returns who stands still, in words for the user."""
+        members: set[ProcessId] = set()
+        for name, family in self._families:
+            family.look(now=now)
+            own = ProcessId.of(self.roles[name].process.pid)
+            members |= family.members | ({own} if own else set())
+        return self._standstills.look(members)
+
+    def wait_for(self, name: str, timeout_s: float) -> bool:
+        """Give a role time to end by itself. False when it did not, or when a signal arrived."""
+        deadline = time.monotonic() + timeout_s
+        while self.roles[name].code is None:
+            if self.signal or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def stop(self, names: Sequence[str]) -> None:
+        """SIGTERM, a grace period, then SIGKILL to whatever is left of these roles and of all they started."""
+        roles = [self.roles[name] for name in names if self.roles[name].code is None]
+        self.observe(now=True)
+        for role in roles:
+            role.stopped_by_us = True
+            _signal_group(role.process.pid, signal.SIGTERM)
+            _signal_group(role.process.pid, signal.SIGCONT)  # a stopped one hears nothing else
+        deadline = time.monotonic() + (HASTE_S if self.impatient else self._grace_s)
+        while time.monotonic() < deadline and any(role.code is None for role in roles):
+            deadline = min(deadline, time.monotonic() + HASTE_S) if self.impatient else deadline
+            time.sleep(0.05)
+        for role in roles:
+            if role.code is None:
+                self.observe(now=True)
+                _signal_group(role.process.pid, signal.SIGKILL)
+                role.process.wait()
+        for name, family in self._families:
+            if name in names:
+                family.kill()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    # The whole group may be gone already.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)

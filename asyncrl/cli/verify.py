@@ -1,0 +1,150 @@
+"""`asyncrl verify RUN|MODEL`: does every engine here serve this model as the learner computes it?
+
+The model is loaded by the learner's code in float32; each engine that is installed gets its weights as it would in a
+run, in both dtypes, and scores the same probe tokens. Prints a table; exit code 1 when one of them disagrees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.config import load_config, read_config
+from asyncrl.engines.factory import make_engine
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.learner.canary import is_routed, probe_logprobs, probes_of
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.roles import build_roles
+from asyncrl.schema import Config
+from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, tolerance
+from asyncrl.weights.publishing.gather import unique_tensors
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNUSED = ("data.path=unused.jsonl", "reward.function=unused:unused")
+"""Required of a run, and of no meaning here."""
+VERSION = 1
+HEADER = f"{'engine':<14}{'dtype':<10}{'max |dlogp|':>12}{'mean':>10}{'allowed max':>13}{'mean':>8}  result"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    engine: str
+    dtype: str
+    allowed: Tolerance
+    found: Difference | None
+    """None: it could not be asked."""
+    why: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.found is not None and self.allowed.admits(self.found)
+
+    def __str__(self) -> str:
+        name = f"{self.engine:<14}{self.dtype:<10}"
+        if self.found is None:
+            return f"{name}{'':>43}  failed: {self.why}"
+        allowed = self.allowed
+        result = "ok" if self.passed else f"DIFFERS at probe {self.found.probe}, token {self.found.token}"
+        numbers = f"{self.found.max:>12.2e}{self.found.mean:>10.1e}{allowed.max:>13g}{allowed.mean:>8g}"
+        return f"{name}{numbers}  {result}{self._share(self.found)}"
+
+    def _share(self, found: Difference) -> str:
+        """Said of experts in half precision even where all is well: their verdict is a milder one."""
+        if self.allowed.share == 1.0:
+            return ""
+        return (
+            f" ({found.within:.1%} of the tokens within {self.allowed.max:g}, {self.allowed.share:.0%} must be: "
+            "rounding sends a token to other experts where a router is nearly undecided)"
+        )
+
+
+def main(path: str, overrides: Sequence[str]) -> int:
+    """0 when every engine agrees, 1 when one does not.
+
+    Raises:
+        ConfigError, CheckpointError: there is no model at `path`.
+    """
+    transformers_logging.disable_progress_bar()
+    config, policy = load_policy(path, overrides)
+    probes = probes_of(policy, config.seed)
+    expected = probe_logprobs(policy, probes, CPU)
+    print(f"{path}: {len(probes)} probes of {len(probes[0])} tokens, learner in float32\n{HEADER}")
+    rows = []
+    for engine in installed_engines():
+        for dtype in DTYPES:
+            rows.append(verify_engine(config, policy, engine, dtype, probes, expected))
+            print(rows[-1], flush=True)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def installed_engines() -> Iterator[str]:
+    yield "transformers"
+    if importlib.util.find_spec("vllm") is not None:
+        yield "vllm"
+
+
+def load_policy(path: str, overrides: Sequence[str]) -> tuple[Config, PolicyModel]:
+    """Of a run: what it exported, or else its newest checkpoint. Of anything else: the Hugging Face model there."""
+    run, settings = Path(path), Path(path) / "config.yaml"
+    if not settings.is_file():
+        config = load_config([f"model.path={path}", *UNUSED, *overrides])
+        return _in_float32(config), build_model(_in_float32(config), CPU, None)
+    if overrides:
+        raise ConfigError(f"{path} is a run: its settings are in {settings}. Leave out {' '.join(overrides)}")
+    config = _in_float32(read_config(settings))
+    if (run / "hf").is_dir():
+        config.model = replace(config.model, path=str(run / "hf"), lora_rank=0)
+        return config, build_model(config, CPU, None)
+    checkpoints = Checkpoints(run / "ckpt", rank=0, keep=1)
+    newest = checkpoints.newest()
+    if newest is None:
+        raise CheckpointError(f"{path} has neither an exported model (hf/) nor a checkpoint (ckpt/latest) yet")
+    roles = build_roles(config, CPU, None)
+    checkpoints.load(newest, roles)
+    return config, roles.policy
+
+
+def _in_float32(config: Config) -> Config:
+    config.model.dtype = "float32"
+    return config
+
+
+def verify_engine(
+    config: Config,
+    policy: PolicyModel,
+    engine: str,
+    dtype: str,
+    probes: Sequence[NDArray[np.int32]],
+    expected: Sequence[NDArray[np.float32]],
+) -> Row:
+    """Load `policy` into a new engine, cast to `dtype` as on the wire, and compare. An engine that cannot is a row."""
+    settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype))
+    if engine != "vllm":
+        settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
+    canary = Canary(sequences=tuple(probes), logprobs=tuple(expected), learner_dtype="float32", wire_dtype=dtype)
+    allowed = tolerance("float32", dtype, dtype, routed=is_routed(policy))
+    wire = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in unique_tensors(policy.named_hf_parameters())}
+    try:
+        served = make_engine(settings)
+        try:
+            served.load_weights(VERSION, wire)
+            found = compare(canary, served.score(canary.sequences), allowed.max)
+        finally:
+            asyncio.run(served.close())
+    except AsyncRLError as error:
+        return Row(engine=engine, dtype=dtype, allowed=allowed, found=None, why=str(error))
+    return Row(engine=engine, dtype=dtype, allowed=allowed, found=found)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

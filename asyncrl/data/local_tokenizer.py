@@ -1,0 +1,122 @@
+"""A model's tokenizer and chat template from the files in its folder, without transformers, whose import takes seconds:
+for what is looked at before anything is started. What is trained on is always tokenized by the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from asyncrl.chat.base import Message, ToolSpec, no_template, unrenderable
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class LocalTokenizer:
+    """The part of a Hugging Face tokenizer that prompts need (`chat.base.PromptRenderer`)."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str, special: dict[str, str]) -> None:
+        self._tokenizer, self.chat_template, self._special = tokenizer, chat_template, special
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """As the template writes them, which is what the workers' renderer writes too. Raises ChatError."""
+        if not self.chat_template:
+            raise no_template()
+        try:
+            text = self.apply_chat_template(messages, add_generation_prompt=True)
+        except Exception as error:  # a template is code that came with the model: whatever it raises is one bad row
+            raise unrenderable("the tokenizer's chat template", error) from error
+        # The template wrote the special tokens already; adding them again would double the BOS.
+        return self.encode(text, add_special_tokens=False)
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
+        """Raises jinja2.TemplateError, or whatever else a template makes of messages that it was not written for."""
+        template = _environment().from_string(self.chat_template)
+        given = {"messages": conversation, "add_generation_prompt": add_generation_prompt, **self._special}
+        return template.render(given)
+
+
+def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
+    """None where there is no such folder (a name on the hub), or no `tokenizer.json` in it.
+
+    Raises:
+        ValueError: one of the files cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{file} cannot be read: {error}. Save the tokenizer again") from error
+    tokenizer.no_truncation()
+    settings = _json(folder / "tokenizer_config.json")
+    special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name)}
+    return LocalTokenizer(tokenizer, _chat_template(folder, settings), special)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}. Save the tokenizer again") from error
+
+
+def _text(token: Any) -> str:
+    """Of a token as it is written in `tokenizer_config.json`."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
+    """The default one; empty where the tokenizer has none. A file of its own counts before the settings."""
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        return alone.read_text()
+    template = _json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
+    if isinstance(template, list):
+        return next((str(each["template"]) for each in template if each.get("name") == "default"), "")
+    return str(template)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote; for the text it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Templates come with the model: they get values and no way to the machine."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

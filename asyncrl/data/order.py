@@ -1,0 +1,77 @@
+"""Which row the i-th prompt is: a pure function of (rows, settings, seed, i), hence resumable with no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.data.mixture import Turns
+
+APART = 0x9E3779B97F4A7C15
+"""Between the seeds of two sources: with one seed two of the same length would be shuffled alike."""
+
+
+class Drawn(NamedTuple):
+    source: int
+    epoch: int
+    """Of this source: how often each of its rows has come before."""
+    row: int
+    """Among the rows of this source."""
+
+
+class DrawOrder:
+    """In each epoch of a source each of its rows comes once.
+
+    Args:
+        rows: of each source.
+        weights: of each source.
+        ranks: of each source, the place of each row in the order of `data.order_by`, [rows]; None where there is none.
+            Rows of one rank are shuffled among themselves.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+        ranks: Sequence[NDArray[np.int64] | None],
+    ) -> None:
+        self._rows, self._ranks = rows, ranks
+        self._turns = Turns(weights)
+        self._seed, self._shuffle = seed, shuffle
+        self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+    def __getitem__(self, index: int) -> Drawn:
+        source, before = self._turns[index]
+        epoch, place = divmod(before, self._rows[source])
+        if not self._shuffle and self._ranks[source] is None:
+            return Drawn(source, epoch, place)
+        return Drawn(source, epoch, int(self._order(source, epoch)[place]))
+
+    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
+        known = self._orders.get((source, epoch))
+        if known is None:
+            while len(self._orders) >= 2 * len(self._rows):  # groups in flight straddle two epochs, rarely more
+                del self._orders[next(iter(self._orders))]
+            known = self._orders[source, epoch] = self._made(source, epoch)
+        return known
+
+    def _made(self, source: int, epoch: int) -> NDArray[np.int64]:
+        rows, ranks = self._rows[source], self._ranks[source]
+        order = epoch_order(rows, self._seed + source * APART, epoch) if self._shuffle else np.arange(rows)
+        return order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of `range(rows)` for this epoch.
+
+    Built on the generator's raw stream, which numpy promises never to change: `Generator.permutation` may change
+    with the numpy version, and a run resumed after an upgrade would then repeat some rows and skip others.
+    """
+    keys = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(rows)
+    return np.argsort(keys, kind="stable")

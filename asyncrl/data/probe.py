@@ -1,0 +1,125 @@
+"""A survey of a source, in a process of its own where reading it runs code of the user's.
+
+`python -m asyncrl.data.probe ANSWER_FD PARENT_PID` is internal; the question is on its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from asyncrl.checks.conditions import Condition
+from asyncrl.checks.sources import Source
+from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
+from asyncrl.data.rows.opening import open_source
+from asyncrl.data.survey import FIRST, SAMPLED, Survey, survey
+from asyncrl.errors import AsyncRLError, ConfigError, DataError
+from asyncrl.family import die_with_parent
+
+LOOK_S = 600.0
+"""What importing a class of the user's and reading all of its rows may take."""
+
+
+def look_over(
+    source: Source,
+    model_path: str,
+    *,
+    limit: int,
+    counted: int = SAMPLED,
+    first: int = FIRST,
+    timeout_s: float = LOOK_S,
+) -> Survey:
+    """
+    Args:
+        model_path: whose tokenizer renders and counts, if it is in a folder here.
+        limit, counted, first: of `survey`.
+
+    Raises:
+        DataError: see `survey` and `open_source`.
+        ConfigError: the tokenizer cannot be read; or a class of the user's cannot be made, ended its process or took
+            too long.
+    """
+    if not source.runs_own_code:
+        return _looked(source, model_path, limit, counted, first)
+    with tempfile.TemporaryFile() as answers:
+        question = msgpack.packb([asdict(source), model_path, limit, counted, first])
+        arguments = [sys.executable, "-m", "asyncrl.data.probe", str(answers.fileno()), str(os.getpid())]
+        try:
+            ended = subprocess.run(
+                arguments,
+                input=question,
+                pass_fds=[answers.fileno()],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"{source.key}={source.title}: importing it and reading its rows took more than {timeout_s:g} s"
+            ) from error
+        answers.seek(0)
+        answer = answers.read()
+    if not answer:
+        raise ConfigError(
+            f"{source.key}={source.title}: importing it or reading its rows ended its process (exit code "
+            f"{ended.returncode}). Try it alone: python -c 'import ...; print(len(...), ...[0])'"
+        )
+    kind, content = msgpack.unpackb(answer, strict_map_key=False, unicode_errors="surrogatepass")
+    if kind == "refused":
+        raise DataError(content)
+    return Survey(
+        **content
+        | {
+            "tokens": tuple(content["tokens"]),
+            "first_rows": tuple((where, row) for where, row in content["first_rows"]),
+        }
+    )
+
+
+def tokenizer_of(model_path: str) -> LocalTokenizer | None:
+    """Raises ConfigError: it is here and cannot be read."""
+    try:
+        return load_local_tokenizer(Path(model_path))
+    except ValueError as error:
+        raise ConfigError(f"model.path={model_path}: {error}") from error
+
+
+def _looked(source: Source, model_path: str, limit: int, counted: int, first: int) -> Survey:
+    rows = open_source(source)
+    try:
+        return survey(rows, tokenizer_of(model_path), limit=limit, counted=counted, first=first)
+    finally:
+        rows.close()
+
+
+def main(answer_fd: int, parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    os.set_inheritable(answer_fd, False)
+    given, model_path, *numbers = msgpack.unpackb(sys.stdin.buffer.read())
+    try:
+        answer: list[Any] = ["found", asdict(_looked(_source(given), model_path, *numbers))]
+        packed = msgpack.packb(answer, unicode_errors="surrogatepass")
+    except AsyncRLError as error:
+        packed = msgpack.packb(["refused", str(error)], unicode_errors="surrogatepass")
+    with os.fdopen(answer_fd, "wb") as file:
+        file.write(packed or b"")
+
+
+def _source(given: dict[str, Any]) -> Source:
+    where = tuple(
+        Condition(**each | {"column": tuple(each["column"]), "values": tuple(each["values"])})
+        for each in given["where"]
+    )
+    return Source(**given | {"specs": tuple(given["specs"]), "where": where})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

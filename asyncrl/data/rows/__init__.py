@@ -1,0 +1,1 @@
+"""Rows of datasets, whatever they are kept in: one file per format, all behind `base.Rows`. No tokenizer."""

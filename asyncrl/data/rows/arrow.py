@@ -1,0 +1,144 @@
+"""Columns of Arrow: parquet files, and folders that `datasets` saved. Of pyarrow alone, imported with this module.
+
+Rows become Python objects one at a time. A saved dataset is mapped from the disk; of a parquet file the row groups
+that were asked for are kept decoded, as Arrow's own memory, up to a bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from asyncrl.data.rows.base import Row, measured, no_rows, plain
+from asyncrl.errors import DataError
+
+KEPT_BYTES = 512 << 20
+"""Of decoded row groups, per process and file. A file that is larger decodes a group again for nearly every row when
+its rows are shuffled: better smaller row groups, or a folder made by `save_to_disk`."""
+BATCH_ROWS = 1024
+UNREADABLE = (OSError, pa.ArrowException)
+
+
+class ParquetFile:
+    """Raises DataError: it cannot be read, or has no rows."""
+
+    def __init__(self, path: str | Path, kept_bytes: int = KEPT_BYTES) -> None:
+        self.path = Path(path)
+        try:
+            self._file = pq.ParquetFile(path, memory_map=True)
+        except UNREADABLE as error:
+            raise _unreadable(self.path, error) from error
+        counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        if not sum(counts):
+            raise no_rows(str(path))
+        self._kept_bytes = kept_bytes
+        self._groups: dict[int, pa.Table] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int) -> Row:
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        table = self._group(number)
+        return _row(table, row - int(self._ends[number]) + table.num_rows)
+
+    def where(self, row: int) -> str:
+        """`file[row]`, as pandas and `datasets` count rows."""
+        return f"{self.path}[{row}]"
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        wanted = [name for name in columns if name in self._file.schema_arrow.names]
+        try:
+            for batch in self._file.iter_batches(BATCH_ROWS, columns=wanted):
+                yield from _rows(batch) if wanted else ({} for _ in range(batch.num_rows))
+        except UNREADABLE as error:
+            raise _unreadable(self.path, error) from error
+
+    def sizes(self, column: str) -> NDArray[np.int64]:
+        return measured(self, column)
+
+    def close(self) -> None:
+        self._groups.clear()
+        self._file.close()
+
+    def _group(self, number: int) -> pa.Table:
+        table = self._groups.pop(number, None)
+        if table is None:
+            try:
+                table = self._file.read_row_group(number)
+            except UNREADABLE as error:
+                raise _unreadable(self.path, error) from error
+        self._groups[number] = table  # the last to go
+        while len(self._groups) > 1 and sum(each.nbytes for each in self._groups.values()) > self._kept_bytes:
+            del self._groups[next(iter(self._groups))]
+        return table
+
+
+class ArrowTable:
+    """A table in memory, or mapped from files, with `name` for errors.
+
+    Raises:
+        DataError: it has no rows.
+    """
+
+    def __init__(self, table: pa.Table, name: str) -> None:
+        if not table.num_rows:
+            raise no_rows(name)
+        self._table, self._name = table, name
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, row: int) -> Row:
+        return _row(self._table, row)
+
+    def where(self, row: int) -> str:
+        return f"{self._name}[{row}]"
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        wanted = [name for name in columns if name in self._table.column_names]
+        for batch in self._table.select(wanted).to_batches(max_chunksize=BATCH_ROWS) if wanted else ():
+            yield from _rows(batch)
+        if not wanted:
+            yield from ({} for _ in range(len(self)))
+
+    def sizes(self, column: str) -> NDArray[np.int64]:
+        return measured(self, column)
+
+    def close(self) -> None:
+        """The files stay mapped until the last row is forgotten."""
+
+
+def saved_dataset(folder: str | Path) -> ArrowTable:
+    """What `Dataset.save_to_disk(folder)` wrote.
+
+    Raises:
+        DataError: one of its files is missing or damaged.
+    """
+    place = Path(folder)
+    try:
+        files = [place / each["filename"] for each in json.loads((place / "state.json").read_text())["_data_files"]]
+        tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+        table = pa.concat_tables(tables)
+    except (*UNREADABLE, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(place, error) from error
+    return ArrowTable(table, str(place))
+
+
+def _row(table: pa.Table, row: int) -> Row:
+    return plain(table.slice(row, 1).to_pylist()[0])
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
+    return (plain(row) for row in batch.to_pylist())
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"cannot read {path}: {' '.join(str(error).split()):.300}. Write it again, or give another file")

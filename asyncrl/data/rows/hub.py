@@ -1,0 +1,33 @@
+"""Datasets of the Hugging Face hub by name, through the library `datasets`, imported with this module.
+
+They are downloaded once into that library's cache. Code of a dataset is never run: the library has given that up.
+"""
+
+from __future__ import annotations
+
+import datasets
+
+from asyncrl.data.rows.arrow import ArrowTable
+from asyncrl.errors import DataError
+
+
+def load(spec: str) -> ArrowTable:
+    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the split is `train` unless said.
+
+    Raises:
+        DataError: it cannot be had: no network, no such dataset, configuration or split.
+    """
+    name, *rest = spec.removeprefix("hf:").split(":")
+    split = rest[-1] if rest else "train"
+    config = rest[0] if len(rest) == 2 else None
+    if not name or not split or len(rest) > 2:
+        raise DataError(f"{spec} is no name on the hub. Write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    try:
+        found = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # of the library, the hub or the network, which share no class
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{spec} cannot be had from the hub ({why:.400}). Without a network: load it once where there is one, save "
+            "it with save_to_disk, and give that folder"
+        ) from error
+    return ArrowTable(found.with_format("arrow")[:], spec)

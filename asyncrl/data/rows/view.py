@@ -1,0 +1,173 @@
+"""The rows of one source as prompts are drawn from them: filtered, ordered, with a checked `prompt`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.checks.conditions import Condition
+from asyncrl.checks.sources import Source
+from asyncrl.data.rows.base import Row, Rows
+from asyncrl.errors import DataError
+
+PROMPT = "prompt"
+CONVERSATION = "messages"
+DATA_SOURCE = "data_source"
+
+
+class PromptRows:
+    """Rows that `source.where` lets through, each with `prompt`, and in a mixture `data_source`.
+
+    Raises:
+        DataError: the first row has no usable prompt, or no row fits `where`.
+    """
+
+    def __init__(self, source: Source, rows: Rows) -> None:
+        self.source, self._rows = source, rows
+        self._kept = matching(rows, source.where) if source.where else np.arange(len(rows))
+        self[0]
+
+    @property
+    def unfiltered(self) -> int:
+        """Rows there are, let through or not."""
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, row: int) -> Row:
+        """Raises DataError naming the row when it has no usable prompt."""
+        found = self._rows[int(self._kept[row])]
+        found[PROMPT] = self._checked(found, row)
+        if (name := self._data_source(found)) is not None:
+            found[DATA_SOURCE] = name
+        return found
+
+    def where(self, row: int) -> str:
+        return self._rows.where(int(self._kept[row]))
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        kept = np.zeros(len(self._rows), bool)
+        kept[self._kept] = True
+        return (row for row, wanted in zip(self._rows.scan(columns), kept, strict=True) if wanted)
+
+    def sizes(self, column: str = PROMPT) -> NDArray[np.int64]:
+        return self._rows.sizes(self.source.prompt_column if column == PROMPT else column)[self._kept]
+
+    def check(self) -> dict[str, str]:
+        """Look at every row, so that a bad one is found before anything is started.
+
+        Returns:
+            Each `data_source` (empty for rows that have none) with the row it stands in first.
+
+        Raises:
+            DataError: naming the first bad row, or the first whose prompt is of another kind than the others'.
+        """
+        first = type(self[0][PROMPT])
+        found: dict[str, str] = {}
+        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE])):
+            prompt = self._checked(columns, row)
+            if type(prompt) is not first:
+                kinds = {str: "text", list: "a list of messages"}
+                raise DataError(
+                    f"{self.where(row)}: the prompt is {kinds[type(prompt)]}, and that of {self.where(0)} is "
+                    f"{kinds[first]}. Write all prompts of {self.source.title} in one form"
+                )
+            name = str(self._data_source(columns) or "")
+            if name not in found:
+                found[name] = self.where(row)
+        return found
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def ranks(self, column: str) -> NDArray[np.int64]:
+        """The place of each row's value in this column among all values, [rows]: equal ones have the same.
+
+        Raises:
+            DataError: a row lacks it, or has neither a number nor text there; or some have the one, some the other.
+        """
+        values: list[Any] = []
+        for row, columns in enumerate(self.scan([column.partition(".")[0]])):
+            value = dug(columns, column.split("."))
+            kinds = (str,) if values and isinstance(values[0], str) else (int, float) if values else (str, int, float)
+            if not isinstance(value, kinds) or value != value:
+                raise DataError(
+                    f"{self.where(row)}: data.order_by={column} orders by numbers, or by texts, that every row has; "
+                    f"got {value!r:.80}. Mend the row, leave it out with data.where, or order by another column"
+                )
+            values.append(value)
+        return np.unique(np.asarray(values), return_inverse=True)[1].reshape(-1)
+
+    def _data_source(self, columns: Row) -> Any:
+        """Its own, else the name of the source in the mixture."""
+        own = columns.get(DATA_SOURCE)
+        return own if own is not None else self.source.name or None
+
+    def _checked(self, columns: Row, row: int) -> str | list[Any]:
+        name = self.source.prompt_column
+        if name not in columns:
+            known = ", ".join(sorted(columns if len(columns) > 1 else self._rows[int(self._kept[row])])) or "none"
+            raise DataError(
+                f"{self.where(row)} has no column `{name}` (columns: {known}). Name the column that holds the prompt: "
+                "data.prompt_column=COLUMN"
+            )
+        prompt = columns[name]
+        check_prompt(prompt, name, self, row)
+        return prompt
+
+
+def check_prompt(prompt: object, column: str, rows: PromptRows, row: int) -> None:
+    """Raises DataError unless it is text or messages, of which the model is to write the next."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError(f"{rows.where(row)}: `{column}` is empty. Remove the row")
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(
+            f"{rows.where(row)}: `{column}` must be text or a non-empty list of messages, got {prompt!r:.80}"
+        )
+    for message in prompt:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+            raise DataError(f"{rows.where(row)}: a message needs `role` and `content`, got {message!r:.80}")
+    if column == CONVERSATION and prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{rows.where(row)}: `{column}` ends with the assistant's answer, which the model would be shown. Write a "
+            "column `prompt` without it (and the answer in one of its own, for the reward)"
+        )
+
+
+def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
+    """Numbers of the rows that all of `where` holds for, in order.
+
+    Raises:
+        DataError: there is none; no row has the column; or bounds are set on what is no number.
+    """
+    kept: list[int] = []
+    unseen = {condition.column for condition in where}
+    for row, columns in enumerate(rows.scan(sorted({condition.column[0] for condition in where}))):
+        values = [dug(columns, condition.column) for condition in where]
+        unseen -= {condition.column for condition, value in zip(where, values, strict=True) if value is not None}
+        try:
+            if all(condition.holds(value) for condition, value in zip(where, values, strict=True)):
+                kept.append(row)
+        except TypeError as error:
+            said = " ".join(map(str, where))
+            raise DataError(f"{rows.where(row)}: {said}: {error}. Give the values it may have, as a list") from error
+    if not kept:
+        said, first = " ".join(map(str, where)), rows[0]
+        found = ", ".join(f"{'.'.join(c.column)}={dug(first, c.column)!r:.80}" for c in where)
+        why = f"no row has a column {'.'.join(min(unseen))} (columns: {', '.join(first)})" if unseen else f"has {found}"
+        raise DataError(f"{said} lets none of {len(rows):,} rows through; {rows.where(0)}: {why}. Mend data.where")
+    return np.asarray(kept, np.int64)
+
+
+def dug(columns: Row, path: Sequence[str]) -> Any:
+    """The value in a nested column; None where there is none."""
+    value: Any = columns
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching over any Hugging Face causal LM, on one thread."""

@@ -1,0 +1,121 @@
+"""Host-side state of the running rows, as numpy columns; row r is row r of the KV slots."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.hf.requests import Pending
+from asyncrl.engines.noise import mix, uniforms
+from asyncrl.engines.stop_text import ended_by_text
+from asyncrl.types import NO_VERSION, Completion
+
+_NO_STOP = -1
+
+
+class RunningBatch:
+    """Rows `[0, rows)` are live. `length` counts tokens whose keys are in the slots: not the one sampled last."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self.rows = 0
+        self.owners: list[tuple[Pending, int]] = []
+        """(request, member) of each row."""
+        self.length = np.zeros(max_sequences, np.int64)
+        self.produced = np.zeros(max_sequences, np.int64)
+        self.limit = np.zeros(max_sequences, np.int64)
+        self.temperature = np.zeros(max_sequences, np.float32)
+        self.key = np.zeros(max_sequences, np.uint64)
+        self.stops = np.full((max_sequences, 1), _NO_STOP, np.int64)
+        self.tokens = np.zeros((max_sequences, 64), np.int32)
+        self.logprobs = np.zeros((max_sequences, 64), np.float32)
+        self.versions = np.full((max_sequences, 64), NO_VERSION, np.int32)
+        self.any_greedy = False
+        self.any_text = False
+        """Whether a row ends by what it says."""
+
+    def add(self, pending: Pending) -> None:
+        """Append the request's `n` rows, prompt prefilled, nothing sampled yet."""
+        request, first = pending.request, self.rows
+        stop = first + request.n
+        stops = request.sampling.stop_token_ids
+        if len(stops) > self.stops.shape[1]:
+            extra = np.full((len(self.stops), len(stops) - self.stops.shape[1]), _NO_STOP, np.int64)
+            self.stops = np.concatenate([self.stops, extra], axis=1)
+        self.length[first:stop] = len(request.prompt_ids)
+        self.produced[first:stop] = 0
+        self.limit[first:stop] = request.sampling.max_new_tokens
+        self.temperature[first:stop] = request.sampling.temperature
+        self.key[first:stop] = [mix(request.seed, member) for member in range(request.n)]
+        self.stops[first:stop] = _NO_STOP
+        self.stops[first:stop, : len(stops)] = stops
+        self.owners.extend((pending, member) for member in range(request.n))
+        pending.members = [None] * request.n
+        self.rows = stop
+        self._look_at_rows()
+
+    def uniforms(self, start: int = 0) -> NDArray[np.float64]:
+        """[rows - start] the draw of each row for its next token."""
+        live = slice(start, self.rows)
+        return uniforms(self.key[live], self.produced[live])
+
+    def last_tokens(self) -> NDArray[np.int64]:
+        rows = np.arange(self.rows)
+        return self.tokens[rows, self.produced[: self.rows] - 1].astype(np.int64)
+
+    def record(
+        self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], policy_version: int, start: int = 0
+    ) -> NDArray[np.int64]:
+        """Append one sampled token to rows `[start, rows)`; returns the rows that are finished."""
+        rows = np.arange(start, self.rows)
+        column = self.produced[rows]
+        self._widen(int(column.max()) + 1)
+        self.tokens[rows, column] = tokens
+        self.logprobs[rows, column] = logprobs
+        self.versions[rows, column] = policy_version
+        self.produced[rows] = column + 1
+        stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
+        if self.any_text:
+            stopped |= np.array([self._ended_by_text(row) for row in rows.tolist()], bool)
+        return rows[stopped | (self.produced[rows] >= self.limit[rows])]
+
+    def completion(self, row: int) -> Completion:
+        count = int(self.produced[row])
+        stopped = bool((self.tokens[row, count - 1] == self.stops[row]).any()) or self._ended_by_text(row)
+        return Completion(
+            token_ids=self.tokens[row, :count].copy(),
+            logprobs=self.logprobs[row, :count].copy(),
+            policy_versions=self.versions[row, :count].copy(),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    def _ended_by_text(self, row: int) -> bool:
+        return ended_by_text(self.owners[row][0].request, self.tokens[row, : self.produced[row]].tolist())
+
+    def remove(self, gone: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Free rows `gone` by moving the last live rows onto them; returns `(source, target)` rows moved."""
+        keep = self.rows - len(gone)
+        dead = np.zeros(self.rows, bool)
+        dead[gone] = True
+        target = np.flatnonzero(dead[:keep])
+        source = keep + np.flatnonzero(~dead[keep:])
+        columns = (self.length, self.produced, self.limit, self.temperature, self.key, self.stops)
+        for column in (*columns, self.tokens, self.logprobs, self.versions):
+            column[target] = column[source]
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            self.owners[new] = self.owners[old]
+        del self.owners[keep:]
+        self.rows = keep
+        self._look_at_rows()
+        return source, target
+
+    def _look_at_rows(self) -> None:
+        self.any_greedy = bool((self.temperature[: self.rows] == 0).any())
+        self.any_text = any(owner.request.sampling.stop for owner, _ in self.owners)
+
+    def _widen(self, columns: int) -> None:
+        have = self.tokens.shape[1]
+        if columns <= have:
+            return
+        pad = ((0, 0), (0, max(have, columns - have)))
+        self.tokens, self.logprobs = np.pad(self.tokens, pad), np.pad(self.logprobs, pad)
+        self.versions = np.pad(self.versions, pad, constant_values=NO_VERSION)

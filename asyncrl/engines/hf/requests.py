@@ -1,0 +1,178 @@
+"""A request on its way through the engine, and the inbox between asyncio callers and the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.stop_text import check_stop
+from asyncrl.errors import GenerationError, RequestError
+from asyncrl.types import Completion
+
+_PREFILL_PROMPTS = 32
+_PREFILL_TOKENS = 16384
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One `generate` call: resolved when all `n` members are finished."""
+
+    request: GenerateRequest
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[list[Completion]]
+    members: list[Completion | None] = field(default_factory=list)
+    cancelled: bool = False
+
+    def finish_member(self, member: int, completion: Completion) -> bool:
+        """Store one completion; true (and the caller is woken) when it was the last."""
+        self.members[member] = completion
+        done = [one for one in self.members if one is not None]
+        if len(done) == self.request.n:
+            self._call(lambda: self.future.done() or self.future.set_result(done))
+            return True
+        return False
+
+    def fail(self, error: GenerationError) -> None:
+        self._call(lambda: self.future.done() or self.future.set_exception(error))
+
+    def _call(self, action: object) -> None:
+        # The caller's loop may be closed already (its process is going down): then nobody waits for the answer.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(action)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """Something the engine thread does in the gap between two decode steps, for a caller that waits."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadJob(Job):
+    """Validated weights."""
+
+    policy_version: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScoreJob(Job):
+    """Sequences whose log-probs are wanted, and, once done, those."""
+
+    sequences: Sequence[NDArray[np.int32]]
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+
+
+class Inbox:
+    """Everything callers hand to the engine thread. One condition variable guards it all."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.waiting: deque[Pending] = deque()
+        self.loads: deque[LoadJob] = deque()
+        self.scores: deque[ScoreJob] = deque()
+        self.dirty = False
+        """A cancellation happened since the engine last looked."""
+        self.closed = False
+        self.failure: Exception | None = None
+
+    def refuse_if_stopped(self) -> None:
+        """Raise the reason why nothing can be asked of the engine any more."""
+        if self.failure is not None:
+            raise GenerationError(f"the engine thread stopped: {self.failure!r}. Restart the worker.") from self.failure
+        if self.closed:
+            raise GenerationError("the engine is closed; make a new one")
+
+    def put(self, pending: Pending) -> None:
+        with self.condition:
+            self.refuse_if_stopped()
+            self.waiting.append(pending)
+            self.condition.notify_all()
+
+    def cancel(self, pending: Pending) -> None:
+        with self.condition:
+            pending.cancelled = True
+            self.dirty = True
+            self.condition.notify_all()
+
+    def put_load(self, job: LoadJob) -> None:
+        with self.condition:
+            self.refuse_if_stopped()
+            self.loads.append(job)
+            self.condition.notify_all()
+
+    def put_score(self, job: ScoreJob) -> None:
+        with self.condition:
+            self.refuse_if_stopped()
+            self.scores.append(job)
+            self.condition.notify_all()
+
+    def withdraw(self, job: LoadJob) -> bool:
+        """Take back a load that was not started; false if it is too late."""
+        with self.condition:
+            if job in self.loads:
+                self.loads.remove(job)
+                return True
+            return False
+
+    def close(self, failure: Exception | None = None) -> None:
+        with self.condition:
+            self.closed = True
+            self.failure = self.failure or failure
+            self.condition.notify_all()
+
+    def drain(self) -> tuple[list[Pending], list[Job]]:
+        """What never started, for failing it when the engine stops."""
+        with self.condition:
+            pending, jobs = list(self.waiting), [*self.loads, *self.scores]
+            for queue in (self.waiting, self.loads, self.scores):
+                queue.clear()
+            return pending, jobs
+
+
+def check_request(request: GenerateRequest, *, vocabulary: int, max_length: int, max_sequences: int) -> None:
+    """Raises GenerationError when an engine of these sizes can never serve `request`."""
+    check_ids(request.prompt_ids, vocabulary)
+    check_stop(request)
+    longest, n = len(request.prompt_ids) + request.sampling.max_new_tokens, request.n
+    if len(request.prompt_ids) == 0 or n < 1 or request.sampling.max_new_tokens < 1:
+        raise GenerationError(f"request {request.request_id!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
+    if request.sampling.temperature < 0:
+        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {request.sampling.temperature}")
+    if longest > max_length:
+        raise RequestError(
+            f"prompt and max_new_tokens together are {longest} tokens, the model holds {max_length}. Shorten either."
+        )
+    if n > max_sequences:
+        raise RequestError(f"n={n} siblings never fit engine.max_sequences={max_sequences}. Raise it, or lower n.")
+
+
+def check_ids(ids: NDArray[np.int32], vocabulary: int) -> None:
+    """Raises GenerationError for ids outside the vocabulary; on a GPU they would end the process."""
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+        raise GenerationError(f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}")
+
+
+def prefill_chunks(admitted: list[Pending]) -> list[list[Pending]]:
+    """Split by prompt count and padded tokens, so that a prefill's activations stay bounded."""
+    chunks: list[list[Pending]] = []
+    longest = 0
+    for pending in admitted:
+        longest = max(longest, len(pending.request.prompt_ids))
+        full = chunks and (len(chunks[-1]) >= _PREFILL_PROMPTS or longest * (len(chunks[-1]) + 1) > _PREFILL_TOKENS)
+        if not chunks or full:
+            chunks.append([])
+            longest = len(pending.request.prompt_ids)
+        chunks[-1].append(pending)
+    return chunks

@@ -1,0 +1,130 @@
+"""The model side of the engine: load, prefill, one decode step. Everything here runs on the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from asyncrl.engines.hf.kv import SlotCache, check_mergeable
+from asyncrl.engines.hf.sampling import sample
+from asyncrl.engines.lora import AdapterTable
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.errors import ConfigError
+
+_ROUND_COLUMNS = 8
+
+
+class ModelRunner:
+    """A Hugging Face causal LM with the slots its running sequences live in."""
+
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, max_sequences: int, *, adapters: bool = False
+    ) -> None:
+        check_mergeable(model)
+        self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
+        self.device = device
+        config = model.config.get_text_config(decoder=True)
+        self.max_length = int(config.max_position_embeddings)
+        self.vocabulary = int(config.vocab_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.max_sequences = max_sequences
+        self.slots = SlotCache(self.num_layers, max_sequences, device)
+        self.parameters = AdapterTable(self.model) if adapters else ParameterTable(self.model)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, dtype: torch.dtype, device: torch.device, max_sequences: int, *, adapters: bool = False
+    ) -> ModelRunner:
+        """Load from a directory or hub name; code shipped with a checkpoint is never run.
+
+        Args:
+            adapters: updates are adapters for these weights, not weights.
+        """
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        return cls(model, device, max_sequences, adapters=adapters)
+
+    def prefill(self, prompts: list[NDArray[np.int32]]) -> tuple[DynamicCache, torch.Tensor]:
+        """Keys of all `prompts`, padded on the right, and the logits [P, V] after each one's last token.
+
+        Right padding needs no mask: under causal attention no real token sees what comes after it.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        ids = np.zeros((len(prompts), int(lengths.max())), np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+        # Only these positions go through the LM head: [P, distinct lengths, V] instead of [P, longest, V].
+        ends, which = np.unique(lengths - 1, return_inverse=True)
+        cache = DynamicCache(config=self.model.config)
+        output = self.model(
+            input_ids=self._tensor(ids), past_key_values=cache, use_cache=True, logits_to_keep=self._tensor(ends)
+        )
+        return cache, output.logits[self._tensor(np.arange(len(prompts))), self._tensor(which)]
+
+    def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
+        """Logits [R, V] of rows `[0, R)` after feeding [R] `tokens` at [R] `positions`."""
+        longest = int(positions.max()) + 1
+        columns = -(-longest // _ROUND_COLUMNS) * _ROUND_COLUMNS
+        self.slots.reserve(len(tokens), columns)
+        feed = self._tensor(np.stack([tokens, positions]))
+        mask = self.slots.begin_step(feed[1], columns)
+        output = self.model(
+            input_ids=feed[0].unsqueeze(1),
+            attention_mask=mask,
+            position_ids=feed[1].unsqueeze(1),
+            past_key_values=self.slots,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: NDArray[np.float32],
+        uniform: NDArray[np.float64],
+        any_greedy: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and log-probs on the host; the one synchronisation of a step."""
+        tokens, logprobs = sample(logits, self._tensor(temperature), self._tensor(uniform), any_greedy)
+        both = torch.stack([tokens, logprobs.view(torch.int32).to(torch.int64)]).cpu().numpy()
+        return both[0], both[1].astype(np.int32).view(np.float32)
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """[T] token ids -> [T - 1] log-probs of tokens 1.. at temperature 1, by plain forwards without a cache."""
+        scored = []
+        for ids in sequences:
+            tokens = self._tensor(ids.astype(np.int64))
+            logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+            logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+            scored.append(logprobs.cpu().numpy())
+        return scored
+
+    def check_model(self) -> None:
+        """Prove that slots, mask and positions mean to this model what they mean to us.
+
+        Two prompts of different lengths are decoded one token in a merged batch and compared with plain forwards.
+        An architecture that derives positions from something else (ALiBi from a 2D mask, say) fails here, at start.
+
+        Raises:
+            ConfigError: the logits differ.
+        """
+        prompts = [np.arange(1, 3, dtype=np.int32) % self.vocabulary, np.arange(2, 7, dtype=np.int32) % self.vocabulary]
+        cache, _ = self.prefill(prompts)
+        self.slots.reserve(2, 8)
+        self.slots.fill(cache, self._tensor(np.array([0, 1])), 0)
+        ours = self.decode(np.array([1, 1]), np.array([2, 5])).float()
+        plain = [self.model(input_ids=self._tensor(np.append(p, 1)[None])).logits[0, -1] for p in prompts]
+        theirs = torch.stack(plain).float()
+        worst, scale = float((ours - theirs).abs().max()), float(theirs.abs().max()) + 1.0
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        if not worst <= tolerance * scale:
+            raise ConfigError(
+                f"model type {self.model.config.model_type!r} cannot be batched by the transformers engine: "
+                f"its logits in a merged batch differ by {worst:.3g} from a plain forward. Take another engine."
+            )
+
+    def _tensor(self, array: NDArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,123 @@
+"""How many sequences vLLM is given at once: between two watermarks of its KV cache, oldest first.
+
+Only vLLM's own part of how much is made at once: `asyncrl/rollout/concurrency.py` has all of it.
+
+Without a bound vLLM takes all it is offered, runs out of blocks and preempts: what was preempted is prefilled again,
+and under load that can be most of the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLoad:
+    """What vLLM reports after a step."""
+
+    usage: float
+    """Share of KV blocks in use, in [0, 1]."""
+    preemptions: int
+    """Sequences put back since the start; vLLM takes the one it admitted last."""
+
+
+class AdmissionWindow:
+    """Additive increase, multiplicative decrease of `limit`, the sequences that may be in flight.
+
+    Increase is per finished sequence, not per step: a sequence's keys grow for as long as it lives, so the room that is
+    seen now belongs to those that have begun. Until the first cut every finished sequence widens a full window by one
+    place, after it a whole window of them does.
+
+    Args:
+        largest: upper bound of the limit (engine.max_sequences).
+        low, high: watermarks of the KV usage. Below `low` a full window grows, above `high` it is cut.
+        cut: factor of a cut.
+    """
+
+    def __init__(self, largest: int, *, low: float = 0.75, high: float = 0.92, cut: float = 0.75) -> None:
+        self.limit = largest
+        self._largest, self._low, self._high, self._cut = largest, low, high, cut
+        self._usage = 0.0
+        self._preemptions = 0
+        self._was_cut = False
+        self._credit = 0
+        """Sequences that finished since the window last grew."""
+        self._draining = False
+        """A cut has not taken effect yet: cutting again now would end at 1 within a few steps."""
+
+    def begin(self, kv_tokens: int, longest: int) -> None:
+        """Start with as many sequences as fit if each gets as long as the first may get: from too many it takes a
+        storm of preemptions to come down."""
+        if kv_tokens:  # vLLM says so for every model it keeps in blocks
+            self.limit = min(self._largest, max(1, kv_tokens // longest))
+
+    def observe(self, load: KvLoad, in_flight: int) -> None:
+        """After each step."""
+        self._usage = load.usage
+        preempted = load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        self._draining = self._draining and in_flight > self.limit
+        if (load.usage > self._high or preempted) and not self._draining:
+            self.limit = max(1, int(min(self.limit, in_flight) * self._cut))
+            self._draining = in_flight > self.limit
+            self._was_cut, self._credit = True, 0
+
+    def finished(self, in_flight: int) -> None:
+        """After each sequence; `in_flight` counts it."""
+        if self._usage > self._low or in_flight < self.limit:
+            return
+        self._credit += 1
+        if self._credit >= (self.limit if self._was_cut else 1):
+            self.limit, self._credit = min(self._largest, self.limit + 1), 0
+
+
+class AdmissionQueue:
+    """Sequences wait here for a place in the window, the oldest first; so what is held is the youngest. One event loop.
+
+    A closed queue lets nobody in: weights are being loaded.
+    """
+
+    def __init__(self, window: AdmissionWindow) -> None:
+        self.window = window
+        self.in_flight = 0
+        self._closed = False
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    @property
+    def waiting(self) -> int:
+        return sum(not place.done() for _, place in self._waiting)
+
+    async def enter(self, ticket: int) -> None:
+        """waits for: a place, that is a sequence's end, or the load under way; unblocked by: `leave`, `open`, a wider
+        window. Cancel the task to give up. Tickets are unique; a smaller one goes first."""
+        place = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (ticket, place))
+        self.admit()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave()  # let in and cancelled in the same moment
+            raise
+
+    def leave(self) -> None:
+        self.window.finished(self.in_flight)
+        self.in_flight -= 1
+        self.admit()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def open(self) -> None:
+        self._closed = False
+        self.admit()
+
+    def admit(self) -> None:
+        """Let in as many as the window allows now."""
+        while self._waiting and not self._closed and self.in_flight < self.window.limit:
+            _, place = heapq.heappop(self._waiting)
+            if not place.done():
+                self.in_flight += 1
+                place.set_result(None)

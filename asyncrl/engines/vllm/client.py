@@ -1,0 +1,106 @@
+"""AsyncLLM with our errors. Everything here runs on the engine's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams as VllmSampling
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from asyncrl.engines.vllm.requests import scores_of, scoring
+from asyncrl.engines.vllm.stats import EngineMeter, MeterLogger
+from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+
+
+class VllmClient:
+    def __init__(self, args: AsyncEngineArgs, meter: EngineMeter) -> None:
+        """Starts vLLM's processes; blocks until they are ready.
+
+        Raises:
+            ConfigError: vLLM refuses its arguments.
+            EngineDiedError: its processes did not come up.
+        """
+        # A factory, which vLLM calls with its config and the index of the engine.
+        logger: Any = partial(MeterLogger, meter)
+        try:
+            self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[logger])
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses its arguments: {error}. See the settings under engine") from error
+        except RuntimeError as error:
+            raise EngineDiedError(
+                f"vLLM did not start: {error} Its own reason stands above. Out of memory: lower engine.kv_cache_mb, "
+                "engine.max_model_len or engine.vllm.gpu_memory_utilization, or raise engine.tensor_parallel. A cache "
+                "too small for one sequence: raise engine.kv_cache_mb, or lower engine.max_model_len"
+            ) from error
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys the cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+
+    @property
+    def max_length(self) -> int:
+        return int(self._llm.model_config.max_model_len)
+
+    async def stream(
+        self, prompt: Any, sampling: VllmSampling, name: str, adapter: LoRARequest | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        try:
+            with _death_is_ours(f"request {name!r}"):
+                async for output in self._llm.generate(prompt, sampling, name, lora_request=adapter):
+                    yield output
+        except (VLLMError, EngineGenerateError, ValueError) as error:
+            raise GenerationError(f"request {name!r} failed in vLLM: {error}") from error
+
+    async def score(self, ids: NDArray[np.int32], name: str, adapter: LoRARequest | None = None) -> NDArray[np.float32]:
+        """[T] -> [T - 1]; see `Engine.score`."""
+        if len(ids) < 2:
+            return np.zeros(0, np.float32)
+        prompt = {"prompt_token_ids": ids.tolist()}
+        outputs = [output async for output in self.stream(prompt, scoring(), name, adapter)]
+        if not outputs:
+            raise GenerationError(f"vLLM ended scoring request {name!r} without an answer")
+        return scores_of(outputs[-1], len(ids))
+
+    async def abort(self, names: list[str]) -> None:
+        """Whoever streams them gets a last output, with the finish reason `abort`."""
+        with _death_is_ours("abort"):
+            await self._llm.abort(names)
+
+    async def pause(self, clear_cache: bool) -> None:
+        """Freeze what runs between two steps; with `clear_cache` its keys and the prefix cache are dropped."""
+        with _death_is_ours("pause"):
+            # As pause_generation(), without its fixed sleep of 20 ms, which would be most of the pause.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+    async def resume(self, version_label: str) -> None:
+        """Go on; tokens carry this label from here."""
+        with _death_is_ours("resume"):
+            await self._llm.update_weight_version(version_label)
+            await self._llm.resume_generation()
+
+    async def call_workers(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        with _death_is_ours(method):
+            return await self._llm.collective_rpc(method, args=arguments)
+
+    async def shut_down(self) -> None:
+        self._llm.shutdown(timeout=5.0)
+
+
+@contextmanager
+def _death_is_ours(what: str) -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError(f"vLLM's engine process is gone ({what})") from error

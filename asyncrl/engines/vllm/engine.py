@@ -1,0 +1,281 @@
+"""vLLM as the engine: AsyncLLM on a loop of its own in this process, its workers in processes of theirs.
+
+    generate   every sibling is a request of its own; the prompt's keys are shared through the prefix cache
+    load       staged already -> pause (keep) -> start, load, finish -> label -> resume
+
+A sequence that spans an update carries two versions. What had no token yet when weights changed starts again under the
+new version's cache salt, so no sequence begins on another version's keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.lora import AdapterTable
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
+from asyncrl.engines.vllm.client import VllmClient
+from asyncrl.engines.vllm.loop import LoopThread
+from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
+from asyncrl.engines.vllm.requests import Sibling, check_request, completion_of, sampling_of, version_label
+from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
+from asyncrl.engines.vllm.stats import EngineMeter
+from asyncrl.errors import EngineDiedError, GenerationError
+from asyncrl.schema import Config
+from asyncrl.types import NO_VERSION, Completion
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0
+SHUT_DOWN_S = 60.0
+
+
+def make_vllm_engine(config: Config) -> VllmEngine:
+    """Raises ConfigError when vLLM, the device or the model cannot do what is asked."""
+    set_environment(config.engine.tensor_parallel)
+    model = read_model_config(config.model.path)
+    return VllmEngine(
+        engine_args(config),
+        model,
+        recompute=config.weights.on_update == "recompute",
+        timeout_s=config.weights.timeout_s,
+    )
+
+
+class VllmEngine:
+    """Implements `engines.base.Engine` and `engines.base.OwnProcesses`.
+
+    Args:
+        model: config of the model in `args`; incoming weights are checked against it.
+        recompute: drop all keys at an update and compute those of running sequences again with the new weights.
+        timeout_s: longest that vLLM's processes may take for one call, a load included.
+    """
+
+    table: type[ParameterTable] | type[AdapterTable] = ParameterTable
+    """What incoming tensors are checked by."""
+
+    def __init__(
+        self,
+        args: AsyncEngineArgs,
+        model: PreTrainedConfig,
+        *,
+        recompute: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._recompute, self._timeout_s = recompute, timeout_s
+        self._vocabulary = int(model.vocab_size)
+        with torch.device("meta"):
+            self._parameters = self.table(AutoModelForCausalLM.from_config(model))
+        self._policy_version = NO_VERSION
+        self._width = args.tensor_parallel_size
+        self._numbers = itertools.count()
+        self._tokenless: dict[str, Sibling] = {}
+        """Request id -> sibling that is with vLLM and has no token yet."""
+        self._counts = dict.fromkeys(("requests", "cancelled", "loads", "restarted"), 0)
+        self._seconds = {"load_s": 0.0, "stall_s": 0.0}
+        self._closed = False
+        self._queue = AdmissionQueue(AdmissionWindow(args.max_num_seqs or 256))
+        self._meter = EngineMeter(self._after_step)
+        self._loop = LoopThread("vllm")
+
+        async def start() -> VllmClient:
+            return VllmClient(args, self._meter)
+
+        try:
+            self._client = self._loop.call(start(), START_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together."""
+        return self._client.max_length
+
+    def receiver(self) -> VllmReceiver:
+        return VllmReceiver(self.call_workers, self._width)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        self._check_request(request)
+        return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor] | StagedInWorkers) -> None:
+        started = time.monotonic()
+        if isinstance(tensors, StagedInWorkers):
+            self._parameters.check(tensors.shapes)
+        else:
+            self._parameters.check(tensors)
+            self.receiver().stage(tensors, self._timeout_s)
+        self._loop.call(self._commit(policy_version), 4 * self._timeout_s)
+        self._counts["loads"] += 1
+        self._seconds["load_s"] += time.monotonic() - started
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """[T] token ids -> [T - 1] log-probs of tokens 1.., teacher-forced at temperature 1, under the served version.
+
+        Raises:
+            GenerationError: a sequence does not fit the engine.
+        """
+
+        async def score() -> list[NDArray[np.float32]]:
+            names = [f"score.{next(self._numbers)}" for _ in sequences]
+            return list(await asyncio.gather(*map(self._client.score, sequences, names)))
+
+        return self._loop.call(score(), 10 * self._timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        meter, queue = self._meter, self._queue
+        return {
+            "generated_tokens": float(meter.generated_tokens),
+            "prefill_tokens": float(meter.prefill_tokens),
+            "cached_tokens": float(meter.cached_tokens),
+            "decode_steps": float(meter.steps),
+            "running": float(queue.in_flight),
+            "waiting": float(queue.waiting),
+            "kv_usage": meter.usage,
+            "preemptions": float(meter.preemptions),
+            "admission_window": float(queue.window.limit),
+            **{name: float(count) for name, count in self._counts.items()},
+            **self._seconds,
+        }
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._close)
+
+    def call_workers(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> list[Any]:
+        """One of `plugin.WorkerExtension` in every worker process; from any thread but the engine's.
+
+        Raises:
+            EngineDiedError: the processes are gone, or give no answer.
+        """
+        return self._loop.call(self._client.call_workers(method, arguments), timeout_s or self._timeout_s)
+
+    def _close(self) -> None:
+        try:
+            self._loop.call(self._client.shut_down(), SHUT_DOWN_S)
+        # Whatever vLLM raises when its processes are gone already: the caller is often on its way out with the error
+        # that they died of, which must be the one that is seen.
+        except Exception as error:
+            log.warning("vLLM did not shut down in order: %s: %s", type(error).__name__, error)
+        finally:
+            self._loop.close()
+
+    def _after_step(self, load: KvLoad) -> None:
+        self._queue.window.observe(load, self._queue.in_flight)
+        self._queue.admit()
+
+    async def _generate(self, request: GenerateRequest) -> list[Completion]:
+        if not self._counts["requests"]:
+            longest = len(request.prompt_ids) + request.sampling.max_new_tokens
+            self._queue.window.begin(self._client.kv_tokens, longest)
+        self._counts["requests"] += 1
+        siblings = [Sibling(request, member, next(self._numbers)) for member in range(request.n)]
+        tasks = [asyncio.create_task(self._sample(sibling)) for sibling in siblings]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            # One failed or all are cancelled: the others must not go on for nobody.
+            self._counts["cancelled"] += sum(not task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _sample(self, sibling: Sibling) -> Completion:
+        """waits for: a place, then its last token; again from the start each time weights overtake its first token."""
+        while True:
+            await self._queue.enter(sibling.ticket)
+            try:
+                output = await self._run(sibling)
+            finally:
+                self._queue.leave()
+            if output is not None:
+                return completion_of(sibling, output.outputs[0])
+            self._counts["restarted"] += 1
+
+    async def _run(self, sibling: Sibling) -> RequestOutput | None:
+        """The finished sequence; None when it was overtaken."""
+        name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}"
+        prompt = {"prompt_token_ids": sibling.request.prompt_ids.tolist(), "cache_salt": f"v{self._policy_version}"}
+        sibling.begin()
+        self._tokenless[name] = sibling
+        last: RequestOutput | None = None
+        try:
+            async for output in self._client.stream(prompt, sampling_of(sibling), name):
+                last = output
+                self._tokenless.pop(name, None)
+                if sibling.overtaken:
+                    return None
+                if sibling.ends_now(output.outputs[0].token_ids) and not output.finished:
+                    await self._client.abort([name])
+        finally:
+            self._tokenless.pop(name, None)
+        return last
+
+    async def _commit(self, policy_version: int) -> None:
+        """One pause in which the staged weights become this version."""
+        self._queue.close()
+        started = time.monotonic()
+        try:
+            async with self._answering(policy_version):
+                await self._client.pause(clear_cache=self._recompute)
+                await self._overtake()
+                await self._load_staged(policy_version)
+                self._policy_version = policy_version
+                await self._client.resume(version_label(policy_version))
+        finally:
+            self._queue.open()
+            self._seconds["stall_s"] += time.monotonic() - started
+
+    @asynccontextmanager
+    async def _answering(self, policy_version: int) -> AsyncIterator[None]:
+        """Raises EngineDiedError when vLLM's processes do not do what is asked of them inside, for a load."""
+        try:
+            async with asyncio.timeout(2 * self._timeout_s):
+                yield
+        except TimeoutError:
+            raise EngineDiedError(
+                f"version {policy_version} was not loaded: vLLM's processes gave no answer for "
+                f"{2 * self._timeout_s:g} s (twice weights.timeout_s)"
+            ) from None
+
+    async def _overtake(self) -> None:
+        """Take back what has no token yet: it might begin on keys of the old version after the load."""
+        for sibling in self._tokenless.values():
+            sibling.overtaken = True
+        if self._tokenless:
+            await self._client.abort(list(self._tokenless))
+
+    async def _load_staged(self, policy_version: int) -> None:
+        """Twice at most: after a failed load the model is mixed, and only a whole one mends it."""
+        errors: list[str] = []
+        for _ in range(2):
+            errors = [error for error in await self._client.call_workers("asyncrl_load", ()) if error]
+            if not errors:
+                return
+        raise EngineDiedError(f"version {policy_version} could not be loaded, its weights are mixed: {errors[0]}")
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        if self._closed:
+            raise GenerationError("the engine is closed; make a new one")
+        check_request(request, self._vocabulary, self.max_length)

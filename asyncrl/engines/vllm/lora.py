@@ -1,0 +1,178 @@
+"""vLLM with LoRA: the base stays as it is, every version is an adapter of its own beside those still in use.
+
+    generate   a sequence takes the newest adapter when it begins, and finishes under it: one version from end to end
+    load       staged already -> adapters nobody uses are dropped -> the new one is put in, between two steps, no pause
+
+There is a slot for each version that may still be trained on. A sequence that has not finished when its slot is wanted
+is over age from end to end, and begins again under the newest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+
+from asyncrl.engines.lora import AdapterTable
+from asyncrl.engines.vllm.adapter_book import AdapterBook, HeldAdapter
+from asyncrl.engines.vllm.engine import VllmEngine
+from asyncrl.engines.vllm.requests import Sibling, completion_of, sampling_of
+from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
+from asyncrl.errors import ConfigError, NoProgress, WeightsError
+from asyncrl.schema import Config
+from asyncrl.types import Completion
+from asyncrl.weights.adapter import target_layers
+
+POLL_S = 0.005
+NO_PATH = "in-memory"
+"""vLLM wants a path; the adapter is there already, so it is never opened."""
+
+
+def make_vllm_engine(config: Config) -> VllmLoraEngine:
+    """Raises ConfigError when vLLM, the device or the model cannot do what is asked."""
+    set_environment(config.engine.tensor_parallel)
+    model = read_model_config(config.model.path)
+    args = engine_args(config)
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(model)
+    check_experts(shape, config.model.path)
+    layers = target_layers(shape, config.model.lora_targets)
+    # Else vLLM makes slots for the head too, as large as the vocabulary, and dies at the first prompt it scores.
+    args.lora_target_modules = sorted({layer.rpartition(".")[2] for layer in layers})
+    return VllmLoraEngine(args, model, timeout_s=config.weights.timeout_s)
+
+
+def check_experts(model: torch.nn.Module, path: str) -> None:
+    """With slots for adapters vLLM computes experts in Triton, adapted or not: on a CPU its process dies of it, at the
+    first prompt."""
+    if current_platform.is_cpu() and any(name.endswith(".experts") for name, _ in model.named_modules()):
+        raise ConfigError(
+            f"model.path={path} is a mixture of experts: with model.lora_rank above 0 vLLM needs Triton for them, and "
+            "with it a GPU. Use engine=transformers, or model.lora_rank=0"
+        )
+
+
+class VllmLoraEngine(VllmEngine):
+    """Implements `engines.base.Engine` and `engines.base.OwnProcesses`; updates are adapters (`weights.adapter`)."""
+
+    table = AdapterTable
+
+    def __init__(self, args: AsyncEngineArgs, model: PreTrainedConfig, *, timeout_s: float = 60.0) -> None:
+        self._book = AdapterBook(args.max_loras)
+        self._running: dict[str, tuple[Sibling, HeldAdapter | None]] = {}
+        """Request id -> what is with vLLM, and under which adapter."""
+        super().__init__(args, model, timeout_s=timeout_s)
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        async def score() -> list[NDArray[np.float32]]:
+            adapter = self._book.acquire()
+            try:
+                names = [f"score.{next(self._numbers)}" for _ in sequences]
+                scored = (
+                    self._client.score(ids, name, _request_of(adapter))
+                    for ids, name in zip(sequences, names, strict=True)
+                )
+                return list(await asyncio.gather(*scored))
+            finally:
+                self._book.release(adapter)
+
+        return self._loop.call(score(), 10 * self._timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        return super().stats() | {"adapters": float(self._book.held)}
+
+    async def _sample(self, sibling: Sibling) -> Completion:
+        """waits for: a place, then its last token; again from the start when its adapter's slot is wanted."""
+        while True:
+            await self._queue.enter(sibling.ticket)
+            adapter = self._book.acquire()
+            try:
+                output = await self._run_under(sibling, adapter)
+            finally:
+                self._book.release(adapter)
+                self._queue.leave()
+            if output is not None:
+                completion = completion_of(sibling, output.outputs[0])
+                versions = np.full_like(completion.policy_versions, adapter.policy_version) if adapter else None
+                return completion if versions is None else replace(completion, policy_versions=versions)
+            self._counts["restarted"] += 1
+
+    async def _run_under(self, sibling: Sibling, adapter: HeldAdapter | None) -> RequestOutput | None:
+        """The finished sequence; None when it was overtaken."""
+        name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}"
+        prompt = {"prompt_token_ids": sibling.request.prompt_ids.tolist()}
+        sibling.begin()
+        self._running[name] = sibling, adapter
+        last: RequestOutput | None = None
+        try:
+            async for output in self._client.stream(prompt, sampling_of(sibling), name, _request_of(adapter)):
+                last = output
+                if sibling.ends_now(output.outputs[0].token_ids) and not output.finished:
+                    await self._client.abort([name])
+        finally:
+            del self._running[name]
+        return None if sibling.overtaken else last
+
+    async def _commit(self, policy_version: int) -> None:
+        started = time.monotonic()
+        self._queue.close()  # nothing begins under a version that is about to be the last but one
+        try:
+            async with self._answering(policy_version):
+                await self._make_room(policy_version)
+                await self._add(self._book.announce(policy_version))
+            self._policy_version = policy_version
+        finally:
+            self._queue.open()
+            self._seconds["stall_s"] += time.monotonic() - started
+
+    async def _add(self, adapter: HeldAdapter) -> None:
+        """Raises WeightsError when a worker cannot take it: then none has it."""
+        answers = await self._client.call_workers("asyncrl_add_adapter", (adapter.number,))
+        errors = [error for error in answers if error]
+        if errors:
+            await self._client.call_workers("asyncrl_drop_adapters", ([adapter.number],))
+            raise WeightsError(f"version {adapter.policy_version} could not be loaded: {errors[0]}")
+        self._book.commit(adapter)
+
+    async def _make_room(self, policy_version: int) -> None:
+        """waits for: sequences under the oldest adapter, taken back just before; unblocked by: their end.
+
+        Raises:
+            NoProgress: vLLM did not let go of them.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            gone = self._book.evict()
+            if gone:
+                await self._client.call_workers("asyncrl_drop_adapters", (gone,))
+            oldest = self._book.in_the_way()
+            if oldest is None:
+                return
+            await self._take_back(oldest)
+            if time.monotonic() > deadline:
+                raise NoProgress(
+                    f"version {policy_version} has no slot: vLLM did not abort what runs under version "
+                    f"{oldest.policy_version} for {self._timeout_s:g} s"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _take_back(self, adapter: HeldAdapter) -> None:
+        names = [name for name, (sibling, held) in self._running.items() if held is adapter and not sibling.overtaken]
+        for name in names:
+            self._running[name][0].overtaken = True
+        if names:
+            await self._client.abort(names)
+
+
+def _request_of(adapter: HeldAdapter | None) -> LoRARequest | None:
+    return None if adapter is None else LoRARequest(adapter.name, adapter.number, NO_PATH)

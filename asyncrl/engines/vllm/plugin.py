@@ -1,0 +1,73 @@
+"""The vLLM plugin: what vLLM imports into each of its worker processes. It registers our weight transfer
+(`TransferEngine`) and adds a few calls to vLLM's worker (`WorkerExtension`).
+
+Light on purpose: it is imported before vLLM has set the process up, in some processes twice.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+BACKEND = "asyncrl"
+OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
+"""Environment variable: process id of the rollout worker, without which an engine must not live."""
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; may be called any number of times."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.engines.vllm.transfer", "TransferEngine")
+
+
+# A user's VLLM_PLUGINS="" turns entry points off; being named as `worker_extension_cls` imports this module anyway.
+register()
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker, for `collective_rpc`. They answer with an error instead of raising it: an
+    exception from one of several workers would leave the answers of the others in their queues, where the next call
+    takes them for its own."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def asyncrl_begin(self, kind: str, payload: dict[str, Any]) -> str:
+        """Start `receive` or `read` on the side thread; generation goes on. Empty, or why it cannot start."""
+        return self.weight_transfer_engine.begin(kind, payload)
+
+    def asyncrl_poll(self) -> list[Any]:
+        """[done, fingerprints, error] of the job begun last."""
+        return self.weight_transfer_engine.poll()
+
+    def asyncrl_leave(self) -> str:
+        self.weight_transfer_engine.shutdown()
+        return ""
+
+    def asyncrl_load(self) -> str:
+        """Load what is staged; generation must be paused. Empty, or why it failed: then the weights are mixed, and
+        only another load makes them whole."""
+        try:
+            self.start_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+            self.update_weights({})  # pyright: ignore[reportAttributeAccessIssue]
+            self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+        except Exception as error:  # process boundary, see the class: the engine gets it as an answer
+            self._weight_update_active = False
+            self.weight_transfer_engine.reset()
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def asyncrl_add_adapter(self, lora_id: int) -> str:
+        """Add what is staged as an adapter. Empty, or why it failed: then nothing has changed."""
+        adapters = import_module("asyncrl.engines.vllm.adapters")
+        try:
+            adapters.add_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.staged(), lora_id)
+        except Exception as error:  # process boundary, see the class
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def asyncrl_drop_adapters(self, lora_ids: list[int]) -> str:
+        import_module("asyncrl.engines.vllm.adapters").drop_adapters(self.model_runner.lora_manager, lora_ids)
+        return ""

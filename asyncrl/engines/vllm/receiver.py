@@ -1,0 +1,115 @@
+"""vLLM's workers as members of the weight group: every one stages for itself, this only asks how far they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from asyncrl.errors import EngineDiedError, WeightsError
+from asyncrl.weights.broadcast.staging import Seat
+from asyncrl.weights.manifest import Manifest
+
+CallWorkers = Callable[..., list[Any]]
+"""`call(method, *arguments)`: the answers of all workers."""
+SHARED_MEMORY = "/dev/shm"
+FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
+"""Each question is answered between two steps of the engine: seldom enough to cost nothing, soon for small models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedInWorkers:
+    """Weights that lie, verified, in the staging of the engine's own processes."""
+
+    shapes: Mapping[str, torch.Tensor]
+    """Name -> tensor without data, of the shape and dtype of what is staged."""
+
+
+class VllmReceiver:
+    """Implements `weights.broadcast.staging.Receiver`."""
+
+    def __init__(self, call: CallWorkers, width: int) -> None:
+        self._call = call
+        self._width = width
+        self._seat: Seat | None = None
+        self._shapes: Mapping[str, torch.Tensor] = {}
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def join(self, seat: Seat) -> None:
+        if self._seat is None or self._seat.manifest != seat.manifest:
+            manifest = Manifest.from_wire(seat.manifest)
+            self._shapes = manifest.views([buffer.to("meta") for buffer in manifest.allocate("meta")])
+        self._seat = seat
+        self._call("init_weight_transfer_engine", {"seat": asdict(seat)})
+        # Forming the group is bounded by timeout_s in the workers; connecting to the store before it as well.
+        self._wait(2 * seat.timeout_s + 10.0, "join the weight group")
+
+    def receive(self, event: Mapping[str, Any]) -> list[str]:
+        seat = self._seat
+        assert seat is not None
+        self._begin("receive", dict(event))
+        # Every bucket is bounded by the group itself.
+        answers = self._wait((len(seat.manifest) + 1) * seat.timeout_s, "receive weights")
+        return [prints[0] if len(set(prints)) == 1 else "differ" for prints in zip(*answers, strict=True)]
+
+    def stage(self, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> None:
+        """Tensors of this process into staging, through memory that the processes of the machine share.
+
+        Raises:
+            WeightsError: no room for them, or a worker could not read them.
+        """
+        place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="asyncrl-weights-", dir=place) as folder:
+            path = Path(folder) / "staged.safetensors"
+            try:
+                save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
+                self._begin("read", {"path": str(path)})
+                self._wait(timeout_s, f"read {path}")
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, EngineDiedError):
+                    raise
+                raise WeightsError(f"weights could not be staged through {path}: {error}") from error
+
+    def staged(self) -> StagedInWorkers:
+        return StagedInWorkers(shapes=self._shapes)
+
+    def leave(self) -> None:
+        with contextlib.suppress(EngineDiedError):  # whoever waits for the engine hears of it
+            self._call("asyncrl_leave")
+
+    def _begin(self, kind: str, payload: dict[str, Any]) -> None:
+        refused = [answer for answer in self._call("asyncrl_begin", kind, payload) if answer]
+        if refused:
+            raise RuntimeError(refused[0])
+
+    def _wait(self, timeout_s: float, what: str) -> list[list[str]]:
+        """Fingerprints of every worker. waits for: their side threads; unblocked by: their end, or the deadline.
+
+        Raises:
+            RuntimeError: a worker failed at it.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = FIRST_POLL_S
+        while True:
+            answers = self._call("asyncrl_poll")
+            if all(done for done, _, _ in answers):
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM's workers did not {what} within {timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(LAST_POLL_S, 1.5 * pause_s)
+        errors = [error for _, _, error in answers if error]
+        if errors:
+            raise RuntimeError(f"vLLM's workers did not {what}: {errors[0]}")
+        return [prints for _, prints, _ in answers]

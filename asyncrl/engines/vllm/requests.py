@@ -1,0 +1,142 @@
+"""One sibling of a group on its way through vLLM: what it is asked, and its answer as a `Completion`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSampling
+
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.stop_text import check_stop, end_by_text
+from asyncrl.errors import GenerationError, RequestError
+from asyncrl.types import NO_VERSION, Completion
+
+_FIRST_AND_LAST = 1 << 30
+"""Tokens between two outputs: the first tells that a sequence has begun, the next one comes when it is finished."""
+
+
+@dataclass(slots=True, eq=False)
+class Sibling:
+    """One sequence to sample. `ticket` is its age: the oldest goes first."""
+
+    request: GenerateRequest
+    member: int
+    ticket: int
+    overtaken: bool = False
+    """Weights were loaded while it was with vLLM and had no token: it starts again under the new version."""
+    end: int | None = None
+    """Tokens up to the end of its stop text, once that was written."""
+    seen: int = 0
+    """Tokens that were searched for one."""
+
+    def begin(self) -> None:
+        """Anew, with nothing sampled."""
+        self.overtaken, self.end, self.seen = False, None, 0
+
+    def ends_now(self, token_ids: Sequence[int]) -> bool:
+        """Whether a stop text has just been found in what there is of it."""
+        if self.end is not None:
+            return False
+        self.end = end_by_text(self.request, token_ids, self.seen)
+        self.seen = len(token_ids)
+        return self.end is not None
+
+
+def check_request(request: GenerateRequest, vocabulary: int, max_length: int) -> None:
+    """Raises GenerationError for what an engine of `vocabulary` tokens, that holds `max_length` of them, cannot do."""
+    ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
+    if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
+        raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
+    if not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+        raise GenerationError(
+            f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}. "
+            "Is the tokenizer that of the model?"
+        )
+    if sampling.temperature < 0:
+        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
+    check_stop(request)
+    longest = len(ids) + sampling.max_new_tokens
+    if longest > max_length:
+        raise RequestError(
+            f"prompt and max_new_tokens together are {longest} tokens, the engine holds {max_length}. "
+            "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
+        )
+
+
+def sampling_of(sibling: Sibling) -> VllmSampling:
+    """Without a seed: tokens are drawn from the engine's own generator.
+
+    A seed gives a request a torch generator, which vLLM winds back (`set_offset`) after each step that has prefilled
+    only a part of its prompt. torch's CPU generator has no offset: the engine process ends. Prompts are whole in one
+    step only without chunked prefill, which vLLM supports for no model that generates (0.32, its own warning).
+    """
+    sampling = sibling.request.sampling
+    return VllmSampling(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The model's own end of sequence is in `stop_token_ids` already, and only what stands there may stop.
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        # Of what may end by its text every token is looked at.
+        stream_interval=1 if sampling.stop else _FIRST_AND_LAST,
+    )
+
+
+def scoring() -> VllmSampling:
+    """Teacher-forced log-probs of a prompt. The prefix cache is not read: it has keys, but no log-probs."""
+    return VllmSampling(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def version_label(policy_version: int) -> str:
+    return str(policy_version)
+
+
+def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:
+    """Raises GenerationError when vLLM ended it for another reason than a stop token or its length.
+
+    What was sampled after the end by text, before vLLM was told, is cut off.
+    """
+    name, end = sibling.request.request_id, sibling.end
+    if output.finish_reason not in ("stop", "length") and end is None:
+        raise GenerationError(f"request {name!r}: vLLM ended a sequence with {output.finish_reason!r}")
+    count = len(output.token_ids)
+    logprobs: Any = output.logprobs
+    versions = np.full(count, NO_VERSION, np.int32)
+    for span in output.weight_versions or []:
+        if span.version.lstrip("-").isdigit():  # vLLM's own label before the first load is a word
+            versions[span.start : span.end] = int(span.version)
+    if logprobs is None or len(logprobs.logprobs) != count:
+        raise GenerationError(f"request {name!r}: vLLM gave {count} tokens and another number of log-probs")
+    return Completion(
+        token_ids=np.array(output.token_ids, np.int32)[:end],
+        logprobs=np.array(logprobs.logprobs, np.float32)[:end],
+        policy_versions=versions[:end],
+        finish_reason=str(output.finish_reason) if end is None else "stop",
+    )
+
+
+def scores_of(output: RequestOutput, length: int) -> np.ndarray:
+    """[length - 1] float32."""
+    scores: Any = output.prompt_logprobs
+    found = scores.logprobs if scores is not None else []
+    if len(found) != length - 1:
+        raise GenerationError(f"vLLM scored {len(found)} of {length - 1} tokens")
+    return np.array(found, np.float32)

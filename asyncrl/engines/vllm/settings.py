@@ -1,0 +1,166 @@
+"""From `config.engine` to vLLM's own arguments; what cannot work is refused here, before a process is started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from transformers import AutoConfig, PreTrainedConfig
+from vllm.config import WeightTransferConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from asyncrl.checks.hints import nearest
+from asyncrl.checks.machine import vllm_problem
+from asyncrl.engines.vllm.plugin import BACKEND, OWNER_VARIABLE, WorkerExtension
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
+
+log = logging.getLogger(__name__)
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM's only attention on CPU; another one fails deep inside its start."""
+CPU_KV_MB = 256
+CPU_ENVIRONMENT = {
+    # The log-prob helper is compiled at the first request otherwise: 12 s, with a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Binding takes core 0 of every engine on the machine, whatever else runs there.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # All processes of an engine are on this machine; without these they listen wherever its name leads.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def check_version() -> None:
+    """Raises ConfigError unless the installed vLLM is one that this engine was tried with."""
+    problem = vllm_problem()
+    if problem:
+        raise ConfigError(problem)
+
+
+def set_environment(tensor_parallel: int) -> None:
+    """Variables that vLLM's processes read; what the user exported stays."""
+    on_cpu = CPU_ENVIRONMENT if current_platform.is_cpu() else {}
+    # Alone on a CPU the worker runs inside vLLM's engine process; two processes would only add a hop per step.
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and tensor_parallel == 1 else {}
+    for name, value in {**ENVIRONMENT, **on_cpu, **alone}.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+
+
+def engine_args(config: Config) -> AsyncEngineArgs:
+    """Our arguments, with `engine.vllm` on top.
+
+    Raises:
+        ConfigError: vLLM, the device or the model cannot do what is asked; the message names the setting.
+    """
+    check_version()
+    check_device(config)
+    log.info("vLLM draws tokens from a generator of its own: they do not follow seed=%d", config.seed)
+    own: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.engine.dtype,
+        # Its own for every engine: with one seed all workers would draw the same numbers in the same order.
+        "seed": secrets.randbits(31),
+        "max_num_seqs": config.engine.max_sequences,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        # -1: the longest that fits the KV cache, at most what the model was made for.
+        "max_model_len": config.engine.max_model_len or -1,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "trust_remote_code": False,
+        # The default is before temperature, which is not what tokens are sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    own |= adapter_args(config)
+    check_extra(config.engine.vllm, own)
+    # Left to itself vLLM takes Ray's inside a placement group: see `checks.engine.engine_processes_are_its_own`.
+    own["distributed_executor_backend"] = "uni" if config.engine.tensor_parallel == 1 else "mp"
+    kv_mb = config.engine.kv_cache_mb
+    if current_platform.is_cpu():
+        check_memory(config)
+        # Without a size vLLM takes 92 % of the machine's memory.
+        own |= {"kv_cache_memory_bytes": (kv_mb or CPU_KV_MB) << 20, "enforce_eager": True}
+    elif kv_mb:
+        own["kv_cache_memory_bytes"] = kv_mb << 20
+    return AsyncEngineArgs(**own | dict(config.engine.vllm))
+
+
+def check_memory(config: Config) -> None:
+    """Before a start that takes vLLM half a minute, and that each restart of the worker would repeat."""
+    wanted_mb = config.engine.kv_cache_mb * config.engine.tensor_parallel
+    machine_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    if wanted_mb > machine_mb:
+        raise ConfigError(
+            f"engine.kv_cache_mb={config.engine.kv_cache_mb} for each of engine.tensor_parallel="
+            f"{config.engine.tensor_parallel} processes is more than the {machine_mb} MiB of this machine. Lower it"
+        )
+
+
+def adapter_args(config: Config) -> dict[str, Any]:
+    """With LoRA: one slot for every version that a batch may still hold tokens of, and one for the version coming in.
+
+    Raises:
+        ConfigError: a rank for which vLLM has no slots.
+    """
+    rank = config.model.lora_rank
+    if rank == 0:
+        return {}
+    sizes = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    if not sizes:
+        raise ConfigError(f"model.lora_rank={rank}: vLLM has slots up to {max(get_args(MaxLoRARanks))}. Lower it")
+    return {"enable_lora": True, "max_lora_rank": min(sizes), "max_loras": config.replay.max_staleness + 2}
+
+
+def check_extra(extra: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """`engine.vllm` may hold any argument of vLLM that no setting of ours stands for."""
+    known = {item.name for item in fields(AsyncEngineArgs)}
+    for key in extra:
+        if key in own:
+            raise ConfigError(f"engine.vllm.{key} is set by asyncrl itself; see the other settings under engine")
+        if key not in known:
+            raise ConfigError(f"engine.vllm.{key}: vLLM has no such engine argument.{nearest(key, known)}")
+
+
+def check_device(config: Config) -> None:
+    device, cpu = config.engine.device, current_platform.is_cpu()
+    if device.startswith("cuda:"):
+        raise ConfigError(f"engine.device={device}: vLLM picks its own GPUs. Set CUDA_VISIBLE_DEVICES instead")
+    if (device == "cuda" and cpu) or (device == "cpu" and not cpu):
+        built = "a CPU" if cpu else "a GPU"
+        raise ConfigError(f"engine.device={device}, but this vLLM was built for {built}. Use engine.device=auto")
+
+
+def read_model_config(path: str) -> PreTrainedConfig:
+    """The text config of the model that vLLM is going to serve.
+
+    Raises:
+        ConfigError: no config, or a head dimension that vLLM's attention does not have on this device.
+    """
+    try:
+        model = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path} has no config that transformers can read: {error}") from error
+    head_dim = model.head_dim if hasattr(model, "head_dim") and model.head_dim else 0
+    head_dim = head_dim or model.hidden_size // model.num_attention_heads
+    if current_platform.is_cpu() and head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"model.path={path} has head_dim {head_dim}; vLLM on CPU has attention for "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))} only. Use engine=transformers"
+        )
+    return model

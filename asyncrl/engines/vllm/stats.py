@@ -1,0 +1,51 @@
+"""vLLM's own metrics, summed up as they come: what the worker reports, and what the admission window looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from asyncrl.engines.vllm.admission import KvLoad
+
+
+class EngineMeter:
+    """Totals since start. Written on the engine's loop, read from any thread."""
+
+    def __init__(self, on_step: Callable[[KvLoad], None]) -> None:
+        self.generated_tokens = 0
+        self.prefill_tokens = 0
+        self.cached_tokens = 0
+        self.steps = 0
+        self.preemptions = 0
+        self.running = 0
+        self.usage = 0.0
+        self._on_step = on_step
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """`SchedulerStats` and `IterationStats` of one step; either may be missing."""
+        if iteration is not None:
+            self.generated_tokens += iteration.num_generation_tokens
+            self.prefill_tokens += iteration.prompt_token_stats.computed
+            self.cached_tokens += iteration.prompt_token_stats.cached_tokens
+            self.preemptions += iteration.num_preempted_reqs
+        if scheduler is not None:
+            self.steps += 1
+            self.running, self.usage = scheduler.num_running_reqs, scheduler.kv_cache_usage
+            self._on_step(KvLoad(usage=self.usage, preemptions=self.preemptions))
+
+
+class MeterLogger(StatLoggerBase):
+    """What vLLM calls after every step; `stat_loggers` wants a factory, `functools.partial` of this with the meter."""
+
+    def __init__(self, meter: EngineMeter, vllm_config: Any, engine_index: int = 0) -> None:
+        self._meter = meter
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        self._meter.record(scheduler_stats, iteration_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

@@ -1,0 +1,185 @@
+"""Our end of vLLM's weight transfer, in each of its worker processes: receive on a side thread, load in one go.
+
+    join, receive, read    on the side thread, while the engine generates; the bytes go to staging
+    load                   between two steps of a paused engine: start -> update -> finish, from staging
+
+Every worker is a rank of its own in the weight group and stages whole Hugging Face tensors; vLLM's loaders take from
+them what belongs to its share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
+
+from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
+from asyncrl.engines.vllm.reload import abandon_reload, check_all_loaded, forget_packed_experts, repack_tied_heads
+from asyncrl.weights.broadcast.staging import Seat, Staging
+
+_ORPHAN_LOOK_S = 1.0
+_PATIENCE_S = 5.0
+"""For the job before to notice that its group was left."""
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    seat: dict[str, Any] = field(default_factory=dict)
+    """As from `asdict(Seat)`; its rank is that of this engine's first worker."""
+
+
+@dataclass
+class LoadInfo(WeightTransferUpdateInfo):
+    """Nothing: what is loaded lies in staging already."""
+
+
+class SideJob:
+    """One piece of work on the side thread, and what became of it; the next begins when it has ended."""
+
+    def __init__(self, work: Callable[[], list[str]], after: SideJob | None) -> None:
+        self.prints: list[str] = []
+        self.error = ""
+        self._work, self._after = work, after
+        self._thread = threading.Thread(target=self._main, name="weights-side-job", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            if self._after is not None:
+                self._after._thread.join(_PATIENCE_S)
+                if not self._after.done():
+                    raise RuntimeError("the job before it has not ended")
+                self._after = None
+            self.prints = self._work()
+        except Exception as error:  # thread boundary: the engine asks for it with `poll`
+            self.error = f"{type(error).__name__}: {error}"
+
+
+class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
+    """What the plugin registers with vLLM: it makes one per worker process, under the name `plugin.BACKEND`."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = LoadInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._cuda = device.type == "cuda"
+        self._staging = Staging(device if self._cuda else None)
+        self._file: Mapping[str, torch.Tensor] | None = None
+        self._job: SideJob | None = None
+        owner = int(os.environ[OWNER_VARIABLE])
+        threading.Thread(target=_end_with_owner, args=(owner, os.getppid()), daemon=True).start()
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        parallel = self.parallel_config
+        ours = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        seat = Seat(**init_info.seat)
+        seat = replace(seat, rank=seat.rank + ours)
+        self._job = SideJob(lambda: self._join(seat), self._job)
+
+    def begin(self, kind: str, payload: dict[str, Any]) -> str:
+        jobs: dict[str, Callable[[], list[str]]] = {
+            "receive": lambda: self._receive(payload),
+            "read": lambda: self._read(payload["path"]),
+        }
+        if kind not in jobs:
+            return f"unknown job {kind!r}"
+        self._job = SideJob(jobs[kind], self._job)
+        return ""
+
+    def poll(self) -> list[Any]:
+        job = self._job
+        return [job.done(), job.prints, job.error] if job is not None else [True, [], "no job was begun"]
+
+    def start_weight_update(self) -> None:
+        if not self._cuda:
+            forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        # Not the base class' way: its torch.accelerator.synchronize() raises on a torch without accelerators.
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: LoadInfo) -> None:
+        tensors = self.staged()
+        self.model.load_weights(list(tensors.items()))  # pyright: ignore[reportCallIssue]
+        check_all_loaded(self.model)
+
+    def staged(self) -> Mapping[str, torch.Tensor]:
+        """What came last, from the group or from a file."""
+        return self._file if self._file is not None else self._staging.staged()
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._file = None
+        if not self._cuda:
+            repack_tied_heads(self.model)
+
+    def reset(self) -> None:
+        """After a load that failed."""
+        abandon_reload(self.model)
+        self.reset_weight_update_target()
+
+    def shutdown(self) -> None:
+        self._staging.leave()
+
+    def _join(self, seat: Seat) -> list[str]:
+        # vLLM pins NCCL settings for its own groups; one shared with the learner, which has others, would hang.
+        with unpinned_nccl_env() if self._cuda else nullcontext():
+            if self._cuda:
+                # Else torch's watchdog ends this process when a learner dies; our own deadlines end only the group.
+                os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            self._staging.join(seat)
+        return []
+
+    def _receive(self, event: dict[str, Any]) -> list[str]:
+        self._file = None
+        return self._staging.receive(event)
+
+    def _read(self, path: str) -> list[str]:
+        self._file = load_file(path)
+        return []
+
+
+def _end_with_owner(owner: int, parent: int) -> None:
+    """waits for: the death of the rollout worker, however long the run; unblocked by: that.
+
+    One that is killed closes nothing: its engine would go on holding memory, and the GPU, for ever. With tensor
+    parallelism `parent` is vLLM's engine process, which does not notice it either.
+    """
+    while os.getppid() == parent and (parent == owner or _parent_of(parent) == owner):
+        time.sleep(_ORPHAN_LOOK_S)
+    if parent != owner and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os._exit(1)
+
+
+def _parent_of(pid: int) -> int:
+    """0 when there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return int(status.partition("PPid:")[2].split(maxsplit=1)[0])

@@ -1,0 +1,58 @@
+"""Tasks of reasoning-gym by name. Only processes that score or write rows import this: its import takes seconds, and
+its scorers evaluate text that a model wrote."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from reasoning_gym import create_dataset
+from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import extract_answer
+
+from asyncrl.errors import ConfigError
+
+KEPT = 256
+"""Data sets that are kept made."""
+
+
+COMPOSED = "composite"
+"""Made of others, which its config names: nothing without one."""
+
+
+def names() -> list[str]:
+    """All that need no config."""
+    return sorted(set(DATASETS) - {COMPOSED})
+
+
+def entry_of(task: str, seed: int, size: int, index: int, config: str = "{}") -> dict[str, Any]:
+    """The question, its answer and what the scorer needs, made again: a pure function of these.
+
+    Raises:
+        ConfigError: there is no such task, or not with this config.
+    """
+    return _dataset(task, seed, size, config)[index]
+
+
+def score(task: str, seed: int, size: int, index: int, config: str, reply: str, tagged: bool) -> float:
+    """What the task gives for a reply, 0 to 1.
+
+    Args:
+        config: of the task, as JSON.
+        tagged: the answer stands between <answer> and </answer>; there is none where they are missing.
+    """
+    answer = extract_answer(reply) if tagged else reply.strip()
+    dataset = _dataset(task, seed, size, config)
+    return float(dataset.score_answer(answer=answer, entry=dataset[index]))
+
+
+@functools.lru_cache(KEPT)
+def _dataset(task: str, seed: int, size: int, config: str) -> Any:
+    if task not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no task {task!r}. It has: {', '.join(names())}")
+    try:
+        return create_dataset(task, seed=seed, size=size, **json.loads(config))
+    # Each task checks its own settings, with assertions and errors of all kinds.
+    except Exception as error:
+        raise ConfigError(f"reasoning-gym's task {task} cannot be made with {config}: {error}") from error

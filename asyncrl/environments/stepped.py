@@ -1,0 +1,80 @@
+"""Games by turns: a class with `reset` and `step`, of which each episode has one object."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.chat.base import Message
+from asyncrl.environments.chat import ChatEnvironment
+from asyncrl.environments.conversation import Conversation, EpisodeOver
+from asyncrl.errors import EpisodeError
+
+NEEDED = ("reset", "step")
+
+
+def is_stepped(made: Any) -> bool:
+    """Whether a class, or an object, is such a game."""
+    return all(callable(getattr(made, name, None)) for name in NEEDED)
+
+
+class Stepped(ChatEnvironment):
+    """`reset(row)` gives what the policy reads before its first turn, beside the row's messages; `step(text)` takes its
+    reply and gives `(what it reads next, reward, done)`, or Gymnasium's five. The episode's reward is their sum.
+
+    Args:
+        factory: makes one game.
+        args: what it is made with.
+    """
+
+    def __init__(self, factory: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self._factory, self._args = factory, dict(args)
+
+    async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
+        game = self._factory(**self._args)
+        for message in _messages(await _awaited(game.reset(row))):
+            chat.add(message)
+        total = 0.0
+        while True:
+            try:
+                reply = await chat.reply()
+            except EpisodeOver:
+                if not chat.replies:
+                    raise
+                return total
+            observation, reward, done = _step(await _awaited(game.step(reply.content)))
+            total += reward
+            if done:
+                return total
+            for message in _messages(observation):
+                chat.add(message)
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _step(answer: Any) -> tuple[Any, float, bool]:
+    """Raises EpisodeError for what is no step."""
+    if isinstance(answer, tuple) and len(answer) == 3:
+        observation, reward, done = answer
+    elif isinstance(answer, tuple) and len(answer) == 5:
+        observation, reward, done = answer[0], answer[1], answer[2] or answer[3]
+    else:
+        raise EpisodeError(
+            "step() returns (observation, reward, done), or (observation, reward, terminated, truncated, info); "
+            f"{answer!r:.80} came"
+        )
+    return observation, float(reward), bool(done)
+
+
+def _messages(observation: Any) -> list[Message]:
+    """Of a text, of messages, or of nothing; Gymnasium's `(observation, info)` too."""
+    if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
+        observation = observation[0]
+    if observation is None or observation == "":
+        return []
+    if isinstance(observation, list):
+        return observation
+    return [{"role": "user", "content": str(observation)}]

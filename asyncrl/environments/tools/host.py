@@ -1,0 +1,139 @@
+"""`python -m asyncrl.environments.tools.host FUNCTIONS CONTROL_FD PARENT_PID`: where tools of the user run.
+
+This process imports them once and says what they are; each byte that comes on the control socket brings the socket of a
+new session, for which it forks. A session is killed alone: one that hangs or crashes takes nothing else with it.
+
+consumes:     sockets of sessions on the control socket; calls on a session's own
+waits for:    the next of them, without a deadline: the worker owns the deadlines, and kills a session past one
+unblocked by: the worker writing, or closing its end (end of file: exit)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.environments.tools.schema import CallFault, Tool, tool_of, tools_of_class
+from asyncrl.errors import ConfigError
+from asyncrl.family import die_with_parent
+from asyncrl.own_code import load_function
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.rewards.wire import FrameBuffer, pack_frame
+from asyncrl.storage.log_stream import keep_logging
+
+SETTING = "environment.args.functions"
+READ_BYTES = 1 << 16
+
+
+class Toolbox:
+    """All tools by name. Of a class there is one object per session, made at its first call."""
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        """Raises ConfigError: one cannot be loaded, has no types, or two have one name."""
+        self.tools: dict[str, Tool] = {}
+        self._owners: dict[str, type] = {}
+        self._objects: dict[type, Any] = {}
+        for function in functions:
+            self._add(function, load_function(function, SETTING))
+
+    @property
+    def stateful(self) -> list[str]:
+        """Names of the tools that belong to a class."""
+        return sorted(self._owners)
+
+    def _add(self, where: str, found: Any) -> None:
+        given = f"{SETTING}={where}"
+        for tool in tools_of_class(found, given) if inspect.isclass(found) else [tool_of(found, given)]:
+            if tool.name in self.tools:
+                raise ConfigError(f"{given}: there are two tools named {tool.name}. Rename one")
+            self.tools[tool.name] = tool
+            if inspect.isclass(found):
+                self._owners[tool.name] = found
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
+        """Whether it did its work, and what the policy is told."""
+        tool = self.tools[name]
+        try:
+            given = tool.checked(arguments)
+            owner = self._owners.get(name)
+            if owner is not None and owner not in self._objects:
+                self._objects[owner] = owner()
+            bound = (self._objects[owner],) if owner is not None else ()
+            answer = tool.function(*bound, **given)
+            if inspect.iscoroutine(answer):
+                answer = asyncio.run(answer)
+            return True, _as_text(answer)
+        except CallFault as fault:
+            return False, f"Error: {fault}"
+        except Exception as error:  # user code at a process boundary: the policy is told
+            return False, f"Error: {type(error).__name__}: {error}"
+
+
+def _as_text(answer: Any) -> str:
+    if isinstance(answer, str):
+        return answer
+    return "" if answer is None else json.dumps(answer, ensure_ascii=False, default=str)
+
+
+def main(functions: Sequence[str], control_fd: int, parent_pid: int) -> int:
+    _leave_the_pipes()
+    make_streams_plain()
+    die_with_parent(parent_pid)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=control_fd)
+    control.set_inheritable(False)
+    try:
+        box = Toolbox(functions)
+    except ConfigError as error:
+        control.sendall(pack_frame(["refused", str(error)]))
+        return 2
+    control.sendall(pack_frame(["ready", [tool.spec for tool in box.tools.values()], box.stateful]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a session ended
+    own_pid = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return 0
+        for fd in fds:
+            if os.fork() == 0:
+                control.close()
+                _session(box, socket.socket(fileno=fd), own_pid)
+            os.close(fd)
+
+
+def _session(box: Toolbox, link: socket.socket, host_pid: int) -> None:
+    """Never returns."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # what a tool starts is killed with it
+        die_with_parent(host_pid)
+        link.sendall(pack_frame([os.getpid()]))
+        buffer = FrameBuffer()
+        while data := link.recv(READ_BYTES):
+            for call_id, name, arguments in buffer.feed(data):
+                link.sendall(pack_frame([call_id, *box.call(name, arguments)]))
+    except OSError:  # the worker has closed its end
+        pass
+    finally:
+        os._exit(0)  # not sys.exit: what the host has open is the host's
+
+
+def _leave_the_pipes() -> None:
+    """A `print` of a tool goes to the worker's log."""
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    keep_logging()
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,162 @@
+"""Tools of servers of the Model Context Protocol: one process per server and worker, kept by a thread of its own.
+
+consumes:     calls of episodes
+waits for:    the servers, each with a deadline
+unblocked by: their answers, their ends, or the deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from mcp import ClientSession, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp_types import PaginatedRequestParams
+
+from asyncrl.chat.base import ToolSpec
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0
+"""For a server to come up and name its tools."""
+STOP_S = 20.0
+MOST_PAGES = 100
+"""Of a server's list of tools."""
+
+
+class Servers:
+    """Starts all servers and knows which tool is whose.
+
+    Raises:
+        ConfigError: a server did not come up, or named no tools.
+    """
+
+    def __init__(self, commands: Sequence[str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._thread.start()
+        self._servers = [_Server(command) for command in commands]
+        self._owner: dict[str, _Server] = {}
+        self.specs: list[ToolSpec] = []
+        try:
+            for server in self._servers:
+                for spec in self._wait(server.start(), server.command):
+                    self._owner[spec["function"]["name"]] = server
+                    self.specs.append(spec)
+        except BaseException:
+            self.close()
+            raise
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether it did its work, and what the policy is told of it."""
+        future = self._submit(self._owner[name].call(name, dict(arguments), self._timeout_s))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        for server in self._servers:
+            with contextlib.suppress(FutureTimeout):
+                self._submit(server.stop()).result(STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, Any], command: str) -> Any:
+        try:
+            return self._submit(work).result(START_S)
+        except FutureTimeout as error:
+            raise ConfigError(f"environment.args.mcp: {command!r} named no tools within {START_S:g} s") from error
+
+
+class _Server:
+    """One process. Its streams belong to one task, which holds them open; calls come from others."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self._session: ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> list[ToolSpec]:
+        """Raises ConfigError."""
+        up: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._task = asyncio.create_task(self._keep(up))
+        return await up
+
+    async def _keep(self, up: asyncio.Future[list[ToolSpec]]) -> None:
+        words = shlex.split(self.command)
+        try:
+            given = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
+            async with stdio_client(given) as (read, write), ClientSession(read, write) as session:
+                await session.initialize()
+                specs = await _specs(session)
+                if not specs:
+                    raise ConfigError(f"environment.args.mcp: {self.command!r} has no tools")
+                self._session = session
+                up.set_result(specs)
+                await self._stop.wait()
+        # A server of the user, and a library that has many ways to say that it is gone.
+        except Exception as error:
+            if up.done():
+                log.warning("the MCP server %r is gone: %s: %s", self.command, type(error).__name__, error)
+            else:
+                known = error if isinstance(error, ConfigError) else None
+                up.set_exception(
+                    known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {error}")
+                )
+        finally:
+            self._session = None
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[bool, str]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._session is None:
+                    await self._restart()
+                assert self._session is not None
+                result = await self._session.call_tool(name, arguments)
+        except TimeoutError:
+            return False, f"Error: the call took longer than {timeout_s:g} s"
+        # Whatever the server or the library says of a call is told to the policy, and ends no worker.
+        except Exception as error:
+            return False, f"Error: {type(error).__name__}: {error}"
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        return not result.is_error, f"Error: {text}" if result.is_error else text
+
+    async def _restart(self) -> None:
+        async with self._starting:
+            if self._session is None:
+                await self.start()
+
+    async def stop(self) -> None:
+        self._stop.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=STOP_S / 2)
+            self._task.cancel()
+
+
+async def _specs(session: ClientSession) -> list[ToolSpec]:
+    found: list[ToolSpec] = []
+    cursor: str | None = None
+    for _ in range(MOST_PAGES):
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        for tool in page.tools:
+            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            found.append({"type": "function", "function": function})
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return found

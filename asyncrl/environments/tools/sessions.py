@@ -1,0 +1,191 @@
+"""The worker's side of `host`: one process that has the tools, and sessions of it that run them under a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.chat.base import ToolSpec
+from asyncrl.errors import ConfigError, EpisodeError, WireError
+from asyncrl.rewards.process import describe_exit
+from asyncrl.rewards.wire import FrameBuffer, pack_frame
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[3]
+START_S = 120.0
+"""For the host to import the functions, and for a session to be forked, on a machine that is busy."""
+READ_BYTES = 1 << 16
+
+
+class ToolHost:
+    """Starts the process and waits until it has imported the functions. It is started anew where it was lost.
+
+    Raises:
+        ConfigError: one of the functions cannot be used; the message says why.
+    """
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        self._functions = list(functions)
+        self.specs: list[ToolSpec] = []
+        self.stateful: set[str] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+        self.start()
+
+    def start(self) -> None:
+        """waits for: the import; unblocked by: its end, or START_S."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "asyncrl.environments.tools.host"),
+                    *(json.dumps(self._functions), str(theirs.fileno()), str(os.getpid())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
+            )
+        self._control = ours
+        head, *said = self._first_word(ours)
+        if head != "ready":
+            self.close()
+            raise ConfigError(said[0])
+        self.specs, self.stateful = said[0], set(said[1])
+
+    def _first_word(self, control: socket.socket) -> list[Any]:
+        control.settimeout(START_S)
+        buffer = FrameBuffer()
+        names = ", ".join(self._functions)
+        try:
+            while data := control.recv(READ_BYTES):
+                for frame in buffer.feed(data):
+                    return frame
+        except TimeoutError:
+            return ["refused", f"environment.args.functions: importing {names} took more than {START_S:g} s"]
+        assert self._process is not None
+        how = describe_exit(self._process.wait(START_S))
+        return ["refused", f"environment.args.functions: importing {names} ended its process ({how})"]
+
+    async def open(self) -> Session:
+        """A new session. Raises EpisodeError when there is none to be had."""
+        async with self._starting:
+            assert self._process is not None and self._control is not None
+            if self._process.poll() is not None:
+                self.close()
+                try:
+                    await asyncio.to_thread(self.start)
+                except ConfigError as error:
+                    raise EpisodeError(f"the process of the tools was lost and cannot be had again: {error}") from error
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise EpisodeError(f"the process of the tools is gone: {error}") from error
+        session = Session(*await asyncio.open_connection(sock=ours))
+        await session.begin()
+        return session
+
+    def close(self) -> None:
+        """Ends the host, and with it every session."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Session:
+    """One process that runs calls, one after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._buffer = FrameBuffer()
+        self._frames: list[list[Any]] = []
+        self._numbers = itertools.count()
+        self._pid = 0
+        self._turn = asyncio.Lock()
+        self.dead = False
+
+    async def begin(self) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                (self._pid,) = await self._frame()
+        except (TimeoutError, ConnectionError, WireError) as error:
+            self.kill()
+            raise EpisodeError(f"no process for tools: {type(error).__name__}: {error}") from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> tuple[bool, str]:
+        """Whether it did its work, and what the policy is told of it. One that does not end is killed."""
+        async with self._turn:
+            if self.dead:
+                return False, "Error: the tools of this episode were ended by an earlier call"
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._writer.write(pack_frame([next(self._numbers), name, dict(arguments)]))
+                    await self._writer.drain()
+                    _, done, text = await self._frame()
+                    return bool(done), str(text)
+            except TimeoutError:
+                said = f"the call took longer than {timeout_s:g} s and was ended"
+            except ConnectionError:
+                said = "the call ended its process"
+            except (WireError, ValueError) as error:
+                said = f"the call cannot be made: {error}"
+            except asyncio.CancelledError:
+                self.kill()
+                raise
+            self.kill()
+            return False, f"Error: {said}"
+
+    def kill(self) -> None:
+        """SIGKILL for it and all that it started."""
+        self.dead = True
+        self._writer.close()
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+    async def _frame(self) -> list[Any]:
+        """Raises ConnectionError when it is gone, WireError for what is no frame."""
+        while not self._frames:
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                raise ConnectionError("it is gone")
+            self._frames += self._buffer.feed(data)
+        return self._frames.pop(0)
+
+
+class SharedSessions:
+    """Sessions for functions without state: at most `most`, lent for one call each."""
+
+    def __init__(self, host: ToolHost, most: int) -> None:
+        self._host = host
+        self._free = asyncio.Semaphore(most)
+        self._idle: list[Session] = []
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[Session]:
+        """waits for: a session that is free; unblocked by: the end of another's call, which has a deadline."""
+        async with self._free:
+            session = self._idle.pop() if self._idle else await self._host.open()
+            try:
+                yield session
+            finally:
+                if not session.dead:
+                    self._idle.append(session)

@@ -1,0 +1,159 @@
+"""From the scores of all rows to a table: one line per `data_source` and one over all, each figure with an interval.
+
+The interval is a bootstrap over rows: rows are drawn again with replacement, with all their samples, since samples of
+one row are no independent measurements of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.evaluation.estimators import best_at_k, majority_at_k, pass_at_k
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+AT_ONCE = 1 << 20
+"""Drawn rows held in memory."""
+ALL = "all"
+"""Name of the line over every row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """The samples of one row that have a score."""
+
+    row: int
+    data_source: str = ""
+    """Empty: the row names none."""
+    scores: tuple[float, ...]
+    answers: tuple[str | None, ...] = ()
+    """Of the same samples; empty where no vote is to be counted."""
+    failed: int = 0
+    """Samples of this row that have none, whatever failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    value: float
+    low: float
+    high: float
+    rows: int
+    """Rows it is known from: those with enough samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLine:
+    name: str
+    """The `data_source`, or `ALL`."""
+    rows: int
+    samples: int
+    """That have a score."""
+    failed: int
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    """By metric: `avg@8`, `pass@1`, `maj@8`...; one that no row has enough samples for is left out."""
+
+
+def ks_of(samples: int) -> tuple[int, ...]:
+    """1, 2, 4 ... and `samples` itself: at which k to report."""
+    powers = [1 << place for place in range(samples.bit_length())]
+    return tuple(sorted({k for k in powers if k <= samples} | {samples}))
+
+
+def tabulate(
+    rows: Iterable[RowScores], *, samples: int, pass_score: float = 1.0, seed: int = 0
+) -> tuple[TableLine, ...]:
+    """A line per `data_source`, by name, and that over all rows last.
+
+    Args:
+        samples: drawn per row; rows with fewer scores are in no estimate that needs more than they have.
+        pass_score: a sample passes with at least this score.
+        seed: of the bootstrap and the votes.
+    """
+    known = sorted(rows, key=lambda row: row.row)
+    values = _per_row(known, samples, pass_score, seed)
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(known):
+        places.setdefault(row.data_source, []).append(place)
+    named = sorted(name for name in places if name)
+    lines = [_line(name, known, places[name], values, seed) for name in named if len(places) > 1]
+    return (*lines, _line(ALL, known, range(len(known)), values, seed))
+
+
+def figures_of(row: RowScores, *, samples: int, pass_score: float = 1.0, seed: int = 0) -> dict[str, float]:
+    """Of one row: the figures that it has enough samples for; `maj@k` where its answers are given."""
+    found = {f"avg@{samples}": math.fsum(row.scores) / len(row.scores)} if row.scores else {}
+    passed = sum(score >= pass_score for score in row.scores)
+    for k in ks_of(samples):
+        if len(row.scores) >= k:
+            found |= {f"pass@{k}": pass_at_k(len(row.scores), passed, k), f"best@{k}": best_at_k(row.scores, k)}
+            if row.answers:
+                found[f"maj@{k}"] = majority_at_k(row.answers, row.scores, k, seed + row.row)
+    return found
+
+
+def _per_row(rows: Sequence[RowScores], samples: int, pass_score: float, seed: int) -> dict[str, NDArray[np.float64]]:
+    """Metric -> [rows], NaN where a row has too few samples."""
+    votes = any(answer is not None for row in rows for answer in row.answers)
+    figures = [figures_of(row, samples=samples, pass_score=pass_score, seed=seed) for row in rows]
+    names = dict.fromkeys(name for row in figures for name in row if votes or not name.startswith("maj@"))
+    return {name: np.array([row.get(name, math.nan) for row in figures], np.float64) for name in names}
+
+
+def _line(
+    name: str, rows: Sequence[RowScores], places: Sequence[int], values: Mapping[str, NDArray[np.float64]], seed: int
+) -> TableLine:
+    own = [rows[place] for place in places]
+    taken = {metric: column[list(places)] for metric, column in values.items()}
+    return TableLine(
+        name=name,
+        rows=len(own),
+        samples=sum(len(row.scores) for row in own),
+        failed=sum(row.failed for row in own),
+        estimates=bootstrap(taken, seed),
+    )
+
+
+def bootstrap(values: Mapping[str, NDArray[np.float64]], seed: int) -> dict[str, Estimate]:
+    """Mean of each metric over the rows that have it, with the `CONFIDENCE` percentile interval. All metrics see the
+    same draws of rows.
+
+    Args:
+        values: metric -> [R], NaN where a row has no value.
+    """
+    kept = {name: column for name, column in values.items() if not np.isnan(column).all()}
+    if not kept:
+        return {}
+    columns = np.stack(list(kept.values()), axis=1)
+    known = ~np.isnan(columns)
+    filled = np.where(known, columns, 0.0)
+    means = np.concatenate([_means(counts, filled, known) for counts in _draws(len(columns), seed)])
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.nanpercentile(means, [tail, 100 - tail], axis=0)
+    value = filled.sum(axis=0) / known.sum(axis=0)
+    return {
+        name: Estimate(
+            value=float(value[place]), low=float(low[place]), high=float(high[place]), rows=int(known[:, place].sum())
+        )
+        for place, name in enumerate(kept)
+    }
+
+
+def _draws(rows: int, seed: int) -> Iterator[NDArray[np.float64]]:
+    """How often each row was drawn in each of `RESAMPLES` draws, [D, rows] at a time: all together may not fit."""
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
+    together = max(1, AT_ONCE // rows)
+    for start in range(0, RESAMPLES, together):
+        draws = min(together, RESAMPLES - start)
+        places = generator.integers(0, rows, (draws, rows)) + np.arange(draws)[:, None] * rows
+        yield np.bincount(places.ravel(), minlength=draws * rows).reshape(draws, rows).astype(np.float64)
+
+
+def _means(counts: NDArray[np.float64], filled: NDArray[np.float64], known: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[D, metrics], NaN where no drawn row has the metric."""
+    weights = counts @ known.astype(np.float64)
+    return np.divide(counts @ filled, weights, out=np.full_like(weights, np.nan), where=weights > 0)

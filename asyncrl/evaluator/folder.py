@@ -1,0 +1,118 @@
+"""The folder of an evaluation: whose it is, which rows are done, and its results.
+
+    runs/eval-.../  made_of.json  samples.jsonl  results.json
+
+`made_of.json` says what the evaluation is made of (`identity.py`), `samples.jsonl` grows row by row: a start that finds
+both goes on with the rows that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import RunFolderError
+from asyncrl.evaluator.identity import differences
+from asyncrl.evaluator.samples import Sample, by_row, is_done, to_line
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.lines import open_kept, read_lines
+from asyncrl.storage.occupancy import alone_in, holders
+from asyncrl.storage.sealed import replace_text
+
+EVAL_FILE = "made_of.json"
+SAMPLES_FILE = "samples.jsonl"
+RESULTS_FILE = "results.json"
+
+
+class EvalFolder:
+    """One evaluation of `rows` rows with `samples` samples each; see `opened`."""
+
+    def __init__(self, path: Path, *, rows: int, samples: int, patience: Patience) -> None:
+        self.path, self._patience = path, patience
+        self._rows, self._samples = rows, samples
+        self._lines = open_kept(path / SAMPLES_FILE, lambda _: True, patience)
+        self.done = by_row(line for line in read_lines(path / SAMPLES_FILE).rows if line.get("row", rows) < rows)
+        """Row -> its samples, failed ones included."""
+
+    def missing(self) -> list[int]:
+        """Rows still to be made: those without samples, and those of which some have failed."""
+        return [row for row in range(self._rows) if not is_done(self.done.get(row, ()), self._samples)]
+
+    def add(self, row: int, samples: Sequence[Sample]) -> None:
+        """Keep the samples of a row, all or none. Waits for space on a full disk; raises DiskFullError."""
+        self._lines.append((to_line(sample) for sample in samples), ensure_ascii=False, allow_nan=False)
+        self.done[row] = list(samples)
+
+    def write_results(self, results: Mapping[str, Any]) -> Path:
+        path = self.path / RESULTS_FILE
+        _write(path, results, self._patience)
+        return path
+
+
+@contextmanager
+def opened(
+    path: Path, made_of: Mapping[str, Any], *, samples: int, patience: Patience, overwrite: bool
+) -> Iterator[EvalFolder]:
+    """The folder, made or found again, for as long as nobody else evaluates in it.
+
+    Args:
+        made_of: see `identity`; `eval.rows` is how many rows there are.
+
+    Raises:
+        RunFolderError: it is somebody else's: another evaluation's, that of a run, or in use right now.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"run.dir={path} cannot be made: {error.strerror or error}. Give another run.dir"
+        ) from error
+    with alone_in(path) as alone:
+        if not alone:
+            raise RunFolderError(
+                f"run.dir={path} belongs to an evaluation that is going on right now{holders(path)}. Stop that one "
+                "first, or give another run.name"
+            )
+        _take(path, made_of, overwrite, patience)
+        yield EvalFolder(path, rows=int(made_of["eval.rows"]), samples=samples, patience=patience)
+
+
+def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Patience) -> None:
+    """Raises RunFolderError where `path` holds something else than the evaluation that is `made_of` this."""
+    file = path / EVAL_FILE
+    if not file.is_file() and any(entry.name != f"{EVAL_FILE}.tmp" for entry in path.iterdir()):
+        raise RunFolderError(
+            f"run.dir={path} holds files but no {EVAL_FILE}, so it is no folder of an evaluation and is left alone. "
+            "Give another run.dir or run.name"
+        )
+    if file.is_file() and overwrite:
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    if not file.is_file():
+        _write(file, {"made_of": made_of}, patience)
+        return
+    changed = differences(_made_of(file), made_of)
+    if changed:
+        raise RunFolderError(
+            f"run.dir={path} holds an evaluation with other settings: {'; '.join(changed)}. Give those of before to go "
+            "on with it, another run.name, or overwrite=true to begin anew"
+        )
+
+
+def _made_of(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text())["made_of"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{file} cannot be read ({type(error).__name__}: {error}), so nobody knows what the samples beside it are "
+            "of. Give another run.name, or overwrite=true to begin anew"
+        ) from error
+
+
+def _write(path: Path, values: Mapping[str, Any], patience: Patience) -> None:
+    text = json.dumps(values, indent=1) + "\n"
+    patience.through(path, len(text), lambda: replace_text(path, text))

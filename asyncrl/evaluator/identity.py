@@ -1,0 +1,95 @@
+"""What an evaluation is made of: the settings, and the contents of the files they name, that its samples depend on.
+
+Samples of two of them must never be counted as one; what merely counts them (`eval.answer`, `eval.pass_score`) may
+change between two starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl.checks.sources import places, sources
+from asyncrl.config import by_key, config_to_dict
+from asyncrl.schema import Config
+
+ROOMS = ("model.", "data.", "environment.", "reward.")
+"""Whose settings count, but for those below."""
+ALONE = ("seed", "engine.name", "engine.dtype", "rollout.max_new_tokens", "eval.samples", "eval.temperature")
+NOT_OF_A_SAMPLE = (
+    *("model.dtype", "model.activation_checkpointing", "model.lora_rank", "model.lora_alpha", "model.lora_targets"),
+    *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
+)
+FILES = ("model.path", "environment.name", "reward.function", "reward.model")
+WHOLE_BYTES = 64 << 20
+"""Larger files are known by both their ends and their length: every tensor of a trained model is another one."""
+END_BYTES = 1 << 20
+
+
+def identity(config: Config, rows: int) -> dict[str, Any]:
+    """By setting, as it is typed; what files hold, by the setting that names them.
+
+    Args:
+        rows: how many of the dataset are evaluated.
+
+    Raises:
+        DataError: there are no such rows.
+    """
+    settings = json.loads(json.dumps(by_key(config_to_dict(config)), default=str))
+    kept = {
+        key: value
+        for key, value in settings.items()
+        if key in ALONE or (key.startswith(ROOMS) and key not in NOT_OF_A_SAMPLE)
+    }
+    held = {f"{key} (what its files hold)": content for key in FILES if (content := _content(settings.get(key)))}
+    content = _content([place.path for source in sources(config.data) for place in places(source)])
+    held |= {"data.path (what its files hold)": content} if content else {}
+    return {**kept, **held, "eval.rows": rows}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new`, sorted."""
+    keys = sorted({*before, *now})
+    return [
+        f"{key}: {before.get(key, '(none)')} -> {now.get(key, '(none)')}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def digest(made_of: Mapping[str, Any]) -> str:
+    """8 hex digits."""
+    return xxhash.xxh3_64(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _content(given: Any) -> str:
+    """Hash of the files at a path, of code by its path (`file.py:name`), or of several; empty where none is here."""
+    if isinstance(given, list):
+        return " ".join(filter(None, map(_content, given)))
+    if not isinstance(given, str) or not given:
+        return ""
+    place = given.rpartition(":")[0]
+    path = Path(place if place.endswith(".py") else given)
+    if path.is_file():
+        return _hash([path])
+    return _hash(sorted(file for file in path.rglob("*") if file.is_file())) if path.is_dir() else ""
+
+
+def _hash(files: Iterable[Path]) -> str:
+    found = xxhash.xxh3_64()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                while part := file.read(END_BYTES):
+                    found.update(part)
+            else:
+                found.update(file.read(END_BYTES))
+                file.seek(-END_BYTES, 2)
+                found.update(file.read(END_BYTES))
+    return found.hexdigest()

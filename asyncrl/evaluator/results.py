@@ -1,0 +1,83 @@
+"""From the samples of an evaluation to `results.json` and the table that is printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl.evaluation.table import ALL, CONFIDENCE, TableLine, tabulate
+from asyncrl.evaluator.samples import Sample, scores_of
+from asyncrl.schema import Config
+
+REASONS = 5
+"""Kinds of failures that are told."""
+SHOWN = 300
+"""Characters of each."""
+
+
+def table_of(config: Config, done: Mapping[int, Sequence[Sample]]) -> tuple[TableLine, ...]:
+    settings = config.eval
+    rows = (scores_of(row, samples, settings.answer) for row, samples in done.items())
+    return tabulate(rows, samples=settings.samples, pass_score=settings.pass_score, seed=config.seed)
+
+
+def results(
+    config: Config, made_of: Mapping[str, Any], table: Sequence[TableLine], done: Mapping[int, Sequence[Sample]]
+) -> dict[str, Any]:
+    """What `results.json` holds."""
+    return {
+        "model": config.model.path,
+        "samples": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "pass_score": config.eval.pass_score,
+        "answer": config.eval.answer,
+        "confidence": CONFIDENCE,
+        "table": [_plain(line) for line in table],
+        "failures": dict(reasons(done)),
+        "made_of": dict(made_of),
+    }
+
+
+def _plain(line: TableLine) -> dict[str, Any]:
+    figures = {name: asdict(estimate) for name, estimate in line.estimates.items()}
+    return {"name": line.name, "rows": line.rows, "samples": line.samples, "failed": line.failed, **figures}
+
+
+def reasons(done: Mapping[int, Sequence[Sample]]) -> list[tuple[str, int]]:
+    """Why samples failed, the commonest first, with how many."""
+    counted = Counter(sample.failed[:SHOWN] for samples in done.values() for sample in samples if sample.failed)
+    return counted.most_common(REASONS)
+
+
+def text_of(table: Sequence[TableLine], samples: int) -> list[str]:
+    """The table as lines: of every data source, then over all."""
+    metrics = shown_metrics(table, samples)
+    head = ["data_source", "rows", "failed", *metrics]
+    body = [
+        [line.name, str(line.rows), str(line.failed), *(_figure(line, metric) for metric in metrics)] for line in table
+    ]
+    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *body]
+    ]
+
+
+def shown_metrics(table: Sequence[TableLine], samples: int) -> list[str]:
+    """Those that say something of their own: of right and wrong scores pass@1 is the average and best@k is pass@k.
+    `results.json` has all."""
+    (whole,) = [line for line in table if line.name == ALL]
+    known, average = whole.estimates, f"avg@{samples}"
+    twins = {"pass@1": average, f"best@{samples}": f"pass@{samples}" if samples > 1 else average}
+    wanted = dict.fromkeys((average, "pass@1", f"pass@{samples}", f"maj@{samples}" * (samples > 1), f"best@{samples}"))
+    return [
+        metric
+        for metric in wanted
+        if metric in known and (metric not in twins or abs(known[metric].value - known[twins[metric]].value) > 1e-9)
+    ]
+
+
+def _figure(line: TableLine, metric: str) -> str:
+    found = line.estimates.get(metric)
+    return "" if found is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

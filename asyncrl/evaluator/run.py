@@ -1,0 +1,100 @@
+"""From a config to a running evaluation: tokenizer, environment, rewards, engine, loop; and back down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.engines.base import Engine, GenerateRequest
+from asyncrl.engines.factory import make_engine
+from asyncrl.evaluator.folder import EvalFolder
+from asyncrl.evaluator.loop import EvalPlan, Evaluator
+from asyncrl.rollout.concurrency import prompts_that_fill
+from asyncrl.rollout.end_watch import EndWatch
+from asyncrl.rollout.loop_watch import LoopWatch
+from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.reward_watch import RewardWatch
+from asyncrl.rollout.rewards import make_rewards
+from asyncrl.rollout.wiring import environment_of, load_texts, make_runner
+from asyncrl.schema import Config
+from asyncrl.types import Completion
+
+VERSION = 0
+"""Of the weights in the model's folder, which no learner has published."""
+
+
+class FixedWeights:
+    """An engine that serves the weights it was made with, as the episodes of an evaluation see it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def max_length(self) -> int:
+        return self._engine.max_length
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """As `Engine.generate`. Tokens are of VERSION: an engine before its first load gives them none, and a check of
+        episodes asks for one."""
+        completions = await self._engine.generate(request)
+        return [replace(one, policy_versions=np.full(len(one.token_ids), VERSION, np.int32)) for one in completions]
+
+
+def run_rows(config: Config, todo: Sequence[int], folder: EvalFolder, say: Callable[[str], None]) -> None:
+    """Evaluate rows `todo` into `folder`, in an event loop of its own.
+
+    Raises:
+        KeyboardInterrupt, CancelledError: Ctrl-C; SIGTERM. What is in the folder by then stays.
+        AsyncRLError: see `Evaluator.run`, and what the parts raise when they start.
+    """
+    # vLLM's dependencies bring uvloop; a worker has the same loop under every host.
+    transformers_logging.disable_progress_bar()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    ending = EndWatch()
+    try:
+        asyncio.run(_run(config, todo, folder, say, ending))
+    finally:
+        ending.over()
+
+
+async def _run(
+    config: Config, todo: Sequence[int], folder: EvalFolder, say: Callable[[str], None], ending: EndWatch
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    texts = load_texts(config)
+    environment = environment_of(config, texts)
+    report, patience_s = WorkerReport(), config.replay.wait_timeout_s / 2
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = await stack.enter_async_context(make_rewards(config))
+        engine = make_engine(config)
+        stack.push_async_callback(engine.close)
+        report.add(engine.stats)
+        runner = make_runner(
+            config, texts, FixedWeights(engine), environment, rewards, report=report, watch=RewardWatch()
+        )
+        say("the engine is ready")
+        evaluator = Evaluator(
+            runner,
+            texts.prompts,
+            EvalPlan(
+                samples=config.eval.samples,
+                sampling=replace(texts.sampling, temperature=config.eval.temperature),
+                seed=config.seed,
+                together=prompts_that_fill(config.engine.max_sequences, config.eval.samples),
+                wait_timeout_s=patience_s,
+                max_failure_share=config.reward.max_failure_share,
+            ),
+            progress=report.progress,
+            keep=folder.add,
+            say=say,
+        )
+        with LoopWatch(limit_s=patience_s), ending:
+            await evaluator.run(todo)

@@ -1,0 +1,179 @@
+"""Processes of this machine: what lives below whom, who dies with whom, and who stands still.
+
+`python -m asyncrl.family with PARENT COMMAND...`   becomes COMMAND, which the kernel kills when PARENT dies
+`python -m asyncrl.family after PARENT`             waits for the end of PARENT and kills whatever it had started
+
+The second is for what the first cannot reach: agents of Ray, processes that an environment started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+LOOK_S = 1.0
+"""Between two looks of who is remembered as a descendant."""
+STOPPED = ("T", "t")
+ENDED = ("Z", "X", "x")
+"""States as in /proc/PID/stat."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process beyond doubt: the pid alone may belong to another by the time it is used."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """None when it is gone, or where there is no /proc."""
+        found = _read_stat(pid)
+        return None if found is None else cls(pid, found.started)
+
+    def state(self) -> str:
+        """A letter as in /proc/PID/stat; empty when it is gone."""
+        found = _read_stat(self.pid)
+        return found.state if found is not None and found.started == self.started else ""
+
+    def alive(self) -> bool:
+        """In the process table, if only as what its parent has not asked for yet."""
+        return bool(self.state())
+
+    def running(self) -> bool:
+        """Alive and not ended; it may be stopped."""
+        return self.state() not in ("", *ENDED)
+
+    def kill(self) -> None:
+        if self.alive():
+            # It may end in between, which is what is wanted; or belong to another user (a setuid helper).
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def command(self) -> list[str]:
+        """Its command line; empty when it has none any more."""
+        try:
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        except OSError:
+            return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    parent: int
+    started: str
+    state: str
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    """From /proc; None when the process is gone (or where there is no /proc)."""
+    try:
+        # The name is in parentheses and may hold spaces and parentheses itself.
+        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return _Stat(parent=int(rest[1]), started=rest[19], state=rest[0])
+
+
+def descendants(*pids: int) -> set[ProcessId]:
+    """All processes below `pids`, whatever group or session they are in. Empty where there is no /proc."""
+    folders = Path("/proc").iterdir() if Path("/proc/self/stat").exists() else []
+    stats = {int(folder.name): _read_stat(int(folder.name)) for folder in folders if folder.name.isdigit()}
+    found: set[ProcessId] = set()
+    front = set(pids)
+    while front:
+        front = {child for child, stat in stats.items() if stat is not None and stat.parent in front}
+        found |= {ProcessId(child, stat.started) for child in front if (stat := stats[child]) is not None}
+    return found
+
+
+def ancestors(pid: int) -> Iterator[ProcessId]:
+    """Parent, grandparent and so on, up to the first process."""
+    stat = _read_stat(pid)
+    while stat is not None and stat.parent > 0:
+        pid, stat = stat.parent, _read_stat(stat.parent)
+        if stat is not None:
+            yield ProcessId(pid, stat.started)
+
+
+class Family:
+    """The descendants of a process, remembered: when one of them is killed nothing tells any more that its own
+    children, in sessions of theirs as those of torchrun and Ray, were ours."""
+
+    def __init__(self, root: int) -> None:
+        self.members: set[ProcessId] = set()
+        self._root = ProcessId.of(root)
+        self._looked_at = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """At most every `LOOK_S`, unless `now`."""
+        if not now and time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        roots = {self._root, *self.members} if self._root else self.members
+        # Of one that is gone the pid may be another's.
+        found = descendants(*(root.pid for root in roots if root.alive()))
+        self.members = {member for member in self.members | found if member.alive()}
+
+    def kill(self, spared: Iterable[ProcessId] = ()) -> None:
+        self.look(now=True)
+        for member in self.members - set(spared):
+            member.kill()
+
+
+def die_with_parent(parent: int) -> None:
+    """From here on the kernel kills this process when its parent `parent` dies, whatever it is doing or stopped in.
+
+    More exactly when the parent's thread that started it ends. The bond outlives `exec`; children do not inherit it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the bond was made
+        os._exit(1)
+
+
+def bound(arguments: Sequence[str]) -> list[str]:
+    """The command line that runs `arguments` as a child which dies with this process."""
+    return [sys.executable, "-m", "asyncrl.family", "with", str(os.getpid()), *arguments]
+
+
+def undertaker() -> subprocess.Popen[bytes]:
+    """Start the process that kills what this one leaves behind, however it ends. Its end is not to be waited for."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.family", "after", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        # In the group of its parent it would be stopped or ended with it, by one signal to all.
+        start_new_session=True,
+    )
+
+
+def bury(parent: int) -> None:
+    """waits for: the end of `parent`, for as long as that runs; unblocked by: it."""
+    family = Family(parent)
+    while os.getppid() == parent:
+        family.look()
+        time.sleep(LOOK_S / 2)
+    own = ProcessId.of(os.getpid())
+    family.kill([own] if own else ())
+
+
+def main(arguments: Sequence[str]) -> int:
+    what, parent, *command = arguments
+    if what == "with":
+        die_with_parent(int(parent))
+        os.execv(command[0], command)
+    bury(int(parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

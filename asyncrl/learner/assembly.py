@@ -1,0 +1,104 @@
+"""The composition root of the learner: here alone its parts are made and put together.
+
+A run (`asyncrl.learner.__main__`), a rerun of it (`asyncrl.cli.rerun`) and the tests bring what differs between them:
+replay, publisher and log. Nothing else in the learner makes its own collaborators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.config import disk_patience, learner_digest
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.place import Place
+from asyncrl.learner.ranks import choice_of_rank_zero
+from asyncrl.learner.resume import Start, begin, highest_version
+from asyncrl.learner.roles import Roles, build_roles
+from asyncrl.learner.train import StepLog, Training
+from asyncrl.replay.protocol import LearnerReplay
+from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR
+from asyncrl.types import NO_VERSION
+from asyncrl.weights.base import Publisher
+
+
+class ClosableLog(StepLog, Protocol):
+    def close(self) -> None: ...
+
+
+class NoLog:
+    """What the ranks other than 0 write to."""
+
+    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
+        return
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def assemble(
+    config: Config,
+    place: Place,
+    opened: ExitStack,
+    *,
+    mesh: DeviceMesh | None,
+    replay: LearnerReplay,
+    run_dir: Path,
+    resume: str,
+    publisher: Callable[[Roles], Publisher],
+    log: Callable[[Start], ClosableLog],
+) -> Training:
+    """Build the models, go to where training begins, then open publisher and log. Collective.
+
+    Args:
+        opened: closes publisher and log.
+        mesh: of the ranks; None for one that shards nothing (tests).
+        resume: as the setting.
+        publisher: of the weights that training begins with.
+        log: called on rank 0 alone.
+
+    Raises:
+        CheckpointError, ConfigError: see `Checkpoints` and `build_roles`.
+    """
+    patience = disk_patience(config)
+    keep = config.learner.keep_checkpoints
+    checkpoints = Checkpoints(run_dir / CHECKPOINT_DIR, rank=place.rank, keep=keep, patience=patience)
+    found = checkpoints.choose(resume, place.restarted) if place.rank == 0 else None
+    resume_from = choice_of_rank_zero(found, place.device)
+    roles = build_roles(config, place.device, mesh)
+    known = highest_version(run_dir) if place.rank == 0 else NO_VERSION
+    start = begin(
+        replay,
+        checkpoints,
+        roles,
+        resume_from,
+        rank=place.rank,
+        device=place.device,
+        known_version=known,
+        settings=learner_digest(config),
+        branch=resume not in ("auto", "never") and not place.restarted,
+    )
+    sender = publisher(roles)
+    opened.callback(sender.close)
+    rows = log(start) if place.rank == 0 else NoLog()
+    opened.callback(rows.close)
+    return Training(
+        replay=replay,
+        publisher=sender,
+        roles=roles,
+        checkpoints=checkpoints,
+        start=start,
+        log=rows,
+        run_dir=run_dir,
+        rank=place.rank,
+        world=place.world,
+        device=place.device,
+    )

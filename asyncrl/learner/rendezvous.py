@@ -1,0 +1,167 @@
+"""Where the nodes of torchrun meet, and the ranks: stores that listen on one address, in which nothing is pickled.
+
+torch's own ways listen on every interface, and its `c10d` unpickles what it finds in the store: whoever reaches the
+port runs code. Here the set of nodes is fixed. Node 0 listens on the endpoint's host alone; all go from round to round
+together, and the ranks of every round meet in a store of their own, so that none of them finds the addresses of dead
+ones. One node needs no store for itself, only one for its ranks.
+"""
+
+# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from asyncrl.checks.addresses import is_everywhere
+from asyncrl.weights.broadcast.group import host_store
+
+log = logging.getLogger(__name__)
+
+BACKEND = "bound"
+_ROUND = "round"
+_POLL_S = 0.05
+
+
+class BoundRendezvous(RendezvousHandler):
+    """A fixed set of nodes, of which node 0 hosts every store.
+
+    A node whose ranks died opens the next round; the others see that at their next look (`num_nodes_waiting`), stop
+    their ranks and follow. A node that was started again in the place of a dead one does the same.
+
+    Args:
+        host: address of node 0 on the interface to listen on.
+        port: at which the nodes meet; not used by a single one. The ranks' port is another, a free one.
+        timeout_s: for all nodes to come together.
+    """
+
+    def __init__(self, *, host: str, port: int, node: int, nodes: int, run_id: str, timeout_s: float) -> None:
+        self._host, self._port = host, port
+        self._node, self._nodes = node, nodes
+        self._run_id, self._timeout_s = run_id, timeout_s
+        self._meeting: dist.Store | None = dist.HashStore() if nodes == 1 else None
+        self._ranks: dist.TCPStore | None = None
+        """Kept for as long as its round: it lives in this process."""
+        self._round = 0
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks only connect to their store: one that hosted it would take it along when it is killed."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Consumes: rounds. Waits for: every node, `timeout_s`. Unblocked by: the last of them.
+
+        Raises:
+            RendezvousConnectionError: node 0 cannot listen, or nobody does there.
+            RendezvousTimeoutError: a node did not come.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        store = self._meeting = self._meeting or self._open_meeting()
+        self._enter(store)
+        while missing := [node for node in range(self._nodes) if not store.check([self._seat(node)])]:
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"waited {self._timeout_s:.0f} s for node(s) {', '.join(map(str, missing))} of {self._nodes} at "
+                    f"{self._host}:{self._port}. Start each with its own number, and the same endpoint"
+                )
+            time.sleep(_POLL_S)
+            if self._current(store) != self._round:  # a node was started again while the others waited for it
+                self._enter(store)
+        port = int(store.get(f"{_ROUND}/{self._round}/port"))
+        shared = dist.PrefixStore(f"{_ROUND}/{self._round}/shared", store)
+        return RendezvousInfo(shared, self._node, self._nodes, RendezvousStoreInfo(self._host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Anything but 0 makes torchrun start the ranks again. Raises RuntimeError when node 0 is gone."""
+        return int(self._meeting is not None and self._current(self._meeting) != self._round)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+    def _enter(self, store: dist.Store) -> None:
+        """Take the seat in the newest round; in the next one, if it has been taken: by this node, whose ranks have
+        died since, or by one that this node replaces."""
+        current = self._current(store)
+        if store.check([f"{_ROUND}/{current}/{self._node}"]):
+            store.compare_set(_ROUND, str(current), str(current + 1))
+            current = self._current(store)
+        self._round = current
+        if self._node == 0:
+            self._ranks, port = self._host_store(0)
+            store.set(f"{_ROUND}/{current}/port", str(port))
+        store.set(self._seat(self._node), "taken")
+
+    def _seat(self, node: int) -> str:
+        return f"{_ROUND}/{self._round}/{node}"
+
+    def _current(self, store: dist.Store) -> int:
+        return store.add(_ROUND, 0)
+
+    def _open_meeting(self) -> dist.TCPStore:
+        if self._node == 0:
+            return self._host_store(self._port)[0]
+        try:
+            patience = timedelta(seconds=self._timeout_s)
+            return dist.TCPStore(self._host, self._port, None, False, patience, wait_for_workers=False)
+        except dist.DistError as error:
+            raise RendezvousConnectionError(
+                f"node 0 does not answer at {self._host}:{self._port} after {self._timeout_s:.0f} s: {error}"
+            ) from error
+
+    def _host_store(self, port: int) -> tuple[dist.TCPStore, int]:
+        try:
+            return host_store(self._host, self._timeout_s, port)
+        except OSError as error:
+            raise RendezvousConnectionError(
+                f"node 0 cannot listen on {self._host}:{port or 'any port'} ({error}). The rendezvous endpoint must "
+                "be an address of node 0's own machine"
+            ) from error
+
+
+def make_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
+    """From torchrun's options: `--rdzv-endpoint=HOST:PORT`, with several nodes `--rdzv-conf=rank=N` as well.
+
+    Raises:
+        ValueError: a wildcard, no port where several nodes need one, a number of nodes that may vary.
+    """
+    host, port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=0)
+    nodes, node = parameters.max_nodes, parameters.get_as_int("rank", 0) or 0
+    if is_everywhere(host):
+        raise ValueError(f"rendezvous endpoint {parameters.endpoint!r} would listen on every network; name one address")
+    if parameters.min_nodes != nodes:
+        raise ValueError(
+            f"{parameters.min_nodes} to {nodes} nodes: this rendezvous takes a fixed number. A number that changes "
+            "needs the backend c10d, which listens on every interface and unpickles (SECURITY.md)"
+        )
+    if nodes > 1 and port == 0:
+        raise ValueError(f"rendezvous endpoint {parameters.endpoint!r} has no port, by which {nodes} nodes could meet")
+    if not 0 <= node < nodes:
+        raise ValueError(f"rank={node} must be the number of this node, from 0 to {nodes - 1}")
+    timeout_s = float(parameters.get_as_int("timeout", 600) or 600)
+    return BoundRendezvous(host=host, port=port, node=node, nodes=nodes, run_id=parameters.run_id, timeout_s=timeout_s)

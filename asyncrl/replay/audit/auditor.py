@@ -1,0 +1,274 @@
+"""The books of `asyncrl audit`, kept event by event and by other means than `ReplayState`: a bug there, or a journal
+that was tampered with, breaks a rule here. Nothing is raised; violations are collected with the position of the event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asyncrl.replay.audit.accounts import Group, Step
+from asyncrl.replay.audit.books import Books
+from asyncrl.replay.core import events as ev
+from asyncrl.types import NO_VERSION, GroupHeader, StalePolicy
+
+
+class Auditor:
+    """Call `watch` with every event, then `close` the books."""
+
+    def __init__(self) -> None:
+        self.books = Books()
+        self._rule, self._group = self.books.rule, self.books.group
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Snapshotted: self.books.take_over,
+            ev.Configured: self.books.configure,
+            ev.Published: self._published,
+            ev.Issued: self._issued,
+            ev.Returned: self._returned,
+            ev.Inserted: self._inserted,
+            ev.Dropped: self._drop,
+            ev.Sealed: self._sealed,
+            ev.Trained: self._trained,
+            ev.Reused: self._reused,
+            ev.Retired: self._retired,
+            ev.Evicted: self._evicted,
+            ev.Committed: self._committed,
+            ev.Restored: self._restored,
+            ev.Reloaded: self.books.reload,
+            ev.Finished: self._finished,
+        }
+
+    def watch(self, position: int, event: ev.Event) -> None:
+        self.books.position = position
+        self.books.events += 1
+        handler = self._handlers.get(type(event))
+        if handler is not None:  # what is said about peers moves no group
+            handler(event)
+
+    # ---- versions
+
+    def _published(self, event: ev.Published) -> None:
+        self._publish(event.policy_version, event.parent, length=0)
+
+    def _publish(self, version: int, parent: int, length: int) -> None:
+        problem = self.books.tree.add(version, parent, length, self.books.again and length == 0)
+        self._rule(not problem, problem)
+        self.books.version = version
+
+    # ---- rollouts
+
+    def _issued(self, event: ev.Issued) -> None:
+        group = self.books.groups.get(event.group_id)
+        self._rule(
+            event.served_version in self.books.tree, f"group {event.group_id} was given to a worker without weights"
+        )
+        if group is None:
+            self._rule(event.group_id >= self.books.next_id, f"group {event.group_id} was admitted before")
+            self.books.next_id = max(self.books.next_id, event.group_id + 1)
+            self.books.admitted += 1
+            self.books.groups[event.group_id] = Group(prompt_index=event.prompt_index, attempt=event.attempt)
+            return
+        free = group.state == "in_flight" and not group.held
+        self._rule(free, f"group {event.group_id} is issued again, but it is {self._place(group)}")
+        self._rule(event.attempt > group.attempt, f"group {event.group_id} is issued as attempt {event.attempt} again")
+        self._rule(event.prompt_index == group.prompt_index, f"group {event.group_id} changed its prompt")
+        group.attempt, group.held = event.attempt, True
+
+    def _place(self, group: Group) -> str:
+        return "held by a worker" if group.state == "in_flight" and group.held else group.state
+
+    def _returned(self, event: ev.Returned) -> None:
+        group = self._group(event.group_id, "given back", "in_flight")
+        if group is not None:
+            self._rule(group.held, f"group {event.group_id} is given back, but no worker held it")
+            group.held = False
+            self.books.lost_attempts += 1
+
+    def _inserted(self, event: ev.Inserted) -> None:
+        header = event.header
+        group = self._group(header.group_id, "inserted", "in_flight")
+        if group is None:
+            return
+        self._rule(group.held, f"group {header.group_id} is inserted, but no worker held it")
+        expected = (group.prompt_index, group.attempt)
+        came = (header.prompt_index, header.attempt)
+        self._rule(came == expected, f"group {header.group_id} is inserted as (prompt, attempt) {came}, not {expected}")
+        for version in _versions([header]):
+            self._rule(
+                version in self.books.tree, f"group {header.group_id} has tokens of version {version}, never published"
+            )
+        members = len(header.trajectories)
+        most = self.books.settings.get("group_size", members)
+        fewest = self.books.settings.get("min_group_size", 0) or most
+        self._rule(fewest <= members <= most, f"group {header.group_id} is split: {members}")
+        group.state, group.held, group.header = "inserted", False, header
+
+    def _drop(self, event: ev.Dropped) -> None:
+        group = self._group(event.group_id, "dropped", "in_flight", "inserted", "leased")
+        if group is None:
+            return
+        if group.state == "in_flight":
+            self.books.lost_attempts += group.held
+        self.books.dropped[event.reason.value] += 1
+        if group.tokens:
+            self.books.wasted[f"dropped_{event.reason.value}"] += group.tokens
+        self._rule(not self.books.was_trained(group), f"group {event.group_id} is dropped, but it was trained")
+        self.books.unplan(event.group_id, group)
+        del self.books.groups[event.group_id]
+
+    # ---- steps
+
+    def _sealed(self, event: ev.Sealed) -> None:
+        right = event.step == self.books.trained_steps + event.ahead and event.policy_version == self.books.version
+        self._rule(right, f"step {event.step} is sealed {event.ahead} ahead of step {self.books.trained_steps}")
+        same = self.books.bound in (None, event.max_staleness)
+        self._rule(same, f"step {event.step} is sealed for a bound of {event.max_staleness}, not {self.books.bound}")
+        size = self.books.settings.get("groups_per_step", len(event.members))
+        self._rule(len(event.members) == size, f"step {event.step} has {len(event.members)} groups, not {size}")
+        self._rule(len(set(event.members)) == len(event.members), f"step {event.step} has a group twice")
+        planned = self.books.steps.get(event.step)
+        self._rule(planned is None, f"step {event.step} is sealed again: its plan stands")
+        for group_id in event.members:
+            group = self._group(group_id, f"sealed into step {event.step}", "inserted")
+            if group is not None:
+                free = group.before + len(group.steps) < self.books.uses
+                self._rule(free, f"group {group_id} is in step {group.steps} and in step {event.step}")
+                self._gate(group_id, group, event)
+                group.steps.append(event.step)
+                group.state = "leased"
+        self.books.steps[event.step] = Step(members=event.members, version=event.policy_version, ahead=event.ahead)
+
+    def _gate(self, group_id: int, group: Group, event: ev.Sealed) -> None:
+        """The consumption gate, judged again. What is unknown is a violation already, where it was inserted."""
+        known = [v for v in _versions([group.header] if group.header else ()) if v in self.books.tree]
+        if self.books.bound is None or not known or self.books.version not in self.books.tree:
+            return
+        ages = [self.books.tree.distance(version, self.books.version, event.ahead) for version in known]
+        judged = max(ages) if self.books.settings.get("stale_policy") == StalePolicy.DROP.value else min(ages)
+        fresh = judged <= self.books.bound
+        self._rule(fresh, f"group {group_id} is in step {event.step} with tokens of staleness {judged} over the bound")
+
+    def _trained(self, event: ev.Trained) -> None:
+        self._rule(
+            event.step == self.books.trained_steps,
+            f"step {event.step} is trained, but {self.books.trained_steps} is next",
+        )
+        step = self.books.steps.get(event.step)
+        if self._rule(step is not None and not step.trained, f"step {event.step} is trained without a batch") and step:
+            self._judge(event.step, step)
+            step.trained = True
+            for group_id in step.members:
+                group = self._group(group_id, f"trained in step {event.step}", "leased")
+                if group is not None and all(self.books.steps[number].trained for number in group.steps):
+                    group.state = "trained"
+        self._publish(event.policy_version, self.books.version, length=1)
+        self.books.trained_steps = event.step + 1
+
+    def _reused(self, event: ev.Reused) -> None:
+        for group_id in event.groups:
+            group = self._group(group_id, "used again", "trained")
+            if group is not None:
+                more = group.before + len(group.steps) < self.books.uses
+                self._rule(more, f"group {group_id} is used again after the steps {group.steps}")
+                group.state = "inserted"
+
+    def _retired(self, event: ev.Retired) -> None:
+        group = self._group(event.group_id, "retired", "inserted", "leased")
+        if group is not None:
+            self._rule(self.books.was_trained(group), f"group {event.group_id} is retired, but it was never trained")
+            self.books.unplan(event.group_id, group)
+            group.state = "trained"
+
+    def _judge(self, number: int, step: Step) -> None:
+        """Staleness at this moment, against what the batch was sealed for."""
+        headers = [group.header for g in step.members if (group := self.books.groups.get(g)) and group.header]
+        for version in _versions(headers):
+            if (
+                version not in self.books.tree
+                or self.books.version not in self.books.tree
+                or step.version not in self.books.tree
+            ):
+                continue  # a violation already, where it was inserted or published
+            age = self.books.tree.distance(version, self.books.version)
+            planned = self.books.tree.distance(version, step.version, step.ahead)
+            over = self.books.bound is not None and planned <= self.books.bound < age
+            self._rule(not over, f"step {number} trains tokens of staleness {age} over the bound {self.books.bound}")
+            tokens = sum(n for h in headers for t in h.trajectories for v, n in t.version_tokens if v == version)
+            step.ages[age] += tokens
+
+    def _evicted(self, event: ev.Evicted) -> None:
+        step = self.books.steps.get(event.step)
+        if self._rule(step is not None and step.trained, f"step {event.step} is evicted, but was not trained") and step:
+            step.evicted = True
+
+    def _committed(self, event: ev.Committed) -> None:
+        self._rule(event.step < self.books.trained_steps, f"step {event.step} is committed, but was not trained")
+        for number in range(self.books.committed_step + 1, event.step + 1):
+            if number in self.books.steps:
+                self.books.steps[number].committed = True
+        self.books.committed_step = max(self.books.committed_step, event.step)
+
+    # ---- the learner goes back
+
+    def _restored(self, event: ev.Restored) -> None:
+        inside = self.books.committed_step <= event.step < max(self.books.trained_steps, 1)
+        self._rule(inside, f"the learner goes back to step {event.step}; {self.books.committed_step} is committed")
+        undone = [number for number, step in self.books.steps.items() if step.trained and number > event.step]
+        self.books.rollbacks += bool(undone)
+        before: dict[int, str] = {}
+        self.books.again = event.again
+        for number in undone:
+            self._undo(number, self.books.steps[number], before)
+        if not event.again:
+            self._dissolve(before)
+        for group_id, state in before.items():
+            self._put_back(self.books.groups[group_id], state)
+        self.books.trained_steps = event.step + 1
+        self.books.version = event.policy_version if event.policy_version in self.books.tree else NO_VERSION
+        self.books.finished = False
+
+    def _undo(self, number: int, step: Step, before: dict[int, str]) -> None:
+        """`before` collects the states of its groups."""
+        self.books.wasted["rolled_back"] += sum(step.ages.values())
+        for group_id in step.members:
+            group = self._group(group_id, f"taken out of step {number}", "trained", "inserted", "leased")
+            if group is None:
+                continue
+            before.setdefault(group_id, group.state)
+            if step.evicted:
+                group.steps.remove(number)
+            else:
+                before[group_id] = "inserted"
+        step.trained = False
+        step.ages = Counter()
+        if step.evicted:
+            del self.books.steps[number]
+
+    def _dissolve(self, before: dict[int, str]) -> None:
+        """A branch begins: what was planned is chosen anew."""
+        for number in [number for number, step in self.books.steps.items() if not step.trained]:
+            for group_id in self.books.steps.pop(number).members:
+                group = self.books.groups.get(group_id)
+                if group is not None and number in group.steps:
+                    before.setdefault(group_id, "leased")
+                    group.steps.remove(number)
+
+    def _put_back(self, group: Group, before: str) -> None:
+        if any(not self.books.steps[number].trained for number in group.steps):
+            group.state = "leased"
+        elif self.books.was_trained(group):
+            group.state = "trained"
+        elif before == "trained":  # its payload is gone: it is made again
+            group.state, group.header = "in_flight", None
+        else:
+            group.state = "inserted"
+
+    def _finished(self, event: ev.Finished) -> None:
+        left = [group_id for group_id, group in self.books.groups.items() if group.state != "trained"]
+        self._rule(not left, f"the run is finished, but groups {left[:5]} are open")
+        self.books.finished = True
+
+
+def _versions(headers: Iterable[GroupHeader]) -> list[int]:
+    return sorted({version for header in headers for t in header.trajectories for version, _ in t.version_tokens})

@@ -1,0 +1,80 @@
+"""The versions of a run as the auditor keeps them: a plain table of parents, walked step by step. Nothing but the audit
+uses it: it judges what `VersionTree` made of the same events, and shares no code with it.
+"""
+
+from __future__ import annotations
+
+from asyncrl.types import NO_VERSION
+
+
+class Lineage:
+    """Parents have smaller numbers than their children, so two versions meet by climbing from the larger one.
+
+    Where an automatic restart walked a part of the history once more, the later versions are `same` as the first ones
+    of that place, and only those are in the table.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.same: dict[int, int] = {}
+        """Every version, and the one that stands for its place."""
+        self.forks = 0
+        self.newest = NO_VERSION
+        self._depths: dict[int, int] = {NO_VERSION: 0}
+        """Place -> trained steps up to it."""
+        self._trained: dict[int, int] = {}
+        """Place -> the one that was trained from it in its own line."""
+
+    def __contains__(self, version: int) -> bool:
+        return version in self.same
+
+    def __len__(self) -> int:
+        return len(self.same)
+
+    def add(self, version: int, parent: int, length: int, again: bool = False) -> str:
+        """Add a version below `parent` (NO_VERSION: the initial weights). Returns what is wrong with it, or ``."""
+        if version in self.same:
+            return f"version {version} is published twice"
+        if version <= self.newest:
+            return f"version {version} is published after version {self.newest}: numbers must grow"
+        if parent == NO_VERSION and self.same:
+            parent = min(self.same)
+        if parent != NO_VERSION and parent not in self.same:
+            return f"version {version} has parent {parent}, which was never published"
+        before, place = self.newest, self.same.get(parent, NO_VERSION)
+        self.newest = version
+        known = self._walked(before, place) if again and parent != NO_VERSION else None
+        if length == 1 and known is None:
+            known = self._trained.get(place)
+        if known is not None:
+            self.same[version] = known
+            return ""
+        if length == 1:
+            self._trained[place] = version
+        self.forks += parent != NO_VERSION and parent != before
+        self.same[version] = version
+        self.parents[version], self.lengths[version] = place, length
+        self._depths[version] = self._depths[place] + length
+        return ""
+
+    def _walked(self, newest: int, place: int) -> int:
+        """The place of the newest line that has the depth of `place`."""
+        here = self.same[newest]
+        while self._depths[here] > self._depths[place]:
+            here = self.parents[here]
+        return here
+
+    def distance(self, one: int, other: int, ahead: int = 0) -> int:
+        """Trained steps between two known versions, through their common ancestor, once `ahead` more are trained from
+        `other`."""
+        one, other, steps = self.same[one], self.same[other], ahead
+        for _ in range(ahead):
+            if other in self._trained:
+                other, steps = self._trained[other], steps - 1
+        while one != other:
+            if one < other:
+                one, other = other, one
+            steps += self.lengths[one]
+            one = self.parents[one]
+        return steps

@@ -1,0 +1,186 @@
+"""`asyncrl audit RUN`: does the run's journal balance? Every group accounted for, none trained twice, no token trained
+over the bound; and what the run wasted. From the journal alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import JOURNAL_DIR
+from asyncrl.errors import JournalError
+from asyncrl.replay.audit.auditor import Auditor
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.recovery import read_journal
+
+EXIT_BALANCES, EXIT_WRONG, EXIT_UNREADABLE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What the journal says of a run. Counts are groups unless named otherwise; what a rollback of the learner undid
+    is not in them."""
+
+    run_id: str
+    from_start: bool
+    """The journal reaches back to the first event; otherwise what was before it is taken on trust from a snapshot."""
+    on_trust_from: int | None
+    """Trained steps of the newest checkpoint that told what this journal never saw, an earlier one being gone."""
+    finished: bool
+    events: int
+    admitted: int
+    in_flight: int
+    inserted: int
+    leased: int
+    trained: int
+    dropped: dict[str, int]
+    trained_steps: int
+    committed_steps: int
+    rollbacks: int
+    """Restores that undid trained steps."""
+    versions: int
+    lineages: int
+    max_times_sampled: int
+    """In so many steps a group may be trained."""
+    max_staleness: int | None
+    """The bound; None where the journal does not name it."""
+    staleness: dict[int, int]
+    """Staleness -> loss tokens trained at it."""
+    wasted_tokens: dict[str, int]
+    """Reason -> loss tokens that reached the server and count in no gradient."""
+    lost_attempts: int
+    """Attempts that ended without a group; how many tokens they had, nobody knows."""
+    violation_count: int
+    violations: list[str] = field(default_factory=list)
+    """The first ones, each with the journal position of the event that broke the rule."""
+
+    @property
+    def balances(self) -> bool:
+        return self.violation_count == 0
+
+
+def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
+    """Check a history of `(journal position, event)`, whole or from a snapshot on."""
+    auditor = Auditor()
+    for position, event in events:
+        auditor.watch(position, event)
+    books = auditor.books
+    books.close()
+    states = books.counts()
+    steps = [step for step in books.steps.values() if step.trained]
+    bound = books.bound
+    ages: dict[int, int] = {}
+    wasted = dict(books.wasted)
+    for step in steps:
+        for age, tokens in step.ages.items():
+            if bound is None or age <= bound:
+                ages[age] = ages.get(age, 0) + tokens
+            else:
+                wasted["over_age"] = wasted.get("over_age", 0) + tokens
+    return Audit(
+        run_id=str(books.run.get("run_id", "")),
+        from_start=books.from_start,
+        on_trust_from=books.on_trust_from,
+        finished=books.finished,
+        events=books.events,
+        admitted=books.admitted,
+        in_flight=states["in_flight"],
+        inserted=states["inserted"],
+        leased=states["leased"],
+        trained=states["trained"],
+        dropped=dict(sorted(books.dropped.items())),
+        trained_steps=books.trained_steps,
+        committed_steps=books.committed_step + 1,
+        rollbacks=books.rollbacks,
+        versions=len(books.tree),
+        lineages=1 + books.tree.forks if len(books.tree) else 0,
+        max_times_sampled=books.uses,
+        max_staleness=bound,
+        staleness=dict(sorted(ages.items())),
+        wasted_tokens=dict(sorted(wasted.items())),
+        lost_attempts=books.lost_attempts,
+        violation_count=books.violation_count,
+        violations=books.violations,
+    )
+
+
+def _uses(most: int) -> str:
+    return "one step" if most == 1 else f"at most {most} steps"
+
+
+def table(found: Audit) -> str:
+    """For eyes."""
+    lost = sum(found.dropped.values())
+    start = "from its first event" if found.from_start else "from a snapshot (earlier segments were recycled)"
+    if found.on_trust_from is not None:
+        start = f"on trust from the checkpoint of step {found.on_trust_from}: the journal before it is gone"
+    lines = [
+        f"run {found.run_id or '?'}, {found.events:,} events {start}; "
+        + ("finished" if found.finished else "not finished"),
+        "",
+        f"groups     {found.admitted:>10,}  admitted",
+        f"         = {found.trained:>10,}  trained, each in " + _uses(found.max_times_sampled),
+        f"         + {lost:>10,}  dropped" + _listed(found.dropped),
+        f"         + {found.leased:>10,}  leased",
+        f"         + {found.inserted:>10,}  inserted",
+        f"         + {found.in_flight:>10,}  in flight",
+        "",
+        f"steps      {found.trained_steps:>10,}  trained, {found.committed_steps:,} of them in a durable checkpoint; "
+        f"{found.rollbacks} rollbacks",
+        f"versions   {found.versions:>10,}  published, in {found.lineages} lines of descent",
+        "",
+        "staleness of trained tokens" + ("" if found.max_staleness is None else f" (bound {found.max_staleness})"),
+        *_histogram(found.staleness),
+        "",
+        f"wasted     {sum(found.wasted_tokens.values()):>10,}  tokens" + _listed(found.wasted_tokens),
+        f"           {found.lost_attempts:>10,}  attempts ended without a group",
+        "",
+    ]
+    if found.balances:
+        return "\n".join([*lines, "balances: every admitted group is accounted for, none is in two steps"])
+    shown = [f"  {text}" for text in found.violations]
+    more = found.violation_count - len(shown)
+    return "\n".join(
+        [*lines, f"DOES NOT BALANCE: {found.violation_count} violations", *shown]
+        + ([f"  and {more} more"] * (more > 0))
+    )
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ": " + ", ".join(f"{name} {count:,}" for name, count in counts.items()) if counts else ""
+
+
+def _histogram(tokens: dict[int, int]) -> list[str]:
+    total = sum(tokens.values())
+    return [
+        f"  {age:>3}  {count:>12,} tokens  {100 * count / total:5.1f} %  {'#' * round(40 * count / total)}"
+        for age, count in tokens.items()
+    ] or ["  none"]
+
+
+def journal_of(run: Path) -> Path:
+    """The journal folder of a run folder; of the journal folder itself, too."""
+    return run if run.name == JOURNAL_DIR else run / JOURNAL_DIR
+
+
+def main(run: Path, *, as_json: bool) -> int:
+    """Print the audit of a run folder.
+
+    Returns:
+        0 when it balances, 1 when it does not, 2 when the journal cannot be read.
+    """
+    try:
+        found = audit(read_journal(journal_of(run)))
+    except (JournalError, OSError) as error:
+        print(f"asyncrl audit: {error}", file=sys.stderr)
+        return EXIT_UNREADABLE
+    print(json.dumps(_plain(found)) if as_json else table(found))
+    return EXIT_BALANCES if found.balances else EXIT_WRONG
+
+
+def _plain(found: Audit) -> dict[str, Any]:
+    return {**asdict(found), "balances": found.balances}

@@ -1,0 +1,196 @@
+"""The replay of a run that is over, served again from its retained journal (`replay.journal.retain=all`).
+
+The batches are those of the surviving history: what a rollback of the learner undid is left out, and a step that was
+planned again is served as it was trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import JournalError, ReplayError
+from asyncrl.replay.codec.columns import decode
+from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.versions import VersionTree, tree_edges
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.recovery import decode_record, read_journal
+from asyncrl.replay.journal.segments import read_at
+from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
+from asyncrl.replay.shards.archive import ShardArchive
+from asyncrl.types import NO_VERSION, EvalSummary, GroupHeader, StepPlan, TrajectoryGroup
+
+SAMPLE_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step of the surviving history."""
+
+    sealed: ev.Sealed
+    places: tuple[int, ...]
+    """Journal positions of the members' payloads, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    steps: tuple[TrainedStep, ...]
+    tree: VersionTree
+    settings: dict[str, Any]
+    """Of admission in that run."""
+
+
+def read_surviving(journal: Path) -> History:
+    """The steps that the run's final weights are made of.
+
+    Raises:
+        JournalError: the journal is damaged, or its beginning was recycled.
+    """
+    tree, version, again = VersionTree(), NO_VERSION, False
+    places: dict[int, int] = {}
+    sealed: dict[int, TrainedStep] = {}
+    trained: dict[int, TrainedStep] = {}
+    settings: dict[str, Any] = {}
+    for position, event in read_journal(journal):
+        match event:
+            case ev.Snapshotted(previous_end=end) if end >= 0:
+                raise JournalError(
+                    f"{journal} does not reach back to the first step: set replay.journal.retain=all in the run"
+                )
+            case ev.Snapshotted(run=run):
+                settings = run["settings"]
+            case ev.Configured(settings=settings):
+                pass
+            case ev.Inserted(header=header):
+                places[header.group_id] = position
+            case ev.Sealed(step=step, members=members):
+                sealed[step] = TrainedStep(event, tuple(places[group] for group in members))
+            case ev.Published(policy_version=number, parent=parent):
+                tree.publish(number, parent, length=0, again=again)
+                version = number
+            case ev.Trained(step=step, policy_version=number):
+                trained[step] = sealed[step]
+                tree.publish(number, version)
+                version = number
+            case ev.Restored(step=last, policy_version=version, again=again):
+                trained = {step: what for step, what in trained.items() if step <= last}
+            case ev.Reloaded(snapshot=snapshot):
+                trained = {step: what for step, what in trained.items() if step <= snapshot["step"]}
+                known = VersionTree.restore(tree_edges(snapshot["tree"]))
+                tree = known if known.newest >= tree.newest else tree
+    steps = tuple(trained[step] for step in sorted(trained))
+    if [step.sealed.step for step in steps] != list(range(len(steps))):
+        raise JournalError(f"{journal} lacks some of the trained steps: run `asyncrl audit` on it")
+    return History(steps, tree, settings)
+
+
+class RetainedReplay:
+    """`LearnerReplay` over a history. `max_staleness` may differ from the run's: a smaller one masks more tokens, a
+    larger one fewer; groups that the run dropped stay dropped."""
+
+    def __init__(self, journal: Path, history: History, *, max_staleness: int) -> None:
+        self._disk = FolderDisk(journal, locked=False)
+        self._shards = ShardArchive(journal)
+        self._history, self._bound = history, max_staleness
+
+    def restore(
+        self,
+        *,
+        step: int | None,
+        policy_version: int,
+        snapshot: dict[str, Any] | None,
+        settings: str = "",
+        branch: bool = False,
+    ) -> Restored:
+        return Restored(next_step=0, next_version=0)
+
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
+        """The batch of `step`; `wait_s` is of no use here.
+
+        Raises:
+            ReplayError: the run trained fewer steps. JournalError: a payload is damaged.
+        """
+        plan, stored = self._read(step)
+        plan = replace(plan, shards=shard_step(plan, world))
+        samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
+        wanted = {g for g, _ in plan.shards[rank]}
+        decoded = {g: stored[g].trajectories(plan.groups[g].trajectories) for g in wanted}
+        return Lease(
+            plan=plan,
+            trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},
+            samples=tuple(_sample(plan.groups[g], stored[g]) for g in samples),
+        )
+
+    def _read(self, step: int) -> tuple[StepPlan, list[StoredGroup]]:
+        if step >= len(self._history.steps):
+            raise ReplayError(f"step {step} was never trained: the journal has {len(self._history.steps)} steps")
+        what = self._history.steps[step]
+        inserted = [self._inserted(position) for position in what.places]
+        headers = tuple(event.header for event in inserted)
+        versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
+        distance, at = self._history.tree.distance, what.sealed.policy_version
+        plan = StepPlan(
+            step=step,
+            policy_version=at,
+            groups=headers,
+            staleness={version: distance(version, at, what.sealed.ahead) for version in sorted(versions)},
+            max_staleness=self._bound,
+            shards=(),
+        )
+        return plan, [self._shards.payload(event) for event in inserted]
+
+    def _inserted(self, position: int) -> ev.Inserted:
+        record = read_at(self._disk, position)
+        event = None if record is None else decode_record(record)
+        if not isinstance(event, ev.Inserted):
+            raise JournalError(f"the group at journal position {position} is damaged: run `asyncrl audit`")
+        return event
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        return
+
+    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+        return TrainedReply()
+
+    def commit(self, *, step: int) -> None:
+        return
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        raise ReplayError("nobody generates in a rerun: there are no evaluations")
+
+    def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
+        return ()
+
+    def announce(self, values: dict[str, Any]) -> None:
+        return
+
+    def members(self) -> list[Member]:
+        return []
+
+    def finish(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._disk.close()
+        self._shards.close()
+
+
+def _sample(header: GroupHeader, stored: StoredGroup) -> TrajectoryGroup:
+    prompt_text, completion_texts, started_at, finished_at = decode_texts(stored.texts)
+    return TrajectoryGroup(
+        group_id=header.group_id,
+        prompt_index=header.prompt_index,
+        attempt=header.attempt,
+        worker=header.worker,
+        trajectories=tuple(decode(header.trajectories, stored.columns)),
+        prompt_text=prompt_text,
+        completion_texts=completion_texts,
+        started_at=started_at,
+        finished_at=finished_at,
+    )

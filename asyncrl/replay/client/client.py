@@ -1,0 +1,262 @@
+"""The two clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank.
+
+Both are thin: arguments in, `Connection.request`, checked values out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, NoProgress, WireError
+from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.client.futures import Futures
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.client.shard_links import ShardLinks
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.group import EncodedGroup, encode_group
+from asyncrl.replay.codec.lease import Unpacking
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.types import (
+    Assignment,
+    DropReason,
+    EvalResult,
+    EvalSummary,
+    StepPlan,
+    TrajectoryGroup,
+)
+
+SAMPLE_GROUPS = 4
+"""Whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
+
+
+class WorkerRendezvous:
+    """Blocking `watch` and `served` for the weight subscriber's thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def watch(self, revision: int, wait_s: float) -> Board:
+        """The board once its revision differs from `revision`, or as it is after `wait_s`."""
+        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+
+    def served(self, policy_version: int, fingerprint: str) -> None:
+        self._connection.request("served", [policy_version, fingerprint]).result()
+        self._connection.served = max(self._connection.served, policy_version)
+
+
+class RolloutClient:
+    """`RolloutReplay` over the wire. `stats` returns the worker's cumulative counters; see `ReplayCore.heartbeat`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        worker: str,
+        run_digest: str,
+        config: ReplayConfig,
+        stats: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self._connection = Connection(
+            address, role="worker", name=worker, run_digest=run_digest, config=config, stats=stats
+        )
+        self._rendezvous = WorkerRendezvous(self._connection)
+        self._futures = Futures()
+        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
+
+    @property
+    def incarnation(self) -> str:
+        """Random per client object; the board's member list names workers by it."""
+        return self._connection.incarnation
+
+    def rendezvous(self) -> WorkerRendezvous:
+        return self._rendezvous
+
+    async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
+        future = self._connection.request("acquire", [slots, float(wait_s)])
+        try:
+            response = await self._futures.of(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._give_back)
+            raise
+        return messages.decode_acquired(response.body)
+
+    def _give_back(self, future: Future[Response]) -> None:
+        """Orders that came after the caller had gone would stay with this worker for ever."""
+        if future.exception() is None:
+            for assignment in messages.decode_acquired(future.result().body).assignments:
+                self._fail(assignment, DropReason.SHUTDOWN, "acquire was cancelled")
+
+    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+        encoded = encode_group(group)
+        if self._shards is None:
+            response = await self._insert(encoded, None, encoded.frames)
+        else:
+            link = await self._shards.link_for(encoded)
+            try:
+                receipt = await self._shards.put_at(link, encoded)
+            except WireError:
+                # The planner has to hear of it, or the group would be under way for as long as this worker lives.
+                with contextlib.suppress(WireError):
+                    await self._insert(encoded, None, ())
+                raise
+            response = await self._insert(encoded, receipt, ())
+        status, reason, _ = wire.sequence(response.body, "insert reply", 3)
+        return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
+
+    async def _insert(self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame]) -> Response:
+        body = [wire.encode_group_header(encoded.header), receipt]
+        request = self._connection.request("insert", body, frames, encoded.header.nbytes)
+        return await self._futures.of(request)
+
+    async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
+        await self._futures.of(self._fail(assignment, reason, detail))
+
+    def _fail(self, assignment: Assignment, reason: DropReason, detail: str) -> Future[Response]:
+        body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT]]
+        return self._connection.request("fail", body)
+
+    async def report_evaluation(self, result: EvalResult) -> None:
+        await self._futures.of(self._connection.request("report_evaluation", messages.encode_record(result)))
+
+    async def served(self, policy_version: int, fingerprint: str) -> None:
+        await asyncio.to_thread(self._rendezvous.served, policy_version, fingerprint)
+
+    async def watch(self, *, revision: int, wait_s: float) -> Board:
+        request = self._connection.request("watch", [revision, float(wait_s)])
+        return _board(await self._futures.of(request))
+
+    async def close(self) -> None:
+        if self._shards is not None:
+            await asyncio.to_thread(self._shards.close)
+        await asyncio.to_thread(self._connection.close)
+
+
+class LearnerClient:
+    """`LearnerReplay` over the wire; blocking, safe to call from several threads."""
+
+    def __init__(self, address: str, *, rank: int, run_digest: str, config: ReplayConfig) -> None:
+        self.address = address
+        self._samples = SAMPLE_GROUPS if rank == 0 else 0
+        self._told: set[int] = set()
+        """Evaluation jobs whose results were returned. A server that is restarted before it knows that they arrived has
+        them made again."""
+        self._connection = Connection(
+            address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
+        )
+        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
+
+    def _ask(self, verb: str, body: Any = None) -> Any:
+        return self._connection.request(verb, body).result().body
+
+    def restore(
+        self,
+        *,
+        step: int | None,
+        policy_version: int,
+        snapshot: dict[str, Any] | None,
+        settings: str = "",
+        branch: bool = False,
+    ) -> Restored:
+        asked = [step, policy_version, snapshot, settings, branch]
+        return messages.decode_record(Restored, self._ask("restore", asked))
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        self._ask("publish", [policy_version, parent])
+
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
+        request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
+        return decode_lease(request.result(), rank, self._shards)
+
+    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+        reply = messages.decode_trained(self._ask("trained", [step, policy_version]))
+        return replace(reply, evaluations=self._untold(reply.evaluations))
+
+    def commit(self, *, step: int) -> None:
+        self._ask("commit", step)
+
+    def snapshot(self) -> dict[str, Any]:
+        return wire.mapping(self._ask("snapshot"), "snapshot")
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        return wire.integer(self._ask("evaluate", [step, policy_version, eval_set, rows, chunk]), "job", 0, wire.MAX_ID)
+
+    def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
+        return self._untold(messages.decode_records(EvalSummary, self._ask("wait_evaluations", float(wait_s))))
+
+    def _untold(self, summaries: Sequence[EvalSummary]) -> tuple[EvalSummary, ...]:
+        fresh = tuple(summary for summary in summaries if summary.job_id not in self._told)
+        self._told.update(summary.job_id for summary in fresh)
+        return fresh
+
+    def announce(self, values: dict[str, Any]) -> None:
+        self._ask("announce", values)
+
+    def members(self) -> list[Member]:
+        return messages.decode_members(self._ask("members"))
+
+    def watch(self, *, revision: int, wait_s: float) -> Board:
+        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+
+    def finish(self) -> None:
+        self._ask("finish")
+
+    def close(self) -> None:
+        if self._shards is not None:
+            self._shards.close()
+        self._connection.close()
+
+
+def _board(response: Response) -> Board:
+    revision, values = wire.sequence(response.body, "board", 2)
+    return Board(revision=wire.integer(revision, "revision", 0, wire.MAX_ID), values=wire.mapping(values, "values"))
+
+
+def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:
+    """One rank's trajectories, each checked against the header it was judged by; fetched from `shards` where they are.
+
+    Raises:
+        WireError: something is missing or does not agree.
+    """
+    encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
+    plan = wire.decode_plan(encoded_plan)
+    unpacking = Unpacking(plan)
+    unpacking.open(parcel, response.frames)
+    where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]
+    rows = [[*row, *_attempt_of(plan, row)] for row in where]
+    if rows and shards is None:
+        raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
+    for answer in shards.get(rows) if shards else ():
+        unpacking.open(answer.body, answer.frames)
+    return unpacking.lease(rank)
+
+
+def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:
+    """(group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
+    group = wire.integer(row[0], "group", 0, len(plan.groups) - 1)
+    return plan.groups[group].group_id, plan.groups[group].attempt
+
+
+def wait_for_server(address: str, *, config: ReplayConfig, run_digest: str, wait_s: float) -> None:
+    """Return once the replay server answers.
+
+    Raises:
+        NoProgress: it did not within `wait_s`. ReplayError: it serves another run.
+    """
+    probe = Connection(address, role="learner", name="probe", run_digest=run_digest, config=config)
+    deadline = time.monotonic() + wait_s
+    try:
+        probe.request("members").result(timeout=max(0.0, deadline - time.monotonic()))
+    except TimeoutError as error:
+        if isinstance(error, AsyncRLError):
+            raise
+        raise NoProgress(f"the replay server at {address} did not answer within {wait_s:.0f} s") from error
+    finally:
+        probe.close()

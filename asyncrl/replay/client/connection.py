@@ -1,0 +1,313 @@
+"""The client's end of the socket: one thread that owns a DEALER and sees every request through.
+
+    consumes      requests from any thread of this process
+    waits for     the server, and for byte credit before it sends a group
+    unblocked by  replies; a heartbeat's reply names the requests that were lost, which are then sent again
+
+A request has an id that does not change when it is resent, so it runs once. Silence past `heartbeat_timeout_s` opens
+a new socket; silence past `wait_timeout_s` fails what is outstanding with NoProgress.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from asyncrl.errors import AsyncRLError, NoProgress, ReplayError, WireError
+from asyncrl.replay.client.handshakes import Handshakes
+from asyncrl.replay.client.requests import Request, Requests, Response
+from asyncrl.replay.codec import reply as words
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.net.clock import awake_clock
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.net.socket_options import receive, set_socket_options
+from asyncrl.replay.net.wakeup import Wakeup
+from asyncrl.types import NO_VERSION
+
+log = logging.getLogger(__name__)
+
+CONTROL_KEPT = 10_000
+"""Request numbers after which a hello or heartbeat without an answer is forgotten."""
+GOODBYE_S = 2.0
+"""How long `close` waits for the server to take note."""
+
+TURNED_AWAY = 1000
+"""Times in a row that a server asks for another hello, without an answer to anything else, before it is taken for
+broken. A server that knows its peers does it once."""
+
+
+class Connection:
+    """See the module. `stats` is called for every heartbeat, in the thread of the connection."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: str,
+        name: str,
+        run_digest: str,
+        config: ReplayConfig,
+        stats: Callable[[], dict[str, float]] = dict,
+        server: str = "replay server",
+        server_role: str = "server",
+    ) -> None:
+        self.address, self.role, self.name = address, role, name
+        self._server, self._server_role = f"{server} at {address}", server_role
+        self.incarnation = uuid.uuid4().hex
+        self.served = NO_VERSION
+        """Newest version served, told with every hello."""
+        self._digest, self._config, self._stats = run_digest, config, stats
+        self._context = zmq.Context(1)
+        self._inbox: deque[Request] = deque()
+        self._requests = Requests()
+        self._next = 1
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._fatal: AsyncRLError | None = None
+        self._run, self._boot = "", ""
+        self._welcome = False
+        self._turned_away = 0
+        self._suspicion = ""
+        """Why the last socket heard nothing, as far as its handshakes tell."""
+        self._control: dict[int, str] = {}
+        """Verbs of hellos and heartbeats under way; they are never resent."""
+        self._clock = awake_clock(config)
+        self._contact = self._attempt = self._clock()
+        self._wakeup = Wakeup(self._context)
+        self._socket, self._handshakes = self._open()
+        self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
+        self._thread.start()
+
+    def request(self, verb: str, body: Any = None, frames: Sequence[Frame] = (), nbytes: int = 0) -> Future[Response]:
+        """Send and see through. The future fails with what the server answered, or with NoProgress."""
+        future: Future[Response] = Future()
+        future.set_running_or_notify_cancel()  # A sent request cannot be taken back: the server may act on it.
+        with self._lock:
+            if self._fatal is not None or self._closing.is_set():
+                future.set_exception(self._fatal or ReplayError(f"the connection to {self.address} was closed"))
+                return future
+            number, self._next = self._next, self._next + 1
+            self._inbox.append(Request(number, verb, body, frames, nbytes, future, self._clock()))
+            self._wakeup.ring()
+        return future
+
+    def close(self) -> None:
+        """Say goodbye (bounded) and stop the thread. What is outstanding fails. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        if self._fatal is None and self._welcome:
+            goodbye = self.request("goodbye")
+            try:
+                goodbye.exception(timeout=GOODBYE_S)
+            except TimeoutError:
+                log.debug("%s did not answer the goodbye of %s", self.address, self.name)
+        with self._lock:
+            self._closing.set()
+            self._wakeup.ring()
+        self._thread.join(timeout=5.0)
+        self._wakeup.close()
+        if not self._thread.is_alive():  # Or the context would wait for its socket for ever.
+            self._context.term()
+
+    # ---- the thread
+
+    def _main(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._loop()
+        # The boundary of the thread: whatever ended it must reach those who wait, or they would wait for ever.
+        except Exception as failure:
+            log.exception("the connection to %s failed", self.address)
+            error = failure
+        closed = ReplayError(f"the connection to the {self._server} was closed")
+        closed.__cause__ = error
+        self._fail_all(closed)
+        self._close_socket()
+        self._wakeup.inside.close(0)
+
+    def _loop(self) -> None:
+        next_beat = 0.0
+        while not self._closing.is_set():
+            now = self._clock()
+            if now >= min(next_beat, self._deaf_at()):
+                next_beat = now + self._config.heartbeat_s
+                self._beat(now)
+            poller = zmq.Poller()
+            poller.register(self._wakeup.inside, zmq.POLLIN)
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._handshakes.monitor, zmq.POLLIN)
+            ready = dict(poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
+            if self._wakeup.inside in ready:
+                self._take_inbox()
+            if self._handshakes.monitor in ready:
+                self._handshakes.hear()
+                if self._handshakes.refused:
+                    self._die(ReplayError(f"the {self._server} {self._handshakes.refused}"))
+            if self._socket in ready:
+                self._receive()
+            if self._welcome:
+                self._requests.send(self._dispatch)
+
+    def _open(self) -> tuple[zmq.Socket, Handshakes]:
+        socket = self._context.socket(zmq.DEALER)
+        set_socket_options(socket, self.address, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
+        secure_client(socket, self._config.keys, self.role, self._server_role)
+        handshakes = Handshakes(socket, self._config.keys, self.role)
+        socket.connect(self.address)
+        return socket, handshakes
+
+    def _close_socket(self) -> None:
+        self._handshakes.close()
+        self._socket.close(0)
+
+    def _beat(self, now: float) -> None:
+        """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
+        # One that was slow itself may have words of the server that it has not read yet.
+        if now >= self._deaf_at() and not self._socket.poll(0):
+            why = self._suspicion = self._handshakes.suspicion
+            log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
+            self._attempt = now
+            self._close_socket()
+            self._socket, self._handshakes = self._open()
+            self._welcome = False
+        if self._welcome:
+            self._say("heartbeat", [0, [self._stats(), self._requests.sent()]])
+        elif self._fatal is None:
+            self._hello()
+        self._give_up(now)
+
+    def _deaf_at(self) -> float:
+        """When the server is taken for silent: at the next beat it could be too late."""
+        return max(self._contact, self._attempt) + self._config.heartbeat_timeout_s - self._config.heartbeat_s
+
+    def _hello(self) -> None:
+        self._say("hello", [self.role, self.name, self._digest, self.served, self._boot])
+
+    def _say(self, verb: str, body: Any) -> None:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+        self._control = {known: name for known, name in self._control.items() if known > number - CONTROL_KEPT}
+        self._control[number] = verb
+        self._send(verb, number, body)
+
+    def _take_inbox(self) -> None:
+        self._wakeup.heard()
+        while self._inbox:
+            self._requests.add(self._inbox.popleft())
+
+    def _dispatch(self, request: Request) -> bool:
+        return self._send(request.verb, request.number, [self._requests.oldest, request.body], request.frames)
+
+    def _send(self, verb: str, number: int, body: Any, frames: Sequence[Frame] = ()) -> bool:
+        envelope = Envelope(run=self._run, verb=verb, request=number, incarnation=self.incarnation, body=body)
+        header = wire.encode_envelope(envelope)
+        if len(header) > wire.MAX_REQUEST_BYTES:
+            raise WireError(f"{verb} needs a header of {len(header)} bytes; the limit is {wire.MAX_REQUEST_BYTES}")
+        try:
+            self._socket.send_multipart([header, *frames], zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = receive(self._socket)
+            except zmq.Again:
+                return
+            try:
+                replies = words.decode_replies(frames)
+            except WireError as error:
+                self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
+                return
+            self._contact = self._clock()
+            for envelope, payload in replies:
+                self._answered(envelope, payload)
+
+    def _answered(self, envelope: Envelope, frames: Sequence[Frame]) -> None:
+        request = self._requests.get(envelope.request)
+        if envelope.verb == "unknown_peer":
+            self._introduce()
+        elif request is not None:
+            self._turned_away = 0
+            self._finish(request, envelope, frames)
+        elif envelope.request in self._control:
+            self._hear(self._control.pop(envelope.request), envelope)
+
+    def _introduce(self) -> None:
+        """The server does not know this client (any more)."""
+        if self._welcome:
+            self._welcome = False
+            self._turned_away += 1
+            self._hello()
+        if self._turned_away > TURNED_AWAY:
+            self._die(ReplayError(f"the {self._server} asked for a hello {self._turned_away} times and answered none"))
+
+    def _hear(self, verb: str, reply: Envelope) -> None:
+        """The reply to a hello or to a heartbeat. One that makes no sense leaves nothing to rely on."""
+        if reply.verb != "ok":
+            if verb == "hello" or reply.verb in ("fenced", "refused"):
+                self._die(words.error_of(self._server, reply))
+            return
+        try:
+            if verb == "hello":
+                self._welcomed(words.decode_welcome(reply.body))
+            else:
+                self._beaten(words.decode_pulse(reply.body))
+        except WireError as error:
+            self._die(WireError(f"{self._server}: {error}"))
+
+    def _welcomed(self, welcome: words.Welcome) -> None:
+        self._run, self._boot, self._requests.window = welcome.run, welcome.boot, welcome.window
+        self._welcome = True
+        self._requests.resend_all()
+
+    def _beaten(self, pulse: words.Pulse) -> None:
+        self._turned_away = 0
+        self._requests.window = pulse.window
+        self._requests.server_at(pulse.progress, self._contact)
+        self._requests.resend(pulse.lost)
+
+    def _finish(self, request: Request, envelope: Envelope, frames: Sequence[Frame]) -> None:
+        self._requests.answered(request)
+        if envelope.verb != "ok":
+            error = words.error_of(self._server, envelope)
+            if envelope.verb == "refused":
+                self._die(error)
+            request.future.set_exception(error)
+            return
+        try:
+            if request.nbytes:
+                self._requests.window = words.window_after(envelope.body)
+        except WireError as error:
+            request.future.set_exception(WireError(f"{self._server}: {error} ({request.verb})"))
+            return
+        request.future.set_result(Response(envelope.body, frames))
+
+    def _give_up(self, now: float) -> None:
+        for request, waited in self._requests.take_overdue(now, self._contact, self._config.wait_timeout_s):
+            what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
+            text = f"the {self._server} {what} for {waited:.0f} s ({request.verb})"
+            request.future.set_exception(NoProgress(f"{text}{self._handshakes.suspicion or self._suspicion}"))
+
+    def _die(self, error: AsyncRLError) -> None:
+        self._fail_all(error)
+        self._welcome = False
+
+    def _fail_all(self, error: AsyncRLError) -> None:
+        with self._lock:
+            self._fatal = error
+            requests = [*self._requests.take_all(), *self._inbox]
+            self._inbox.clear()
+        for request in requests:
+            request.future.set_exception(error)

@@ -1,0 +1,255 @@
+"""Trajectory groups as frames, and the checks that a group must pass on either side.
+
+    insert:  [envelope] [texts] [joined columns of all trajectories] [large array] ... [joined extras] [large extra] ...
+
+What is in the frames follows from the header; see `columns.py` and `extras.py`. The server checks every value as it
+comes in, but of extras the sizes only (and the log-probs of a reference), and hands the frames on as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import WireError
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
+from asyncrl.replay.codec.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
+from asyncrl.replay.codec.reference import brings_reference, reference_fault
+from asyncrl.types import MAX_LOGPROB, GroupHeader, Trajectory, TrajectoryGroup, TrajectoryHeader
+
+MAX_VOCABULARY = 1 << 31
+"""Of a model that nobody has announced yet."""
+_INT32, _BOOL, _FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
+Sampled = tuple[NDArray[np.float32], NDArray[np.bool_] | None]
+"""Log-probs [N] of what follows a prompt, and which of them are of sampled tokens; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    header: GroupHeader
+    frames: list[Frame]
+    """Texts, joined columns, large arrays, extras."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group as the server keeps it: frames as they came, and what is where in them."""
+
+    texts: Frame
+    columns: Columns
+    side: SideFrames | None = None
+    """The extras, where there are any."""
+
+    @property
+    def frames(self) -> list[Frame]:
+        frames = [self.texts, self.columns.joined, *self.columns.own]
+        return frames if self.side is None else frames + self.side.frames
+
+    def trajectories(self, facts: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+        """All of them, decoded, extras included. Raises WireError for values that do not agree with their headers."""
+        decoded = decode(facts, self.columns)
+        if self.side is None:
+            return decoded
+        pairs = zip(decoded, decode_extras(facts, self.side), strict=True)
+        return [replace(trajectory, extras=extras) for trajectory, extras in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A group whose payload a shard keeps: which one, and under what tag."""
+
+    shard: int
+    tag: str
+
+
+def shard_of(group_id: int, shards: int) -> int:
+    """Group ids are a counter, so the remainder spreads every batch evenly."""
+    return group_id % shards
+
+
+def group_header(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
+    """Raises WireError when a trajectory is not fit to be trained on."""
+    header = _header_of(group, nbytes)
+    pairs = tuple(zip(group.trajectories, header.trajectories, strict=True))
+    _check_ids((trajectory.token_ids for trajectory in group.trajectories), MAX_VOCABULARY)
+    _check_logprobs((), lambda: (_sampled(*pair) for pair in pairs), sure=False)
+    return header
+
+
+def encode_group(group: TrajectoryGroup) -> EncodedGroup:
+    """Raises WireError when the group is not fit to be trained on: better here than at the learner."""
+    header = _header_of(group)
+    columns = join(group.trajectories, header.trajectories)
+    check_columns(header.trajectories, columns, MAX_VOCABULARY)
+    texts = wire.pack(
+        [group.prompt_text, list(group.completion_texts), float(group.started_at), float(group.finished_at)]
+    )
+    frames = StoredGroup(texts, columns, join_extras(group.trajectories, header.trajectories)).frames
+    return EncodedGroup(replace(header, nbytes=sum(map(len, frames))), frames)
+
+
+def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
+    """What the server does with an insert: check the sizes against the header. See `check_stored` for the values.
+
+    Raises:
+        WireError: frames are missing, too many, or not of the sizes that follow from the header.
+    """
+    if len(frames) < 2:
+        raise WireError(f"a group needs at least 2 payload frames, got {len(frames)}")
+    _check_size(header.nbytes)
+    if sum(map(len, frames)) != header.nbytes:
+        raise WireError(f"the header announces {header.nbytes} payload bytes, the frames have another size")
+    side = rows_of(header.trajectories)
+    if not side:
+        return StoredGroup(frames[0], columns_of(header.trajectories, frames[1], frames[2:]))
+    end = 2 + len(own_sizes(map(sizes_of, header.trajectories)))
+    columns = columns_of(header.trajectories, frames[1], frames[2:end])
+    return StoredGroup(frames[0], columns, side_frames_of(side, frames[end:]))
+
+
+def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> None:
+    """What the learner will rely on, found out at the door: the arrays agree with the header that the gates judge, and
+    every value is one that can be trained on. Nothing is copied or kept.
+
+    Args:
+        vocabulary: token ids are below it.
+
+    Raises:
+        WireError: names what is wrong.
+    """
+    decode_texts(stored.texts)
+    check_columns(header.trajectories, stored.columns, vocabulary)
+    brought = brings_reference(header)
+    for place, trajectory in enumerate(stored.trajectories(header.trajectories) if any(brought) else ()):
+        fault = reference_fault(trajectory) if brought[place] else ""
+        if fault:
+            raise WireError(f"trajectory {place} of group {header.group_id}: {fault}")
+
+
+def check_columns(facts: Sequence[TrajectoryHeader], columns: Columns, vocabulary: int) -> None:
+    """The values of some trajectories, all at once. Raises WireError."""
+    ids, logprobs = columns.whole()
+    _check_ids(ids, vocabulary)
+    if columns.has_masks:
+        for _ in columns.each(facts):  # Each mask is checked as it is cut out.
+            pass
+    _check_logprobs(logprobs, lambda: ((sampled, mask) for _, sampled, mask in columns.each(facts)))
+
+
+def _check_ids(arrays: Iterable[NDArray[np.int32]], vocabulary: int) -> None:
+    for token_ids in arrays:
+        # A negative id is a large one here.
+        if not token_ids.size or np.maximum.reduce(token_ids.view(np.uint32)) < vocabulary:
+            continue
+        if np.minimum.reduce(token_ids) < 0:
+            raise WireError("token_ids must not be negative")
+        highest = np.maximum.reduce(token_ids)
+        raise WireError(f"token_ids must be below the vocabulary of {vocabulary}; got {highest}")
+
+
+def _check_logprobs(
+    arrays: Iterable[NDArray[np.float32]], each: Callable[[], Iterable[Sampled]], sure: bool = True
+) -> None:
+    """Nearly always all log-probs are fine, and picking out those of sampled tokens costs more than looking at all: so
+    `arrays` are looked at first, and `each` trajectory only where they are not (or not `sure` to be all)."""
+    if sure and all(map(_are_logprobs, arrays)):
+        return
+    for logprobs, mask in each():
+        if not _are_logprobs(logprobs if mask is None else logprobs[mask]):
+            raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
+
+
+def _are_logprobs(array: NDArray[np.float32]) -> bool:
+    # A NaN is the minimum of whatever holds it, and compares false. The methods cost twice as much for short arrays.
+    return not array.size or bool(-np.inf < np.minimum.reduce(array) and np.maximum.reduce(array) <= MAX_LOGPROB)
+
+
+def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
+    """Everything but the values of ids and log-probs is checked."""
+    if not 1 <= len(group.trajectories) <= wire.MAX_TRAJECTORIES:
+        raise WireError(f"a group has 1 to {wire.MAX_TRAJECTORIES} trajectories, not {len(group.trajectories)}")
+    facts = tuple(map(_facts_of, group.trajectories))
+    _check_size(sum([wire.extra_size(extra) for header in facts for extra in header.extras]))
+    return GroupHeader(
+        group_id=wire.integer(group.group_id, "group_id", 0, wire.MAX_ID),
+        prompt_index=wire.integer(group.prompt_index, "prompt_index", 0, wire.MAX_ID),
+        attempt=wire.integer(group.attempt, "attempt", 0, wire.MAX_VERSION),
+        worker=group.worker,
+        trajectories=facts,
+        nbytes=nbytes,
+    )
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > wire.MAX_GROUP_BYTES:
+        raise WireError(
+            f"a group of {nbytes} bytes is over the limit of {wire.MAX_GROUP_BYTES}: attach smaller extras, or make "
+            "rollout.group_size smaller"
+        )
+
+
+def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
+    """Raises WireError: lengths differ, dtypes are wrong, a reward is not finite, a loss token has no version."""
+    length, mask, versions = len(trajectory.token_ids), trajectory.loss_mask, trajectory.policy_versions
+    if not 1 <= length <= wire.MAX_TOKENS:
+        raise WireError(f"a trajectory has 1 to {wire.MAX_TOKENS} tokens, not {length}")
+    _check_shape("token_ids", trajectory.token_ids, _INT32, length)
+    _check_shape("loss_mask", mask, _BOOL, length)
+    _check_shape("behavior_logprobs", trajectory.behavior_logprobs, _FLOAT32, length)
+    _check_shape("policy_versions", versions, _INT32, length)
+    loss_tokens = int(np.count_nonzero(mask))
+    prompt_length = int(mask.argmax()) if loss_tokens else length
+    # A slice where the loss tokens are all that follows the prompt: no copy, many times faster.
+    runs = runs_of(versions[prompt_length:] if loss_tokens == length - prompt_length else versions[mask])
+    if any(version < 0 for version, _ in runs):
+        raise WireError("every loss token needs the policy_version that sampled it")
+    return TrajectoryHeader(
+        length=length,
+        prompt_length=prompt_length,
+        reward=wire.number(trajectory.reward, "reward"),
+        version_tokens=runs,
+        rewards={name: wire.number(value, f"rewards[{name!r}]") for name, value in trajectory.rewards.items()},
+        finish_reason=wire.text(trajectory.finish_reason, "finish_reason", wire.MAX_NAME),
+        extras=describe_extras(trajectory.extras) if trajectory.extras else (),
+    )
+
+
+def _check_shape(name: str, array: NDArray[Any], dtype: np.dtype[Any], length: int) -> None:
+    if array.dtype != dtype or array.shape != (length,):
+        raise WireError(f"{name} must be {dtype}[{length}], not {array.dtype}{list(array.shape)}")
+
+
+def _sampled(trajectory: Trajectory, facts: TrajectoryHeader) -> Sampled:
+    start = facts.prompt_length
+    return trajectory.behavior_logprobs[start:], trajectory.loss_mask[start:]
+
+
+def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+    """Runs `(version, count)` of `[N]` versions, in order."""
+    if not versions.size:
+        return ()
+    if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # Cheaper than comparing each with the first.
+        return ((int(versions[0]), len(versions)),)
+    starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]])
+    counts = np.diff(np.r_[starts, len(versions)])
+    return tuple(zip(versions[starts].tolist(), counts.tolist(), strict=True))
+
+
+def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:
+    """`(prompt text, completion texts, started_at, finished_at)`. Raises WireError."""
+    value = wire.unpack(frame, max_bytes=wire.MAX_MESSAGE_BYTES)
+    prompt, completions, started, finished = wire.sequence(value, "texts", 4)
+    return (
+        wire.text(prompt, "prompt_text", wire.MAX_MESSAGE_BYTES),
+        tuple(
+            wire.text(completion, "completion_text", wire.MAX_MESSAGE_BYTES)
+            for completion in wire.sequence(completions, "completion_texts", limit=wire.MAX_TRAJECTORIES)
+        ),
+        wire.number(started, "started_at"),
+        wire.number(finished, "finished_at"),
+    )

@@ -1,0 +1,173 @@
+"""Trajectories on their way to a rank, both ends: tables, and frames with what they point to.
+
+    table row   [group, first trajectory, how many, frame, offset, size, first frame of their own, how many]
+    extras row  the same, of the extras of these neighbours
+    text row    [group, frame]                                                              whole groups only
+
+A row is about neighbours of one group: what they have in one frame, which is the one received where they are the whole
+group. Small parts are joined in frame 0, large arrays keep their own frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncrl.errors import WireError
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import Frame, columns_of, decode
+from asyncrl.replay.codec.extras import ALIGNED, Extras, decode_extras, row_of, side_frames_of
+from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.protocol import Lease
+from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
+
+SEPARATE = 64 << 10
+"""Bytes from which neighbours get a frame instead of being joined with others (a copy)."""
+Place = tuple[int, int]
+"""(group, trajectory) positions in a plan."""
+
+
+def pack_places(
+    stored: Mapping[int, StoredGroup], places: Iterable[Place], sampled: Sequence[int]
+) -> tuple[list[Any], list[Frame]]:
+    """`([table, extras, text rows], frames)` for the trajectories at `places`, and of the `sampled` groups all, with
+    texts and without extras: nobody looks at those. Groups go by the numbers that `stored` has them under."""
+    load, everything = _Load(), set(places)
+    sides = {group: kept.side for group, kept in stored.items() if kept.side is not None}
+    trained = [place for place in everything if place[0] in sides] if sides else []
+    everything.update((group, place) for group in sampled for place in range(len(stored[group].columns.rows)))
+    table, extras = [], []
+    for group, first, count in _neighbours(everything):
+        table.append([group, first, count, *load.add(*stored[group].columns.part(first, count))])
+    for group, first, count in _neighbours(trained):
+        extras.append([group, first, count, *load.add(*sides[group].part(first, count))])
+    frames = [b"".join(load.small), *load.frames]
+    texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
+    return [table, extras, texts], [*frames, *(stored[group].texts for group in sampled)]
+
+
+@dataclass(slots=True)
+class _Load:
+    """What was put into frames so far."""
+
+    small: list[Frame] = field(default_factory=list)
+    """Pieces of frame 0."""
+    small_bytes: int = 0
+    frames: list[Frame] = field(default_factory=list)
+    """From frame 1 on."""
+
+    def add(self, pieces: list[Frame], own: Sequence[Frame]) -> list[int]:
+        """`[frame, offset, size, first frame of their own, how many]`."""
+        size = sum(map(len, pieces))
+        if size < SEPARATE:
+            gap = -self.small_bytes % ALIGNED
+            frame, offset = 0, self.small_bytes + gap
+            self.small += [bytes(gap), *pieces] if gap else pieces
+            self.small_bytes = offset + size
+        else:
+            frame, offset = 1 + len(self.frames), 0
+            self.frames.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        first = 1 + len(self.frames)
+        self.frames += own
+        return [frame, offset, size, first, len(own)]
+
+
+def _neighbours(places: Iterable[Place]) -> list[list[int]]:
+    """Runs `[group, first trajectory, how many]`."""
+    runs: list[list[int]] = []
+    for group, position in sorted(places):
+        if runs and runs[-1][0] == group and sum(runs[-1][1:]) == position:
+            runs[-1][2] += 1
+        else:
+            runs.append([group, position, 1])
+    return runs
+
+
+class Unpacking:
+    """One rank's part of a plan, put together from one parcel or several."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._found: dict[Place, Trajectory] = {}
+        self._extras: dict[Place, Extras] = {}
+        self._texts: dict[int, tuple[str, tuple[str, ...], float, float]] = {}
+
+    def open(self, parcel: Any, frames: Sequence[Frame]) -> None:
+        """Decode a parcel, each trajectory checked against the header it was judged by.
+
+        Raises:
+            WireError: something does not agree.
+        """
+        views = [memoryview(frame) for frame in frames]
+        table, extras, texts = wire.sequence(parcel, "parcel", 3)
+        for row in wire.sequence(table, "table", limit=wire.MAX_TOKENS):
+            group, first, facts, joined, own = self._cut(row, views)
+            columns = columns_of(facts, joined, own)
+            for position, trajectory in enumerate(decode(facts, columns), first):
+                self._found[group, position] = trajectory
+        for row in wire.sequence(extras, "extras table", limit=wire.MAX_TOKENS):
+            group, first, facts, joined, own = self._cut(row, views)
+            side = side_frames_of(tuple(map(row_of, facts)), [joined, *own])
+            for position, found in enumerate(decode_extras(facts, side), first):
+                self._extras[group, position] = found
+        for row in wire.sequence(texts, "texts"):
+            group, place = wire.sequence(row, "text row", 2)
+            wire.integer(group, "group", 0, len(self._plan.groups) - 1)
+            wire.integer(place, "text frame", 0, len(views) - 1)
+            self._texts[group] = decode_texts(views[place])
+
+    def _cut(
+        self, row: Any, views: Sequence[memoryview]
+    ) -> tuple[int, int, tuple[TrajectoryHeader, ...], memoryview, Sequence[memoryview]]:
+        """`(group, first trajectory, headers, joined frame, own frames)` of the neighbours of one row."""
+        group, first, count, frame, offset, size, own, owned = wire.sequence(row, "table row", 8)
+        wire.integer(group, "group", 0, len(self._plan.groups) - 1)
+        headers = self._plan.groups[group].trajectories
+        wire.integer(first, "trajectory", 0, len(headers) - 1)
+        wire.integer(count, "trajectories", 1, len(headers) - first)
+        wire.integer(frame, "frame", 0, len(views) - 1)
+        wire.integer(offset, "offset", 0, len(views[frame]))
+        wire.integer(size, "size", 0, len(views[frame]) - offset)
+        wire.integer(own, "first frame", 0, len(views))
+        wire.integer(owned, "frames", 0, len(views) - own)
+        return (
+            group,
+            first,
+            headers[first : first + count],
+            views[frame][offset : offset + size],
+            views[own : own + owned],
+        )
+
+    def lease(self, rank: int) -> Lease:
+        """Raises WireError when a trajectory of this rank, its extras, or one of a sampled group is missing."""
+        plan = self._plan
+        wire.integer(rank, "rank", 0, len(plan.shards) - 1)
+        found, extras, places = self._found, self._extras, plan.shards[rank]
+        missing = [place for place in places if place not in found]
+        missing += [(g, t) for g, t in places if plan.groups[g].trajectories[t].extras and (g, t) not in extras]
+        if missing:
+            raise WireError(f"the lease of step {plan.step} lacks the trajectories {missing[:5]} of rank {rank}")
+        samples = tuple(self._sample(group) for group in sorted(self._texts))
+        trajectories = {place: found[place] for place in places}
+        for place in places if extras else ():
+            trajectories[place] = replace(found[place], extras=extras.get(place, {}))
+        return Lease(plan=plan, trajectories=trajectories, samples=samples)
+
+    def _sample(self, group: int) -> TrajectoryGroup:
+        header = self._plan.groups[group]
+        places = [(group, position) for position in range(len(header.trajectories))]
+        if any(place not in self._found for place in places):
+            raise WireError(f"sample group {header.group_id} came without all its trajectories")
+        prompt_text, completion_texts, started_at, finished_at = self._texts[group]
+        return TrajectoryGroup(
+            group_id=header.group_id,
+            prompt_index=header.prompt_index,
+            attempt=header.attempt,
+            worker=header.worker,
+            trajectories=tuple(self._found[place] for place in places),
+            prompt_text=prompt_text,
+            completion_texts=completion_texts,
+            started_at=started_at,
+            finished_at=finished_at,
+        )

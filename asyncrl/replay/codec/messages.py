@@ -1,0 +1,88 @@
+"""The small replies and requests as lists of checked plain values, both directions in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from asyncrl.errors import WireError
+from asyncrl.replay.codec import wire
+from asyncrl.replay.protocol import Acquired, Member, TrainedReply
+from asyncrl.types import Assignment, EvalAssignment, EvalSummary
+
+Record = TypeVar("Record")
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "int": lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
+    "float": wire.number,
+    "str": wire.text,
+    "bool": lambda value, name: _boolean(value, name),
+    "tuple[float, ...]": lambda value, name: tuple(wire.number(item, name) for item in wire.sequence(value, name)),
+    "dict[str, float]": lambda value, name: numbers(value, name),
+}
+
+
+def _boolean(value: Any, name: str) -> bool:
+    if type(value) is not bool:
+        raise WireError(f"{name} must be true or false, not {wire.short(value)}")
+    return value
+
+
+def numbers(value: Any, name: str) -> dict[str, float]:
+    """Raises WireError unless `value` maps strings to finite numbers."""
+    return {key: wire.number(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, 65536).items()}
+
+
+def encode_record(record: Any) -> list[Any]:
+    """A flat dataclass as the list of its fields."""
+    values = [getattr(record, field.name) for field in fields(record)]
+    return [list(value) if isinstance(value, tuple) else value for value in values]
+
+
+def decode_record(kind: type[Record], value: Any) -> Record:
+    """The flat dataclass `kind` from the list of its fields.
+
+    Raises:
+        WireError: a field is missing or has the wrong type.
+    """
+    expected = fields(kind)  # type: ignore[arg-type]
+    row = wire.sequence(value, kind.__name__, len(expected))
+    checked = {f.name: _CHECKS[str(f.type)](item, f.name) for f, item in zip(expected, row, strict=True)}
+    return kind(**checked)
+
+
+def decode_records(kind: type[Record], value: Any) -> tuple[Record, ...]:
+    return tuple(decode_record(kind, row) for row in wire.sequence(value, kind.__name__))
+
+
+def encode_acquired(acquired: Acquired) -> list[Any]:
+    return [
+        [encode_record(assignment) for assignment in acquired.assignments],
+        [encode_record(evaluation) for evaluation in acquired.evaluations],
+        acquired.stop,
+        acquired.waiting_for,
+    ]
+
+
+def decode_acquired(value: Any) -> Acquired:
+    assignments, evaluations, stop, waiting_for = wire.sequence(value, "acquired", 4)
+    return Acquired(
+        assignments=decode_records(Assignment, assignments),
+        evaluations=decode_records(EvalAssignment, evaluations),
+        stop=_boolean(stop, "stop"),
+        waiting_for=wire.text(waiting_for, "waiting_for"),
+    )
+
+
+def encode_trained(reply: TrainedReply) -> list[Any]:
+    return [reply.metrics, [encode_record(summary) for summary in reply.evaluations]]
+
+
+def decode_trained(value: Any) -> TrainedReply:
+    metrics, evaluations = wire.sequence(value, "trained", 2)
+    return TrainedReply(metrics=numbers(metrics, "metrics"), evaluations=decode_records(EvalSummary, evaluations))
+
+
+def decode_members(value: Any) -> list[Member]:
+    return list(decode_records(Member, value))

@@ -1,0 +1,298 @@
+"""Bytes on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
+
+    frame 0    msgpack map: schema, run, verb, request id, incarnation and the body
+    frame 1..  stored and forwarded as they came (`columns.py` and `extras.py` say what is where in them)
+
+Nothing that is received is believed: sizes, types and ranges are checked before use, and whatever is wrong with a
+message is a `WireError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncrl.errors import WireError
+from asyncrl.types import ExtraHeader, GroupHeader, StepPlan, TrajectoryHeader
+
+SCHEMA = 5
+SEVERAL = b""
+"""First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
+MAX_REQUEST_BYTES = 8 << 20
+"""Header frame of a request."""
+MAX_REPLY_BYTES = 256 << 20
+"""Header frame of a reply: a step plan with its headers."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Any one frame; libzmq drops a peer that sends more."""
+MAX_GROUP_BYTES = 3 << 30
+"""All frames of one group together: a journal record holds 4 GiB."""
+MAX_FRAMES = 65536
+MAX_TRAJECTORIES = 4096
+"""In one group."""
+MAX_TOKENS = 1 << 24
+"""In one trajectory."""
+MAX_ID = (1 << 62) - 1
+MAX_VERSION = (1 << 31) - 1
+MAX_NAME = 256
+MAX_TEXT = 1 << 16
+MAX_EXTRAS = 64
+"""Of one trajectory."""
+MAX_EXTRA_NAME = 64
+MAX_DIMENSIONS = 8
+EXTRA_DTYPES = {
+    "|b1": 1, "|u1": 1, "|i1": 1, "<u2": 2, "<i2": 2, "<f2": 2,
+    "<u4": 4, "<i4": 4, "<f4": 4, "<u8": 8, "<i8": 8, "<f8": 8,
+}  # fmt: skip
+"""What extras may be made of, and the bytes of one item."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The header frame. In a reply, `verb` is `ok`, or the kind of error with its message in `body`."""
+
+    run: str
+    verb: str
+    request: int
+    incarnation: str
+    body: Any
+
+
+def pack(value: Any) -> bytes:
+    """msgpack bytes of plain values.
+
+    Raises:
+        WireError: something in it is no plain value.
+    """
+    try:
+        packed = msgpack.packb(value, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"cannot be sent: {error}; only plain values can") from error
+    return packed or b""
+
+
+def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Any:
+    """Plain values from msgpack bytes; extension types are refused.
+
+    Raises:
+        WireError: too long, not msgpack, or nested too deep.
+    """
+    if len(data) > max_bytes:
+        raise WireError(f"a header of {len(data)} bytes is over the limit of {max_bytes}")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_refuse_extension, use_list=True)
+    except WireError:
+        raise
+    # Every way msgpack fails on hostile bytes: wrong UTF-8 and truncation (ValueError), unhashable keys (TypeError),
+    # nesting (StackError is a ValueError, RecursionError is not), lengths past any memory, extra bytes.
+    except (ValueError, TypeError, RecursionError, MemoryError, OverflowError, msgpack.UnpackException) as error:
+        raise WireError(f"not a msgpack header: {type(error).__name__}: {error}") from error
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise WireError(f"msgpack extension type {code} is refused")
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    return pack([SCHEMA, envelope.run, envelope.verb, envelope.request, envelope.incarnation, envelope.body])
+
+
+def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Envelope:
+    """Raises WireError, also for another schema version."""
+    value = unpack(frame, max_bytes=max_bytes)
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        raise WireError("a header must be [schema, run, verb, request, incarnation, body]")
+    if value[0] != SCHEMA:
+        raise WireError(
+            f"the peer speaks wire schema {value[0]}, this side {SCHEMA}: run one asyncrl version everywhere"
+        )
+    if len(value) != 6:
+        raise WireError(f"a header must have 6 fields, not {len(value)}")
+    return Envelope(
+        run=text(value[1], "run", MAX_NAME),
+        verb=text(value[2], "verb", MAX_NAME),
+        request=integer(value[3], "request", 0, MAX_ID),
+        incarnation=text(value[4], "incarnation", MAX_NAME),
+        body=value[5],
+    )
+
+
+def integer(value: Any, name: str, low: int, high: int) -> int:
+    """Raises WireError unless `value` is an int (no bool) in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise WireError(f"{name} must be an integer in [{low}, {high}], not {short(value)}")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """Raises WireError unless `value` is a finite float or int."""
+    if type(value) not in (float, int) or not math.isfinite(value):
+        raise WireError(f"{name} must be a finite number, not {short(value)}")
+    return float(value)
+
+
+def text(value: Any, name: str, limit: int = MAX_TEXT) -> str:
+    """Raises WireError unless `value` is a string of at most `limit` characters."""
+    if type(value) is not str or len(value) > limit:
+        raise WireError(f"{name} must be a string of at most {limit} characters, not {short(value)}")
+    return value
+
+
+def sequence(value: Any, name: str, size: int | None = None, limit: int = MAX_FRAMES) -> list[Any]:
+    """Raises WireError unless `value` is a list of `size` (or at most `limit`) items."""
+    if type(value) is not list or len(value) > limit or (size is not None and len(value) != size):
+        expected = f"{size}" if size is not None else f"at most {limit}"
+        raise WireError(f"{name} must be a list of {expected} items, not {short(value)}")
+    return value
+
+
+def mapping(value: Any, name: str, limit: int = 1024) -> dict[str, Any]:
+    """Raises WireError unless `value` is a map with string keys."""
+    if type(value) is not dict or len(value) > limit or not all(type(key) is str for key in value):
+        raise WireError(f"{name} must be a map with at most {limit} string keys, not {short(value)}")
+    return value
+
+
+def short(value: Any) -> str:
+    shown = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def flatten_runs(runs: Sequence[tuple[int, int]]) -> list[int]:
+    return [value for run in runs for value in run]
+
+
+def extra_size(extra: ExtraHeader) -> int:
+    """Bytes of its array."""
+    return math.prod(extra.shape) * EXTRA_DTYPES[extra.dtype]
+
+
+def unsendable(name: Any, dtype: Any) -> str:
+    """Why an extra of this dtype is refused."""
+    return (
+        f"extra {short(name)} has dtype {short(dtype)}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
+        "it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
+    )
+
+
+def decode_extra_headers(value: Any) -> tuple[ExtraHeader, ...]:
+    """Raises WireError: too many, two of one name, a dtype that is not sent, or a shape that no message can carry."""
+    headers = tuple(_decode_extra(row) for row in sequence(value, "extras", limit=MAX_EXTRAS))
+    if len({header.name for header in headers}) != len(headers):
+        raise WireError(f"extras need different names, not {short(str([header.name for header in headers]))}")
+    return headers
+
+
+def _decode_extra(row: Any) -> ExtraHeader:
+    name, dtype, shape = sequence(row, "extra", 3)
+    if not text(name, "name of an extra", MAX_EXTRA_NAME) or not name.isprintable():
+        raise WireError(f"an extra needs a name of 1 to {MAX_EXTRA_NAME} printable characters, not {short(name)}")
+    if type(dtype) is not str or dtype not in EXTRA_DTYPES:
+        raise WireError(unsendable(name, dtype))
+    dimensions = sequence(shape, f"shape of extra {name!r}", limit=MAX_DIMENSIONS)
+    extra = ExtraHeader(name, dtype, tuple(integer(item, "dimension", 0, MAX_MESSAGE_BYTES) for item in dimensions))
+    # A dimension of 0 hides nothing: numpy refuses what the others would not fit in, and the learner would end of that.
+    nbytes = math.prod(max(1, size) for size in extra.shape) * EXTRA_DTYPES[dtype]
+    if nbytes > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"extra {name!r} of shape {list(extra.shape)} spans {nbytes} bytes, over the limit of "
+            f"{MAX_MESSAGE_BYTES} for one array: attach it in parts"
+        )
+    return extra
+
+
+def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
+    """A field for extras is there where they are."""
+    runs = flatten_runs(header.version_tokens)
+    row = [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
+    if header.extras:
+        row.append([[extra.name, extra.dtype, list(extra.shape)] for extra in header.extras])
+    return row
+
+
+def decode_trajectory_header(value: Any) -> TrajectoryHeader:
+    """Raises WireError; see the checks."""
+    extras: tuple[ExtraHeader, ...] = ()
+    if type(value) is list and len(value) == 7:
+        value, extras = value[:6], decode_extra_headers(value[6])
+    length, prompt_length, reward, flat, rewards, finish_reason = sequence(value, "trajectory header", 6)
+    integer(length, "length", 1, MAX_TOKENS)
+    integer(prompt_length, "prompt_length", 0, length)
+    if type(flat) is not list or len(flat) % 2 or len(flat) > 2 * MAX_TOKENS:
+        raise WireError("version runs must be a flat list of version, count pairs")
+    runs = ((flat[0], flat[1]),) if len(flat) == 2 else tuple(zip(flat[::2], flat[1::2], strict=True))
+    total = 0
+    for version, count in runs:
+        integer(version, "policy_version", 0, MAX_VERSION)
+        total += integer(count, "run length", 1, MAX_TOKENS)
+    if total > length - prompt_length:
+        raise WireError(f"{total} loss tokens do not fit in a completion of {length - prompt_length}")
+    return TrajectoryHeader(
+        length=length,
+        prompt_length=prompt_length,
+        reward=number(reward, "reward"),
+        version_tokens=runs,
+        rewards={name: number(part, "rewards") for name, part in mapping(rewards, "rewards").items()},
+        finish_reason=text(finish_reason, "finish_reason", MAX_NAME),
+        extras=extras,
+    )
+
+
+def encode_group_header(header: GroupHeader) -> list[Any]:
+    trajectories = [encode_trajectory_header(trajectory) for trajectory in header.trajectories]
+    return [header.group_id, header.prompt_index, header.attempt, header.worker, header.nbytes, trajectories]
+
+
+def decode_group_header(value: Any) -> GroupHeader:
+    """Raises WireError; see the checks."""
+    group_id, prompt_index, attempt, worker, nbytes, rows = sequence(value, "group header", 6)
+    rows = sequence(rows, "trajectories", limit=MAX_TRAJECTORIES)
+    if not rows:
+        raise WireError("a group has at least one trajectory")
+    return GroupHeader(
+        group_id=integer(group_id, "group_id", 0, MAX_ID),
+        prompt_index=integer(prompt_index, "prompt_index", 0, MAX_ID),
+        attempt=integer(attempt, "attempt", 0, MAX_VERSION),
+        worker=text(worker, "worker", MAX_NAME),
+        nbytes=integer(nbytes, "nbytes", 0, MAX_ID),
+        trajectories=tuple(decode_trajectory_header(row) for row in rows),
+    )
+
+
+def encode_plan(plan: StepPlan) -> list[Any]:
+    groups = [encode_group_header(group) for group in plan.groups]
+    shards = [[list(place) for place in shard] for shard in plan.shards]
+    staleness = flatten_runs(tuple(plan.staleness.items()))
+    return [plan.step, plan.policy_version, plan.max_staleness, staleness, shards, groups]
+
+
+def decode_plan(value: Any) -> StepPlan:
+    """Raises WireError; also when a shard names a trajectory that is not there, or one is in two shards."""
+    step, policy_version, max_staleness, flat, shards, groups = sequence(value, "step plan", 6)
+    headers = tuple(decode_group_header(group) for group in sequence(groups, "groups"))
+    flat = sequence(flat, "staleness", limit=2 * MAX_FRAMES)
+    ages = [integer(item, "staleness", 0, MAX_VERSION) for item in flat]
+    seen: set[tuple[int, int]] = set()
+    decoded: list[tuple[tuple[int, int], ...]] = []
+    for shard in sequence(shards, "shards"):
+        places = []
+        for place in sequence(shard, "shard", limit=MAX_TOKENS):
+            group, position = sequence(place, "shard place", 2)
+            integer(group, "group position", 0, len(headers) - 1)
+            integer(position, "trajectory position", 0, len(headers[group].trajectories) - 1)
+            if (group, position) in seen:
+                raise WireError(f"trajectory {position} of group {group} is in two shards")
+            seen.add((group, position))
+            places.append((group, position))
+        decoded.append(tuple(places))
+    return StepPlan(
+        step=integer(step, "step", 0, MAX_ID),
+        policy_version=integer(policy_version, "policy_version", 0, MAX_VERSION),
+        max_staleness=integer(max_staleness, "max_staleness", 0, MAX_VERSION),
+        staleness=dict(zip(ages[::2], ages[1::2], strict=False)),
+        shards=tuple(decoded),
+        groups=headers,
+    )

@@ -1,0 +1,191 @@
+"""Evaluation jobs: rows of a set handed out in chunks and scored beside the training, across updates of the weights.
+
+    start ──▶ next_for (a chunk per worker) ──▶ report | release ──▶ take
+
+They hold nothing back: a chunk runs on whatever its engine serves, and the summary says from which version to which. A
+job that nobody has begun when the next one of its set comes is superseded: it would be measured on the weights of that
+one. Volatile: a restore cancels them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncrl.errors import ReplayError
+from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Chunk:
+    number: int
+    start: int
+    stop: int
+    attempt: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    job_id: int
+    step: int
+    policy_version: int
+    eval_set: str
+    waiting: deque[_Chunk]
+    """With no worker."""
+    open: int
+    """Chunks without a result."""
+    begun: bool = False
+    total: float = 0.0
+    count: int = 0
+    failed: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    """The smallest and the largest of the tokens that were scored; empty before the first."""
+
+    def assignment(self, chunk: _Chunk) -> EvalAssignment:
+        return EvalAssignment(
+            job_id=self.job_id,
+            chunk=chunk.number,
+            attempt=chunk.attempt,
+            eval_set=self.eval_set,
+            start=chunk.start,
+            stop=chunk.stop,
+        )
+
+    def add(self, result: EvalResult) -> None:
+        self.open -= 1
+        self.total += sum(result.scores)
+        self.count += len(result.scores)
+        self.failed += result.failed
+        for totals, more in ((self.sums, result.sums), (self.known, result.known)):
+            for name, value in more.items():
+                totals[name] = totals.get(name, 0.0) + value
+        if result.version_min != NO_VERSION:
+            versions = [*self.versions, result.version_min, result.version_max]
+            self.versions = [min(versions), max(versions)]
+
+
+class Evaluations:
+    def __init__(self, max_attempts: int) -> None:
+        self.max_attempts = max_attempts
+        self.moves = 0
+        """Grows with every result."""
+        self._jobs: dict[int, _Job] = {}
+        self._held: dict[str, tuple[_Job, _Chunk]] = {}
+        """Worker -> what it scores: one chunk each, or the first to ask would take them all."""
+        self._finished: list[EvalSummary] = []
+        self._superseded: dict[str, int] = {}
+        """Set -> jobs cancelled since its last summary."""
+
+    @property
+    def open(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether some chunk waits for a worker."""
+        return any(job.waiting for job in self._jobs.values())
+
+    def start(self, *, job_id: int, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> list[int]:
+        """Returns the jobs that this one supersedes.
+
+        Raises:
+            ReplayError: there is nothing to score.
+        """
+        if rows < 1 or chunk < 1:
+            raise ReplayError(f"an evaluation needs at least one row per chunk; got rows={rows}, chunk={chunk}")
+        superseded = [job.job_id for job in self._jobs.values() if job.eval_set == eval_set and not job.begun]
+        for number in superseded:
+            del self._jobs[number]
+        self._superseded[eval_set] = self._superseded.get(eval_set, 0) + len(superseded)
+        starts = range(0, rows, chunk)
+        waiting = deque(_Chunk(number=n, start=a, stop=min(a + chunk, rows)) for n, a in enumerate(starts))
+        self._jobs[job_id] = _Job(
+            job_id=job_id,
+            step=step,
+            policy_version=policy_version,
+            eval_set=eval_set,
+            waiting=waiting,
+            open=len(waiting),
+        )
+        return superseded
+
+    def next_for(self, worker: str, served: int) -> EvalAssignment | None:
+        """The next chunk for a worker that serves `served`; None when there is none for it, or it still holds one."""
+        if worker in self._held:
+            return None
+        for job in self._jobs.values():
+            if job.waiting and served >= job.policy_version:
+                chunk, job.begun = job.waiting.popleft(), True
+                self._held[worker] = job, chunk
+                return job.assignment(chunk)
+        return None
+
+    def report(self, worker: str, result: EvalResult) -> None:
+        """Late or repeated reports change nothing.
+
+        Raises:
+            ReplayError: its rows are not those of the chunk.
+        """
+        if worker not in self._held:
+            return
+        job, chunk = self._held[worker]
+        if (result.job_id, result.chunk, result.attempt) != (job.job_id, chunk.number, chunk.attempt):
+            return
+        if len(result.scores) + result.failed + result.missing != chunk.stop - chunk.start:
+            raise ReplayError(
+                f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, "
+                f"{result.failed} failures and {result.missing} rows that do not exist; together they must be its rows"
+            )
+        del self._held[worker]
+        self._close(job, result)
+
+    def release(self, worker: str) -> None:
+        """The worker is gone: its chunk goes to another, or counts as failed after the last attempt."""
+        if worker not in self._held:
+            return
+        job, chunk = self._held.pop(worker)
+        chunk.attempt += 1
+        if chunk.attempt < self.max_attempts:
+            job.waiting.appendleft(chunk)
+        else:
+            self._close(job, EvalResult.all_failed(job.assignment(chunk)))
+
+    def cancel(self) -> None:
+        for keeper in (self._jobs, self._held, self._finished, self._superseded):
+            keeper.clear()
+
+    def take(self) -> tuple[EvalSummary, ...]:
+        """Finished jobs not handed out before."""
+        summaries, self._finished = tuple(self._finished), []
+        return summaries
+
+    def waiting_rows(self) -> int:
+        """Rows without a result."""
+        unasked = [chunk for job in self._jobs.values() for chunk in job.waiting]
+        return sum(chunk.stop - chunk.start for chunk in (*unasked, *(chunk for _, chunk in self._held.values())))
+
+    def _close(self, job: _Job, result: EvalResult) -> None:
+        """A chunk has its result; with the last one the job has its summary."""
+        self.moves += 1
+        job.add(result)
+        if job.open:
+            return
+        del self._jobs[job.job_id]
+        oldest, newest = job.versions or (job.policy_version, job.policy_version)
+        self._finished.append(
+            EvalSummary(
+                job_id=job.job_id,
+                step=job.step,
+                policy_version=job.policy_version,
+                eval_set=job.eval_set,
+                mean=job.total / job.count if job.count else 0.0,
+                count=job.count,
+                failed=job.failed,
+                version_min=oldest,
+                version_max=newest,
+                superseded=self._superseded.pop(job.eval_set, 0),
+                figures={name: total / job.known[name] for name, total in job.sums.items() if job.known.get(name)},
+            )
+        )

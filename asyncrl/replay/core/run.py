@@ -1,0 +1,73 @@
+"""What a run is to the core: its settings and clock, its durable state, the workers that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.errors import FencedError
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.evaluations import Evaluations
+from asyncrl.replay.core.metrics import Meter
+from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.workers import FAILED, Workers
+
+
+class Run:
+    """The parts of `ReplayCore` share one. `record` is the one way in which the durable state changes."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        clock: Callable[[], float],
+        *,
+        seed: int,
+        heartbeat_timeout_s: float,
+        journal: Callable[[ev.Event], None] | None,
+        state: ReplayState,
+    ) -> None:
+        self.settings, self.seed, self.clock, self.state = settings, seed, clock, state
+        self.workers = Workers(heartbeat_timeout_s)
+        self.evaluations = Evaluations(settings.max_attempts)
+        self.meter = Meter(clock())
+        self.paused = ""
+        """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
+        self.shards_paused = ""
+        """Likewise, of the shards."""
+        self._journal = journal
+
+    @property
+    def why_paused(self) -> str:
+        return "; ".join(why for why in (self.paused, self.shards_paused) if why)
+
+    def record(self, event: ev.Event) -> None:
+        """Every durable change passes here, before it is carried out."""
+        if self._journal is not None:
+            self._journal(event)
+        self.state.apply(event)
+
+    def refuse_replaced(self, peer: str, incarnation: str) -> None:
+        """Raises FencedError when a newer incarnation of this peer has said hello."""
+        if self.state.peers.replaced(peer, incarnation):
+            raise FencedError(f"{peer!r} was replaced by a newer incarnation; this one has to stop")
+
+    def metrics(self) -> dict[str, float]:
+        """Ledger counts, costs and rates; the rates are since the last call."""
+        ledger = self.state.ledger
+        row = {f"replay/{state.value}": float(count) for state, count in ledger.counts.items()}
+        row |= {f"replay/dropped_{name}": float(count) for name, count in ledger.dropped_by_name().items()}
+        row |= {
+            "replay/admitted": float(ledger.admitted),
+            "replay/bytes": float(self.state.buffer.nbytes),
+            "replay/workers": float(len(self.workers.live)),
+        }
+        row |= {"data/overlong": self.workers.total("overlong_prompts")}
+        row |= {"reward/failed": self.workers.total("rewards_failed")}
+        by_reason = {reason: self.workers.total(stat) for reason, stat in FAILED.items()}
+        row |= {f"reward/failed_{reason}": count for reason, count in by_reason.items() if count}
+        return row | self.meter.row(
+            self.clock(),
+            generated_tokens=self.workers.total("generated_tokens"),
+            waiting_s=self.workers.total("waiting_s"),
+            workers=len(self.workers.live),
+        )

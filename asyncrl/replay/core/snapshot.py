@@ -1,0 +1,128 @@
+"""The whole durable state as plain values, payloads excepted, and back: the snapshot at the head of a segment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from asyncrl.errors import JournalError, WireError
+from asyncrl.replay.codec import wire
+from asyncrl.replay.core.buffer import Buffer, Step
+from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.core.peers import Peers
+from asyncrl.replay.core.versions import VersionTree, tree_edges
+from asyncrl.types import DropReason, StepPlan
+
+_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in ("state", "header", "payload"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a `ReplayState` is made of."""
+
+    plain: dict[str, Any]
+    """Attributes that are plain values."""
+    tree: VersionTree
+    readmitted: deque[int]
+    ledger: Ledger
+    buffer: Buffer
+    pending: dict[int, Entry]
+    held: dict[int, Entry]
+    peers: Peers
+
+
+def encode_image(parts: Parts) -> dict[str, Any]:
+    """msgpack-able; `decode_image` makes the same parts of it, but for the payloads."""
+    ledger, buffer = parts.ledger, parts.buffer
+    return {
+        **parts.plain,
+        "tree": parts.tree.snapshot(),
+        "readmitted": list(parts.readmitted),
+        "admitted": ledger.admitted,
+        "committed": ledger.committed,
+        "counts": {key.value: count for key, count in ledger.counts.items()},
+        "dropped": {key.value: count for key, count in ledger.dropped.items()},
+        "entries": [_entry_row(entry) for entry in ledger.entries.values()],
+        "pending": list(parts.pending),
+        "held": list(parts.held),
+        "waiting": list(buffer.waiting),
+        "leased": list(buffer.leased),
+        "done": list(buffer.done),
+        "untrained": [_step_row(step) for step in buffer.untrained.values()],
+        "trained": [_step_row(step) for step in buffer.trained.values()],
+        "bytes": buffer.nbytes,
+        "peers": parts.peers.image(),
+    }
+
+
+def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
+    """The parts that `image` was taken of. `plain`: names of the attributes that are plain values.
+
+    Raises:
+        JournalError: it is no such image.
+    """
+    try:
+        return _decode(image, plain)
+    except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+        raise JournalError(f"a snapshot in the journal cannot be read ({error!r}): another version wrote it") from error
+
+
+def _entry_row(entry: Entry) -> list[Any]:
+    header = None if entry.header is None else wire.encode_group_header(entry.header)
+    return [entry.state.value, header, [getattr(entry, name) for name in _ENTRY]]
+
+
+def _step_row(step: Step) -> list[Any]:
+    plan = step.plan
+    row = [plan.policy_version, wire.flatten_runs(tuple(plan.staleness.items())), plan.max_staleness]
+    return [step.step, [entry.group_id for entry in step.members], row, step.evicted]
+
+
+def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
+    ledger = Ledger()
+    ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
+    ledger.admitted, ledger.committed = image["admitted"], image["committed"]
+    ledger.counts.update({GroupState(name): count for name, count in image["counts"].items()})
+    ledger.dropped.update({DropReason(name): count for name, count in image["dropped"].items()})
+    buffer = Buffer()
+    for name in ("waiting", "leased", "done"):
+        setattr(buffer, name, {group: ledger.entries[group] for group in image[name]})
+    for row in image["untrained"]:
+        buffer.untrained[row[0]] = _step(row, ledger)
+    for row in image["trained"]:
+        buffer.trained[row[0]] = _step(row, ledger)
+    buffer.nbytes = image["bytes"]
+    return Parts(
+        plain={name: image[name] for name in plain},
+        tree=VersionTree.restore(tree_edges(image["tree"])),
+        readmitted=deque(image["readmitted"]),
+        ledger=ledger,
+        buffer=buffer,
+        pending={group: ledger.entries[group] for group in image["pending"]},
+        held={group: ledger.entries[group] for group in image["held"]},
+        peers=Peers.load(image["peers"]),
+    )
+
+
+def _entry(row: list[Any]) -> Entry:
+    name, header, values = row
+    entry = Entry(**dict(zip(_ENTRY, values, strict=True)))
+    entry.state = GroupState(name)
+    entry.header = None if header is None else wire.decode_group_header(header)
+    return entry
+
+
+def _step(row: list[Any], ledger: Ledger) -> Step:
+    number, groups, (version, ages, bound), evicted = row
+    members = [ledger.entries[group] for group in groups]
+    plan = StepPlan(
+        step=number,
+        policy_version=version,
+        groups=tuple(entry.header for entry in members if entry.header is not None),
+        staleness=dict(zip(ages[::2], ages[1::2], strict=True)),
+        max_staleness=bound,
+        shards=(),
+    )
+    return Step(step=number, members=members, plan=plan, evicted=evicted)

@@ -1,0 +1,110 @@
+"""The live rollout workers: who they are, what they serve, what they hold, when they last got on. Volatile: rebuilt by
+hellos."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.replay.protocol import Member
+from asyncrl.types import NO_VERSION, REWARD_FAILURES
+
+PROGRESS = "progress"
+"""Statistic that grows with every token and every environment step; see `asyncrl.rollout.report`."""
+FAILED = {reason: f"rewards_failed_{reason}" for reason in REWARD_FAILURES}
+"""Statistics of completions without a reward, by reason; see `asyncrl.rollout.reward_watch`."""
+KEPT = ("generated_tokens", "waiting_s", PROGRESS, "overlong_prompts", "rewards_failed", *FAILED.values())
+"""Statistics that are read here. A worker that invents names fills no memory."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Worker:
+    name: str
+    incarnation: str
+    seen: float
+    """Clock of its last sign of life."""
+    served: int = NO_VERSION
+    fingerprint: str = ""
+    capacity: int | None = None
+    """Groups it can work on at once, as far as its last `acquire` told; None before the first."""
+    held: set[int] = field(default_factory=set)
+    """Group ids of the assignments it holds."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Those of `KEPT`; cumulative, since its start."""
+    moved: float = 0.0
+    """Clock of its last progress, or of its arrival."""
+
+
+class Workers:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.live: dict[str, Worker] = {}
+        self.revision = 0
+        """Grows with every change of who is live, what they serve and how much they can take."""
+        self.moves = 0
+        """Grows with every arrival of a worker and every heartbeat that tells of progress."""
+        self._past_stats: dict[str, float] = {}
+
+    def hello(self, name: str, incarnation: str, served: int, now: float) -> Worker | None:
+        """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released."""
+        known = self.live.get(name)
+        if known is not None and known.incarnation == incarnation:
+            known.seen, known.served = now, max(known.served, served)
+            self.revision += 1
+            return None
+        if known is not None:
+            self._retire(known)
+        self.revision += 1
+        self.moves += 1
+        self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now, moved=now)
+        return known
+
+    def get(self, name: str, incarnation: str) -> Worker | None:
+        """The live worker; None when it has to say hello (again)."""
+        worker = self.live.get(name)
+        return worker if worker is not None and worker.incarnation == incarnation else None
+
+    def remove(self, name: str) -> Worker:
+        worker = self.live.pop(name)
+        self.revision += 1
+        self._retire(worker)
+        return worker
+
+    def note(self, worker: Worker, *, served: int | None = None, capacity: int | None = None) -> None:
+        """What a worker says it serves, or can work on at once."""
+        if served is not None and served != worker.served:
+            worker.served = served
+            self.revision += 1
+        if capacity is not None and capacity != worker.capacity:
+            worker.capacity = capacity
+            self.revision += 1
+
+    def silent(self, now: float) -> list[Worker]:
+        """Workers not heard of for longer than the timeout."""
+        return [worker for worker in self.live.values() if now - worker.seen > self.timeout_s]
+
+    def members(self) -> list[Member]:
+        return [
+            Member(worker=worker.name, incarnation=worker.incarnation, policy_version=worker.served)
+            for worker in self.live.values()
+        ]
+
+    def total(self, stat: str) -> float:
+        """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
+        return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
+
+    def report(self, worker: Worker, told: dict[str, float], now: float, *, counted_before: bool) -> None:
+        """Newest cumulative statistics. `counted_before`: what it did until its first report here is of an earlier
+        time, and would look like a burst."""
+        stats = {name: told[name] for name in KEPT if name in told}
+        if stats.get(PROGRESS, 0.0) != worker.stats.get(PROGRESS, 0.0):
+            worker.moved = now
+            self.moves += 1
+        if counted_before and not worker.stats:
+            for name, value in stats.items():
+                self._past_stats[name] = self._past_stats.get(name, 0.0) - value
+        worker.stats = stats
+
+    def _retire(self, worker: Worker) -> None:
+        for name, value in worker.stats.items():
+            self._past_stats[name] = self._past_stats.get(name, 0.0) + value
+        worker.stats = {}

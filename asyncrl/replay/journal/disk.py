@@ -1,0 +1,168 @@
+"""One folder of files as the journal sees it. The real one is small; tests put one in its place that loses power."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.errors import JournalError
+from asyncrl.replay.journal.direct import DirectWriter
+
+Bytes = bytes | memoryview
+
+KEPT_OPEN = 8
+"""Descriptors of segments: the one being written, those being recycled, and some."""
+LOCK_FILE = "lock"
+
+
+class Disk(Protocol):
+    """Every call may raise OSError. What was written is safe from a power loss after `sync(name)`, a name after
+    `sync_folder()`; not before."""
+
+    def names(self) -> list[str]: ...
+
+    def size(self, name: str) -> int: ...
+
+    def create(self, name: str, nbytes: int) -> None:
+        """A new file of `nbytes` zeros, the space for them taken."""
+        ...
+
+    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """What lies behind the bytes, up to the next multiple of 4096, may be zeros afterwards."""
+        ...
+
+    def put(self, name: str, content: bytes) -> None:
+        """A small file of this content in the place of what was there, whole or not at all, and safe."""
+        ...
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Up to `nbytes`; fewer at the end of the file."""
+        ...
+
+    def sync(self, name: str) -> None: ...
+
+    def sync_folder(self) -> None: ...
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+    def truncate(self, name: str, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderDisk:
+    """`Disk` on a folder of the file system. With `locked` no second process may do the same.
+
+    Raises:
+        JournalError: another process writes there.
+    """
+
+    def __init__(self, folder: Path, *, locked: bool) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+        self._writer = DirectWriter()
+        self._lock: int | None = None
+        if locked:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+
+    def names(self) -> list[str]:
+        # A shard on the server's machine has a folder in this one.
+        return sorted(entry.name for entry in self._folder.iterdir() if entry.is_file() and entry.name != LOCK_FILE)
+
+    def size(self, name: str) -> int:
+        return (self._folder / name).stat().st_size
+
+    def create(self, name: str, nbytes: int) -> None:
+        path = self._folder / name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            # Space taken now is not missing in the middle of a record, and a file that grows syncs far slower.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            raise
+        self._open[name] = descriptor
+        self._close_oldest()
+
+    def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        if views:
+            self._writer.write(name, self._descriptor(name), offset, views)
+
+    def put(self, name: str, content: bytes) -> None:
+        aside = self._folder / f"{name}.tmp"
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._folder / name)
+        self.sync_folder()
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        # Buffered, which asks again: the system gives less than 2 GiB at once, and the rest would pass for missing.
+        with (self._folder / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(nbytes)
+
+    def sync(self, name: str) -> None:
+        os.fdatasync(self._descriptor(name))
+
+    def sync_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        (self._folder / old).rename(self._folder / new)
+        if old in self._open:
+            self._open[new] = self._open.pop(old)
+
+    def remove(self, name: str) -> None:
+        self._forget(name)
+        (self._folder / name).unlink()
+
+    def truncate(self, name: str, nbytes: int) -> None:
+        os.truncate(self._folder / name, nbytes)
+
+    def close(self) -> None:
+        for name in list(self._open):
+            self._forget(name)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            self._open[name] = os.open(self._folder / name, os.O_RDWR)
+            self._close_oldest()
+        return self._open[name]
+
+    def _close_oldest(self) -> None:
+        """A journal that keeps all its segments would else run out of descriptors."""
+        for name in list(self._open)[:-KEPT_OPEN]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        with contextlib.suppress(KeyError):
+            os.close(self._open.pop(name))
+
+    def _take_lock(self) -> int:
+        descriptor = os.open(self._folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise JournalError(
+                f"{self._folder} is being written by another replay server. Stop that one, or give another run.dir"
+            ) from error
+        return descriptor

@@ -1,0 +1,218 @@
+"""Records in segment files: framing, checksums, and where the valid part of a segment ends.
+
+    segment file  `00000042.seg`: preallocated; records from its start, each at a multiple of 8
+    record        magic | u32 body bytes | u32 segment | u32 blocks | u64 synced | u64 checksum | body | padding
+
+A position is `segment << 36 | offset`, so positions grow with time. A record names its own segment: what an earlier use
+of the same file left behind belongs to another and is never read. `synced` is the position up to which all was durable
+when the record was written: a bad record below it was damaged, one above it was never finished. `blocks` is how much
+the file was made with, in units of 4096 bytes: a shorter one was cut off, unless its writer closed it, which leaves a
+last record without a body that says of itself that it is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from asyncrl.errors import JournalError
+from asyncrl.replay.journal.disk import Bytes, Disk
+from asyncrl.storage.lines import chained, checksum_of, row_of
+
+OFFSET_BITS = 36
+MAGIC = b"aRJ\x01"
+HEADER = struct.Struct("<4sIIIQQ")
+ALIGN = 8
+BLOCK = 4096
+HEAD_FILE = "head"
+MAX_BODY = (1 << 32) - 1
+REPAIR = (
+    "Restore the file from a copy; or move the journal folder away and resume from the checkpoint, which makes the "
+    "groups after it anew"
+)
+_NAME = re.compile(r"(\d{8})\.seg")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    position: int
+    """Of its first byte; what a snapshot points to."""
+    end: int
+    """Position after it: durable once everything before `end` is synced."""
+    synced: int
+    body: memoryview
+    """Empty: only a mark of how far all was durable."""
+    blocks: int = 0
+    """Of 4096 bytes, in the file when it was made."""
+
+    @property
+    def closes(self) -> bool:
+        return not self.body and self.synced == self.end
+
+
+def position_of(segment: int, offset: int) -> int:
+    return segment << OFFSET_BITS | offset
+
+
+def segment_of(position: int) -> int:
+    return position >> OFFSET_BITS
+
+
+def offset_of(position: int) -> int:
+    return position & ((1 << OFFSET_BITS) - 1)
+
+
+def segment_name(number: int) -> str:
+    return f"{number:08d}.seg"
+
+
+def segment_numbers(disk: Disk) -> list[int]:
+    return sorted(int(found.group(1)) for name in disk.names() if (found := _NAME.fullmatch(name)))
+
+
+def head_text(number: int) -> bytes:
+    """What `HEAD_FILE` says when segment `number` is durable."""
+    return chained(json.dumps({"newest_segment": number}), 0)[0].encode()
+
+
+def read_head(disk: Disk) -> int | None:
+    """Number of the newest segment that was durable, as far as the journal knows; None where it is not said, or
+    unreadable."""
+    if HEAD_FILE not in disk.names():
+        return None
+    line = disk.read(HEAD_FILE, 0, disk.size(HEAD_FILE))
+    row = row_of(line) if checksum_of(line, 0) is not None else None
+    return None if row is None else row["newest_segment"]
+
+
+def record_size(body_bytes: int) -> int:
+    """Bytes of a record in the file, padding included."""
+    return (HEADER.size + body_bytes + ALIGN - 1) // ALIGN * ALIGN
+
+
+def frame_record(position: int, synced: int, body: Sequence[Bytes], blocks: int = 0) -> list[Bytes]:
+    """The pieces of one record, to be written at `position`.
+
+    Raises:
+        JournalError: it is larger than a record can be.
+    """
+    size = sum(len(piece) for piece in body)
+    if size > MAX_BODY:
+        raise JournalError(f"a record of {size} bytes is over the limit of {MAX_BODY}")
+    checksum = _checksum(position, size, blocks, synced, body)
+    header = HEADER.pack(MAGIC, size, segment_of(position), blocks, synced, checksum)
+    return [header, *body, bytes(record_size(size) - HEADER.size - size)]
+
+
+def _checksum(position: int, size: int, blocks: int, synced: int, body: Sequence[Bytes]) -> int:
+    # The place is part of it: a record that shows up elsewhere in the file is none.
+    digest = xxhash.xxh3_64(struct.pack("<QIIQ", position, size, blocks, synced))
+    for piece in body:
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def read_record(data: memoryview, segment: int, offset: int) -> Record | None:
+    """The record at `offset` of the file content `data`; None where there is no valid one of this segment."""
+    if offset + HEADER.size > len(data):
+        return None
+    magic, size, number, blocks, synced, checksum = HEADER.unpack_from(data, offset)
+    end = offset + record_size(size)
+    if magic != MAGIC or number != segment or offset + HEADER.size + size > len(data):
+        return None
+    body = data[offset + HEADER.size : offset + HEADER.size + size]
+    position = position_of(segment, offset)
+    if checksum != _checksum(position, size, blocks, synced, [body]):
+        return None
+    return Record(position, position_of(segment, end), synced, body, blocks)
+
+
+def read_at(disk: Disk, position: int) -> Record | None:
+    """One record, read from the file; None when it is not there."""
+    name, offset = segment_name(segment_of(position)), offset_of(position)
+    header = disk.read(name, offset, HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    size = HEADER.unpack(header)[1]
+    if HEADER.size + size > disk.size(name) - offset:
+        return None
+    data = memoryview(disk.read(name, offset, HEADER.size + size))
+    magic, _, number, blocks, synced, checksum = HEADER.unpack_from(data, 0)
+    body = data[HEADER.size :]
+    whole = checksum == _checksum(position, size, blocks, synced, [body])
+    if magic != MAGIC or number != segment_of(position) or not whole:
+        return None
+    return Record(position, position + record_size(size), synced, body, blocks)
+
+
+def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:
+    """The records of a segment in order, up to the position `end` or, without one, to the last valid record.
+
+    Raises:
+        JournalError: what follows the last valid record was durable once, so it was damaged since; or the file is
+            shorter than it was made.
+    """
+    name = segment_name(segment)
+    data = memoryview(disk.read(name, 0, disk.size(name)))
+    offset = 0
+    stop = len(data) if end is None else offset_of(end)
+    record = last = None
+    while offset < stop:
+        record = read_record(data, segment, offset)
+        if record is None:
+            break
+        yield record
+        last = record
+        offset = offset_of(record.end)
+    if end is not None and offset != stop:
+        raise _damaged(name, offset, f"the segment after it says that this one ends at {stop}")
+    if end is None:
+        _refuse_damage(data, segment, offset)
+        _refuse_cut(data, segment, last)
+
+
+def _refuse_damage(data: memoryview, segment: int, offset: int) -> None:
+    """An unfinished tail may hold anything, whole records too; none that saw this offset durable, though."""
+    content = data.obj if isinstance(data.obj, bytes) else bytes(data)
+    found = content.find(MAGIC, offset)
+    while found >= 0:
+        record = read_record(data, segment, found) if found % ALIGN == 0 else None
+        if record is not None and record.synced > position_of(segment, offset):
+            raise _damaged(segment_name(segment), offset, f"a record at byte {found} saw it durable")
+        found = content.find(MAGIC, found + 1)
+
+
+def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
+    """A file that lost its end may have lost records with it, unless there is an unused rest before the cut."""
+    if last is None or last.closes or len(data) >= last.blocks * BLOCK:
+        return
+    offset = offset_of(last.end)
+    if len(data) - offset < HEADER.size or begins_record(data, segment, offset):
+        made = last.blocks * BLOCK
+        raise _damaged(segment_name(segment), offset, f"it was made with {made} bytes and has {len(data)}: cut off")
+
+
+def begins_record(data: memoryview, segment: int, offset: int) -> bool:
+    """Whether a record of this segment was begun at `offset`, finished or not."""
+    header = bytes(data[offset : offset + HEADER.size]).ljust(HEADER.size, b"\0")
+    magic, _, number, *_ = HEADER.unpack(header)
+    return magic == MAGIC and number == segment
+
+
+def left_out(disk: Disk, end: int) -> bool:
+    """Whether anything was begun at the position `end`, where the valid records end: what a crash left unfinished, or
+    what was damaged before any later record could tell."""
+    name, offset, number = segment_name(segment_of(end)), offset_of(end), segment_of(end)
+    begin = disk.read(name, offset, 12)
+    expected = MAGIC + begin[4:8] + struct.pack("<I", number)
+    changed = [place for place, (found, byte) in enumerate(zip(begin, expected, strict=False)) if found != byte]
+    return len(begin) == len(expected) and len(changed) <= 1
+
+
+def _damaged(name: str, offset: int, proof: str) -> JournalError:
+    return JournalError(f"the journal file {name} is damaged at byte {offset}: {proof}. {REPAIR}")

@@ -1,0 +1,113 @@
+"""The thread that makes the journal durable, so that the server's loop never waits for a disk.
+
+consumes:     events appended to the journal
+waits for:    the first of them, without a deadline; then, after a sync, as long as that took, at most `interval_s`
+              (group commit: to write takes as long in one batch as in two, but they share the sync); a full disk, in
+              turns of `RETRY_S`, as long as `Patience` says
+unblocked by: `nudge` after an append, `stop`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from asyncrl.errors import DiskFullError, JournalError
+from asyncrl.replay.journal.log import SegmentLog
+from asyncrl.storage.full_disk import FullDisk, Patience
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class SyncThread:
+    """`wake_fd` turns readable after each sync, for the poller of the loop. `failure` is what ended the thread.
+
+    Args:
+        folder: of the journal, for what is said of a full disk.
+    """
+
+    def __init__(
+        self, journal: SegmentLog, interval_s: float, patience: Patience | None = None, folder: Path | None = None
+    ) -> None:
+        self.journal = journal
+        self.failure: JournalError | DiskFullError | None = None
+        self._full, self._folder = FullDisk(patience or Patience()), folder or Path()
+        self.wake_fd, self._wake = os.pipe()
+        for descriptor in (self.wake_fd, self._wake):
+            os.set_blocking(descriptor, False)
+        self._interval_s = interval_s
+        self._work = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="journal", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """There is something to write. Cheap: called after every turn of the loop."""
+        if self.journal.promised > self.journal.durable and not self._work.is_set():
+            self._work.set()
+
+    def heard(self) -> None:
+        """Empty the pipe.
+
+        Raises:
+            JournalError, DiskFullError: the thread has failed; nothing is durable any more.
+        """
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_fd, 4096)
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self) -> None:
+        """Make durable what can be, close the journal and end the thread."""
+        self._stopping.set()
+        self._work.set()
+        self._thread.join()
+        try:
+            if self.failure is None:
+                self.journal.close()
+            else:
+                self.journal.disk.close()
+        finally:
+            for descriptor in (self.wake_fd, self._wake):
+                os.close(descriptor)
+
+    def _main(self) -> None:
+        rested_at = 0.0
+        while not self._stopping.is_set():
+            self._work.wait()
+            self._work.clear()
+            self._stopping.wait(max(0.0, rested_at - time.monotonic()))
+            done = self._write()
+            # On a fast disk short groups cost little, and who waits for one reply after the other is served sooner.
+            rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
+            self._tell()
+            if self.failure is not None:
+                return
+            if not done:
+                self._stopping.wait(RETRY_S)
+                self._work.set()
+
+    def _write(self) -> bool:
+        """As `write_batch`; an error ends the thread."""
+        try:
+            if self.journal.write_batch():
+                self._full.over()
+                return True
+            self._full.note(self._folder / self.journal.writing, self.journal.queued_bytes())
+        except (JournalError, DiskFullError) as error:
+            self.failure = error
+        # The boundary of the thread: what ends it must reach the loop, or every reply would wait for ever.
+        except Exception as error:
+            log.exception("the thread of the journal failed")
+            self.failure = JournalError(f"the journal could not be written: {type(error).__name__}: {error}")
+        return False
+
+    def _tell(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # It is readable already.
+            os.write(self._wake, b"\0")

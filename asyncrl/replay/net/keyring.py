@@ -1,0 +1,151 @@
+"""The keys of a run: one CURVE pair per role, in files. Who holds a role's secret may be that role and no other.
+
+    server.key   server.key_secret     the replay server
+    shard.key    shard.key_secret      its shards; the replay server too, which checks their receipts
+    learner.key  learner.key_secret    the ranks of the learner
+    worker.key   worker.key_secret     rollout workers
+
+A machine needs all `*.key` and the secrets of the roles that run on it. Without `replay.keys` the folder `keys` in the
+run folder is used, and made by whichever process of the run comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zmq.auth import create_certificates, load_certificate
+
+from asyncrl.config import KEYS_DIR, LOG_DIR
+from asyncrl.errors import ConfigError, RunFolderError
+from asyncrl.schema import Config
+
+ROLES = ("server", "shard", "learner", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    public: bytes
+    secret: bytes
+
+
+def make_keys(directory: Path, aside: Path | None = None) -> None:
+    """A pair for each role; the folder gets mode 0700, the files 0600. It appears whole or not at all.
+
+    Args:
+        aside: the folder in which it is prepared, on the same file system; otherwise the one that it will be in.
+
+    Raises:
+        ConfigError: something is there already. OSError: it cannot be written.
+    """
+    aside = aside or directory.absolute().parent
+    aside.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=aside, prefix="keys-"))  # of mode 0700
+    try:
+        with _private():
+            for role in ROLES:
+                create_certificates(str(made), role)
+        try:
+            made.rename(directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ConfigError(f"{directory} is there already; remove it, or name another folder") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    """Without it the secrets are readable by others for a moment."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def with_keys(config: Config) -> Config:
+    """The settings with the folder of keys in `replay.keys`, by its full path: the one given, or that of the run.
+
+    Raises:
+        ConfigError: another user could have put the run's keys there. RunFolderError: they cannot be written.
+    """
+    given = config.replay.keys
+    directory = Path(given).resolve() if given else run_keys(Path(config.run.dir).resolve())
+    return replace(config, replay=replace(config.replay, keys=str(directory)))
+
+
+def run_keys(folder: Path) -> Path:
+    """The keys in a run folder, made if there are none.
+
+    Raises:
+        ConfigError: another user could have put them there, or could read them. RunFolderError: they cannot be written.
+    """
+    directory = folder / KEYS_DIR
+    if not directory.is_dir():
+        try:
+            # The run folder may hold logs before the run is prepared, and nothing else (`refuse_used_folder`).
+            make_keys(directory, aside=folder / LOG_DIR)
+        except ConfigError:
+            if not directory.is_dir():  # else another process of the run was faster
+                raise
+        except OSError as error:
+            raise RunFolderError(
+                f"run.dir={folder}: its keys cannot be written: {error}. Free space there, or give another run.dir"
+            ) from error
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}: the keys of a "
+            f"run must be in a folder of mode 0700 of your own (user {os.geteuid()}). Remove it, or keep them "
+            "elsewhere: `asyncrl keys DIR` and replay.keys=DIR"
+        )
+    return directory
+
+
+def public_key(keys: str, role: str) -> bytes:
+    """Raises ConfigError when it is missing or unreadable."""
+    return _load(Path(keys), f"{role}.key")[0]
+
+
+def key_pair(keys: str, role: str) -> KeyPair:
+    """Raises ConfigError: it is missing, unreadable, or everybody may read it."""
+    directory, name = Path(keys), f"{role}.key_secret"
+    public, secret = _load(directory, name)
+    mode = stat.S_IMODE((directory / name).stat().st_mode)
+    if mode & 0o007:
+        raise ConfigError(f"{directory / name} has mode {mode:04o}: every user may use it. chmod 600 it")
+    if not secret:
+        raise ConfigError(f"{directory / name} holds no secret. Copy it again from where `asyncrl keys` made it")
+    return KeyPair(public, secret)
+
+
+def roles_by_key(keys: str) -> dict[bytes, str]:
+    """Public key -> role, of all that may connect. Raises ConfigError when one is missing or unreadable."""
+    return {public_key(keys, role): role for role in ROLES if role != "server"}
+
+
+def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
+    path = directory / name
+    if directory == Path():
+        raise ConfigError("replay.keys is empty here: without keys everybody could feed the learner (see `with_keys`)")
+    try:
+        return load_certificate(str(path))
+    except (OSError, ValueError) as error:
+        if (directory / "clients").is_dir() or (directory / "client.key_secret").exists():
+            raise ConfigError(
+                f"replay.keys={directory} was made by an earlier asyncrl, with one key for every client; now each role "
+                "has its own. Make new ones with `asyncrl keys NEWDIR`, copy them as before and set replay.keys=NEWDIR"
+            ) from error
+        raise ConfigError(
+            f"the key {path} cannot be read: {error}. `asyncrl keys DIR` makes keys; a machine needs all "
+            f"*.key and the secrets of the roles that run on it"
+        ) from error

@@ -1,0 +1,193 @@
+"""The replay seam: what a rollout worker and a learner rank may ask of the replay, whatever carries it.
+
+`client/client.py` speaks it over ZeroMQ to the server process, `audit/rerun.py` plays a run that is over; tests put the
+pure core itself behind it. Every wait is bounded by the caller and answers with whom it waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncrl.types import (
+    Assignment,
+    DropReason,
+    EvalAssignment,
+    EvalResult,
+    EvalSummary,
+    StepPlan,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """The rendezvous: a small dictionary the learner posts and every worker watches.
+
+    `values` holds what is needed to receive weights (transport, store address, epoch, members, newest version);
+    `revision` grows by one with every change.
+    """
+
+    revision: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A live rollout worker as the publisher sees it."""
+
+    worker: str
+    incarnation: str
+    policy_version: int
+    """Newest version it has verified and serves; NO_VERSION before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquired:
+    """Reply to `acquire`. All lists may be empty; then `waiting_for` says why."""
+
+    assignments: tuple[Assignment, ...] = ()
+    evaluations: tuple[EvalAssignment, ...] = ()
+    stop: bool = False
+    """The run is over: finish nothing more, close and exit."""
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertReply:
+    status: str
+    """`accepted`, `duplicate` (already there; treat as accepted), `fenced` (a newer attempt owns it), `closed` (the
+    group is committed or dropped; whether with this very insert is forgotten) or `rejected`."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One rank's part of a sealed step."""
+
+    plan: StepPlan
+    trajectories: dict[tuple[int, int], Trajectory]
+    """`(group position, trajectory position) -> Trajectory` for this rank's shard."""
+    samples: tuple[TrajectoryGroup, ...] = ()
+    """Rank 0 only: a few whole groups with their texts, for `samples.jsonl`; over the wire without their extras."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Reply to `restore`: from where the learner goes on."""
+
+    next_step: int
+    next_version: int
+    """Larger than every version ever published in this run; versions are never reused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedReply:
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Ledger counts, staleness, waste by position, idle times: `replay/*`, `staleness/*`, `idle/*`."""
+    evaluations: tuple[EvalSummary, ...] = ()
+    """Evaluation jobs finished since the last call."""
+
+
+class RolloutReplay(Protocol):
+    """What a rollout worker uses, from its asyncio loop."""
+
+    async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
+        """Up to `slots` new assignments; answers early when there is one, at the latest after `wait_s`."""
+        ...
+
+    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+        """Store a finished group. Idempotent; waits for byte credit; resent until acknowledged or fenced."""
+        ...
+
+    async def fail(self, assignment: Assignment, reason: DropReason, detail: str) -> None:
+        """This attempt failed. The server re-issues it, or drops it with `reason` after the last attempt."""
+        ...
+
+    async def report_evaluation(self, result: EvalResult) -> None: ...
+
+    async def served(self, policy_version: int, fingerprint: str) -> None:
+        """The engine now serves this version: its fingerprint was recomputed here and matched."""
+        ...
+
+    async def watch(self, *, revision: int, wait_s: float) -> Board:
+        """The board once its revision differs from `revision`, or unchanged after `wait_s`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LearnerReplay(Protocol):
+    """What a learner rank uses, blocking. Rank 0 makes every call; other ranks only `lease`."""
+
+    def restore(
+        self,
+        *,
+        step: int | None,
+        policy_version: int,
+        snapshot: dict[str, Any] | None,
+        settings: str = "",
+        branch: bool = False,
+    ) -> Restored:
+        """Announce this incarnation of the learner. `step` is the last step in its checkpoint (None: a fresh start),
+        `policy_version` the version of those weights (NO_VERSION: none). `snapshot` (saved in the checkpoint) fills a
+        server without memory of the run.
+
+        Everything trained after `step` will be leased again as first planned, at the age it had then. With other
+        `settings` (a digest) than the learner before it had, or as a `branch` (a checkpoint was chosen by hand), the
+        groups are judged anew by their distance to the new weights; the prompts of those that are over-age now return
+        to the stream.
+        """
+        ...
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        """A version exists outside any step: the initial or the restored weights. `parent` NO_VERSION for the first."""
+        ...
+
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
+        """The batch of `step`. Idempotent; the first call seals it. May be asked one step ahead (prefetch).
+
+        Raises:
+            NoProgress: after `wait_s` without a group, a token or an environment step of any worker, counted from when
+                the step before was trained; names whom it waited for, and who is silent since when.
+        """
+        ...
+
+    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+        """`step` was trained and its weights are `policy_version` (parent: the version before)."""
+        ...
+
+    def commit(self, *, step: int) -> None:
+        """The checkpoint of `step` is durable: payloads up to it may be forgotten."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """msgpack-able state for the checkpoint: prompt cursor, version tree, open groups, counters."""
+        ...
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        """Start an evaluation job at `policy_version` or newer; returns its id. Results come with `trained`. It runs
+        beside the training and holds nothing back; one of the same set that no worker has begun is cancelled for it.
+        """
+        ...
+
+    def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
+        """Block until every open evaluation job is finished and return those not yet handed out.
+
+        Raises:
+            NoProgress: after `wait_s` without a row, a token or an environment step; names who is silent.
+        """
+        ...
+
+    def announce(self, values: dict[str, Any]) -> None:
+        """Merge `values` into the board."""
+        ...
+
+    def members(self) -> list[Member]: ...
+
+    def finish(self) -> None:
+        """Training is over: workers are told to stop, open groups are dropped with reason `shutdown`."""
+        ...
+
+    def close(self) -> None: ...

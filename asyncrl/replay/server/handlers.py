@@ -1,0 +1,311 @@
+"""What each verb of the wire does: arguments checked, the core asked, the answer encoded.
+
+A handler returns an `Answer`, or `Later` when there is nothing to say yet: the server asks `retry` again after the
+next change, and `at_deadline` when the caller's patience ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.checks.replay import LONGEST_WAIT_S
+from asyncrl.errors import NoProgress, WireError
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.group import MAX_VOCABULARY
+from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
+from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.protocol import Acquired
+from asyncrl.replay.server.payloads import Payloads, WithPlanner
+from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
+from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
+
+MAX_WAIT_S = LONGEST_WAIT_S
+MIN_PATIENCE_S = 0.05
+"""Of a lease whose patience starts anew: with 0 it would be asked again without end."""
+MAX_WORLD = 65536
+MAX_SLOTS = 65536
+PLANS_KEPT = 4
+"""Of the step in training and the one that is fetched ahead, and what a rank that is late still asks for."""
+
+
+ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
+"""Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
+SETTLED = frozenset({"get"})
+"""Their answers rest on nothing new: they need not wait for the journal."""
+QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire"})
+"""Nobody else can be waiting for what these do."""
+
+
+class Handlers:
+    def __init__(self, core: ReplayCore, payloads: Payloads | None = None) -> None:
+        self.core = core
+        self.payloads = payloads or WithPlanner()
+        self.over = False
+        """The shards may go."""
+        self._plans: dict[tuple[int, int], tuple[StepPlan, StepPlan, Any]] = {}
+        """(step, world) -> (plan as sealed, plan with shards, encoded): every rank asks for the same. The last used
+        is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        self.worker_verbs: dict[str, Handler] = {
+            "acquire": self._acquire,
+            "insert": self._insert,
+            "fail": self._fail,
+            "served": self._served,
+            "report_evaluation": self._report_evaluation,
+        }
+        self.shard_verbs: dict[str, Handler] = {}
+        self.learner_verbs: dict[str, Handler] = {
+            "restore": self._restore,
+            "publish": self._publish,
+            "trained": self._trained,
+            "commit": self._commit,
+            "snapshot": lambda session, body, frames: Answer(core.snapshot()),
+            "evaluate": self._evaluate,
+            "wait_evaluations": self._wait_evaluations,
+            "announce": self._announce,
+            "finish": self._finish,
+        }
+        self.rank_verbs: dict[str, Handler] = {"lease": self._lease, "members": self._members}
+        """Of every rank of the learner, whether or not it is the one that restored."""
+        self.shared_verbs: dict[str, Handler] = {"watch": self._watch}
+        self._verbs = {
+            "worker": (self.worker_verbs, self.shared_verbs),
+            "learner": (self.learner_verbs, self.rank_verbs, self.shared_verbs),
+            "shard": (self.shard_verbs,),
+        }
+
+    def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
+        if session.role == "learner":
+            self.core.check_rank(session.name, session.incarnation)
+        handler = next((verbs[verb] for verbs in self._verbs[session.role] if verb in verbs), None)
+        if handler is None:
+            raise WireError(f"a {session.role} has no verb {wire.short(verb)}")
+        if session.role == "learner" and verb in self.learner_verbs and verb != "restore":
+            self.core.check_learner(session.incarnation)
+        return handler(session, body, frames)
+
+    def vocabulary(self) -> int:
+        """Token ids are below it: what the learner announced, or as many as an id can name."""
+        announced = self.core.board.values.get("vocabulary")
+        return announced if isinstance(announced, int) else MAX_VOCABULARY
+
+    def window(self) -> int:
+        """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
+        return -(-self.core.credit() // max(1, len(self.core.workers.live)))
+
+    # ---- workers
+
+    def _acquire(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        slots, wait_s = wire.sequence(body, "acquire", 2)
+        wire.integer(slots, "slots", 0, MAX_SLOTS)
+        request = session.request
+
+        def ask() -> Acquired:
+            return self.core.acquire(session.name, session.incarnation, slots, request)
+
+        def retry() -> Answer | None:
+            if not self.core.may_take(session.name, session.incarnation):
+                return None
+            acquired = ask()
+            something = acquired.assignments or acquired.evaluations or acquired.stop
+            return Answer(messages.encode_acquired(acquired)) if something else None
+
+        late = lambda: Answer(messages.encode_acquired(ask()))  # noqa: E731
+        return self.now_or_later(retry, late, wait_s, "work", self.core.has_work)
+
+    def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        row, receipt = wire.sequence(body, "insert", 2)
+        header = replace(wire.decode_group_header(row), worker=session.name)
+        try:
+            if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
+                require_reference(header)
+            stored = self.payloads.take(header, receipt, frames, self.vocabulary())
+        except WireError:
+            # Else the group would be under way for as long as its maker lives.
+            self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
+            raise
+        reply = self.core.insert(session.name, session.incarnation, header, stored)
+        return Answer([reply.status, reply.reason, self.window()])
+
+    def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        row, reason, detail = wire.sequence(body, "fail", 3)
+        assignment = messages.decode_record(Assignment, row)
+        said, reason = wire.text(detail, "detail"), wire.text(reason, "reason")
+        try:
+            why = DropReason(reason)
+        except ValueError as error:
+            raise WireError(f"{wire.short(reason)} is no drop reason") from error
+        self.core.fail(session.name, session.incarnation, assignment.group_id, assignment.attempt, why, said)
+        return Answer()
+
+    def _served(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        version, fingerprint = wire.sequence(body, "served", 2)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        self.core.served(session.name, session.incarnation, version, wire.text(fingerprint, "fingerprint"))
+        return Answer()
+
+    def _report_evaluation(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.report_evaluation(session.name, session.incarnation, messages.decode_record(EvalResult, body))
+        return Answer()
+
+    # ---- shared
+
+    def _watch(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        revision, wait_s = wire.sequence(body, "watch", 2)
+        wire.integer(revision, "revision", -1, wire.MAX_ID)
+
+        def board() -> Answer:
+            return Answer([self.core.board.revision, self.core.board.values])
+
+        def is_another() -> bool:
+            return self.core.board.revision != revision
+
+        return self.now_or_later(
+            lambda: board() if is_another() else None, board, wait_s, ("another board", revision), is_another
+        )
+
+    def _members(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        def members() -> Answer:
+            return Answer([messages.encode_record(member) for member in self.core.members()])
+
+        settle_s = self.core.settle_s()
+        return members() if settle_s == 0 else Later(lambda: None, members, settle_s, "settled", lambda: False)
+
+    def _lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(world, "world", 1, MAX_WORLD)
+        wire.integer(rank, "rank", 0, world - 1)
+        wire.integer(samples, "samples", 0, 4096)
+
+        def retry() -> Answer | None:
+            plan = self.core.lease(step)
+            return None if plan is None else self._leased(plan, rank, world, samples)
+
+        what, there = ("batch", step), lambda: self.core.lease(step) is not None
+
+        def patience(before: tuple[int, ...] | None) -> Callable[[], Answer | Later]:
+            def give_up() -> Answer | Later:
+                mark = self.core.patience_mark(step)
+                # The step before is being trained, or rollouts get on. A full disk has a patience of its own.
+                if mark is None or mark != before or self.core.run.why_paused:
+                    return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S), what, there)
+                raise NoProgress(f"no group and no token for {wait_s:.1f} s: {self.core.explain(step)}")
+
+            return give_up
+
+        return self.now_or_later(retry, patience(self.core.patience_mark(step)), wait_s, what, there)
+
+    def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
+        known = self._plans.pop((plan.step, world), None)
+        if known is None or known[0] is not plan:
+            sharded = replace(plan, shards=shard_step(plan, world))
+            known = (plan, sharded, wire.encode_plan(sharded))
+        self._plans[plan.step, world] = known
+        if len(self._plans) > PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+        sampled = list(range(min(samples, len(plan.groups))))
+        places = set(known[1].shards[rank])
+        wanted = {group for group, _ in places}.union(sampled)
+        entries = {group: self.core.state.ledger.entry(plan.groups[group].group_id) for group in wanted}
+        self.core.bring_back(entries.values())
+        kept = {group: entry.payload for group, entry in entries.items()}
+        body, forwarded = self.payloads.hand_out(kept, places, sampled)
+        return Answer([known[2], *body], forwarded)
+
+    # ---- learner
+
+    def _restore(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, policy_version, snapshot, settings, branch = wire.sequence(body, "restore", 5)
+        if step is not None:
+            wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(policy_version, "policy_version", -1, wire.MAX_VERSION)
+        if snapshot is not None:
+            wire.mapping(snapshot, "snapshot")
+        if type(branch) is not bool:
+            raise WireError(f"branch must be true or false, not {wire.short(branch)}")
+        restored = self.core.restore(
+            step=step,
+            policy_version=policy_version,
+            snapshot=snapshot,
+            incarnation=session.incarnation,
+            settings=wire.text(settings, "settings", wire.MAX_NAME),
+            branch=branch,
+        )
+        return Answer(messages.encode_record(restored))
+
+    def _publish(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        version, parent = wire.sequence(body, "publish", 2)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        wire.integer(parent, "parent", -1, wire.MAX_VERSION)
+        self.core.publish(policy_version=version, parent=parent)
+        return Answer()
+
+    def _trained(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, version = wire.sequence(body, "trained", 2)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
+        return Answer(messages.encode_trained(self.core.trained(step=step, policy_version=version)))
+
+    def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))
+        return Answer()
+
+    def _evaluate(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, version, eval_set, rows, chunk = wire.sequence(body, "evaluate", 5)
+        job = self.core.evaluate(
+            step=wire.integer(step, "step", 0, wire.MAX_ID),
+            policy_version=wire.integer(version, "policy_version", 0, wire.MAX_VERSION),
+            eval_set=wire.text(eval_set, "eval_set", wire.MAX_NAME),
+            rows=wire.integer(rows, "rows", 1, wire.MAX_TOKENS),
+            chunk=wire.integer(chunk, "chunk", 1, wire.MAX_TOKENS),
+        )
+        return Answer(job)
+
+    def _wait_evaluations(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        incarnation, request = session.incarnation, session.request
+
+        def retry() -> Answer | None:
+            summaries = self.core.finished_evaluations(incarnation, request)
+            return None if summaries is None else Answer([messages.encode_record(summary) for summary in summaries])
+
+        def is_over() -> bool:
+            return not self.core.evaluations.open
+
+        def patience(before: tuple[int, int]) -> Callable[[], Answer | Later]:
+            def give_up() -> Answer | Later:
+                mark = self.core.evaluation_mark()
+                if mark != before:
+                    return Later(retry, patience(mark), max(body, MIN_PATIENCE_S), "evaluations", is_over)
+                raise NoProgress(f"no row and no token for {body:.1f} s: {self.core.explain_evaluation()}")
+
+            return give_up
+
+        mark = self.core.evaluation_mark()
+        return self.now_or_later(retry, patience(mark), body, "evaluations", is_over)
+
+    def _announce(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.announce(wire.mapping(body, "board values"))
+        return Answer()
+
+    def _finish(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        self.core.finish()
+        return Answer()
+
+    def now_or_later(
+        self,
+        retry: Callable[[], Answer | None],
+        at_deadline: Callable[[], Answer | Later],
+        wait_s: Any,
+        what: Hashable,
+        there: Callable[[], bool],
+    ) -> Reply:
+        """See `Later`."""
+        patience = wire.number(wait_s, "wait_s")
+        if not 0 <= patience <= MAX_WAIT_S:
+            raise WireError(f"wait_s must be between 0 and {MAX_WAIT_S:.0f} s, not {patience}")
+        return (retry() if there() else None) or Later(retry, at_deadline, patience, what, there)

@@ -1,0 +1,323 @@
+"""The replay server: one thread, one ROUTER socket, everything else in `ReplayCore`; or in the host of a shard.
+
+    consumes      requests of rollout workers and learner ranks
+    waits for     the socket, at most until the next deadline of a waiting request
+    unblocked by  any message; after each batch of them, waiting requests are asked again
+
+With a journal a reply leaves once all that it rests on is durable (`outbox.py`); the loop never waits for that.
+Replies go out with MANDATORY and DONTWAIT: to a peer that is gone or stuck they are lost, never waited for. The peer
+learns from its next heartbeat what it has to ask again, so nothing hangs and nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from asyncrl.errors import AsyncRLError, FencedError, WireError
+from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import reply as words
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.journal.sync_thread import SyncThread
+from asyncrl.replay.net.keys import Guests
+from asyncrl.replay.net.socket_options import receive_routed
+from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
+from asyncrl.replay.server.handlers import QUIET
+from asyncrl.replay.server.outbox import Outbox
+from asyncrl.replay.server.replies import Replies
+from asyncrl.replay.server.served import Clerk, Host
+from asyncrl.replay.server.sessions import Answer, Session
+from asyncrl.replay.server.shutdown import Shutdown
+from asyncrl.replay.server.waiting import WaitingRequests
+
+log = logging.getLogger(__name__)
+
+BATCH = 256
+"""Messages taken in before waiting requests and timers get their turn."""
+BATCH_BYTES = 8 << 20
+"""Likewise: a lease would wait for the checking of all the large groups that have come."""
+THROWN_AWAY = 20 * BATCH
+"""Likewise, counting those of connections that are heard no more."""
+TICK_S = 0.2
+
+
+class ReplayServer:
+    """`boot` names this memory of the run, which outlives the process where there is a journal. A worker that worked
+    for another one holds orders unknown here."""
+
+    def __init__(
+        self,
+        core: Host,
+        handlers: Clerk,
+        socket: zmq.Socket,
+        *,
+        guests: Guests,
+        run_id: str,
+        boot: str,
+        run_digest: str,
+        silence_s: float,
+        patience_s: float,
+        sync: SyncThread | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core, self.handlers, self.socket, self.clock = core, handlers, socket, clock
+        self.guests = guests
+        self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
+        self.sync, self.patience_s = sync, patience_s
+        self.outbox = Outbox(socket, sync.journal if sync else None, clock)
+        self.sessions: dict[str, Session] = {}
+        self.malformed = 0
+        self._beats_on_full_disk = 0
+        self.door = Doorkeeper()
+        self.replies = Replies(self.outbox, run_id, boot)
+        self.waiting = WaitingRequests(lambda: core.state.applied, self.replies, clock)
+        self.shutdown = Shutdown(core.state.finished)
+
+    def serve(self, stop: threading.Event) -> None:
+        """Until `stop`, or until the run is finished and everybody has left."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        if self.sync is not None:
+            poller.register(self.sync.wake_fd, zmq.POLLIN)
+        next_tick, last_tick = 0.0, self.clock()
+        while not stop.is_set():
+            now = self.clock()
+            if now >= next_tick:
+                self.door.forgive(now - last_tick)
+                last_tick, next_tick = now, now + TICK_S
+                self._tick(now)
+                if self._over(now):
+                    return
+            ready = poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1)
+            if (self.socket, zmq.POLLIN) in ready:
+                self._drain()
+            if self.sync is not None and (self.sync.wake_fd, zmq.POLLIN) in ready:
+                self.sync.heard()
+            self.waiting.settle()
+            self._settle_promises()
+
+    def _settle_promises(self) -> None:
+        if self.sync is None:
+            return
+        self.sync.nudge()
+        problem = self.sync.journal.problem
+        if problem != self.core.paused:
+            self.core.paused, self.waiting.changed = problem, True
+        self.outbox.release()
+        if problem:  # a full disk: the journal's thread knows how long it is waited out
+            return
+        for session, request in self.outbox.overdue(self.clock() - self.patience_s):
+            text = (
+                f"nothing became durable at the replay server for {self.patience_s:.0f} s: the disk of the journal "
+                "does not answer"
+            )
+            self.replies.send(session.identity, "no_progress", request, text)
+
+    def _drain(self) -> None:
+        nbytes = taken = 0
+        for _ in range(THROWN_AWAY):
+            try:
+                connection, frames = receive_routed(self.socket)
+            except zmq.Again:
+                self.door.queue_is_empty()
+                return
+            identity = connection.bytes
+            if not self.door.may_speak(identity, len(frames)):
+                if self.door.must_close(identity):
+                    hang_up(connection)
+                continue
+            self._take(identity, self.guests.role(connection), frames)
+            taken += 1
+            nbytes += sum(len(frame) for frame in frames)
+            if taken == BATCH or nbytes > BATCH_BYTES:
+                return
+
+    def _take(self, identity: bytes, role: str, frames: Sequence[Frame]) -> None:
+        """One message, whatever it is, from who has the key of `role`; nothing a peer sends may stop the server."""
+        try:
+            if not 1 <= len(frames) <= wire.MAX_FRAMES:
+                raise WireError(f"a message of {len(frames)} frames")
+            if len(frames[0]) > STRANGER_BYTES and self.door.is_stranger(identity):
+                self._strange(identity, 0, sum(map(len, frames)))
+                return
+            envelope = wire.decode_envelope(frames[0])
+        except WireError as error:
+            self._malformed(identity, error)
+            self.replies.turn_away(identity, "wire", 0, str(error))
+            return
+        if envelope.verb == "hello":
+            self._hello(identity, role, envelope)
+            return
+        session = self.sessions.get(envelope.incarnation)
+        if session is None:
+            self._strange(identity, envelope.request, sum(map(len, frames)))
+            return
+        if envelope.run != self.run_id or session.role != role:
+            self.door.malformed(identity)
+            text = f"what a {role}'s key has opened is no connection of this {session.role}, or of another run"
+            self.replies.turn_away(identity, "refused", envelope.request, text)
+            return
+        self._heard(session, identity)
+        self._request(session, envelope, frames[1:])
+
+    def _strange(self, identity: bytes, request: int, nbytes: int) -> None:
+        self.door.strange(identity, nbytes)
+        self.replies.turn_away(identity, "unknown_peer", request, "say hello first")
+
+    def _heard(self, session: Session, identity: bytes) -> None:
+        self.door.seat(identity, session.incarnation, session.identity)
+        session.identity, session.seen = identity, self.clock()
+
+    def _hello(self, identity: bytes, key_role: str, envelope: Envelope) -> None:
+        """Refusals name nothing that the peer has not said itself: with the run and its digest it could go on."""
+        try:
+            hello = words.decode_hello(envelope)
+            if self.door.speaks_for(identity) not in ("", envelope.incarnation):
+                raise WireError(f"{hello.role} {wire.short(hello.name)} says hello on the connection of another peer")
+        except WireError as error:
+            self._malformed(identity, error)
+            self.replies.turn_away(identity, "wire", envelope.request, str(error))
+            return
+        refused = self._refused(hello, key_role, envelope.run)
+        if refused:
+            self.door.malformed(identity)
+            log.warning("refused %s %r: %s", hello.role, hello.name, refused)
+            self.replies.turn_away(identity, "refused", envelope.request, refused)
+            return
+        try:
+            self._welcome(hello, envelope.incarnation)
+        except FencedError as error:
+            self.replies.turn_away(identity, "fenced", envelope.request, str(error))
+            return
+        session = self.sessions.get(envelope.incarnation)
+        if session is None:
+            session = Session(hello.role, hello.name, envelope.incarnation, identity, self.clock())
+            self.sessions[envelope.incarnation] = session
+        self._heard(session, identity)
+        self.waiting.changed = True
+        self.replies.promise(session, envelope.request, [self.run_id, self.boot, self.handlers.window()])
+
+    def _refused(self, hello: words.Hello, key_role: str, run: str) -> str:
+        """Why this peer can never be let in; empty when it can."""
+        if hello.role != key_role:
+            return f"its key is the {key_role}'s, and it says that it is a {hello.role}. Give each role its own secret"
+        if hello.digest != self.run_digest or run not in ("", self.run_id):
+            log.warning("%s %r has digest %s, run %r; here they are %s, %r", hello.role, hello.name, hello.digest, run,
+                        self.run_digest, self.run_id)  # fmt: skip
+            return (
+                f"{hello.role} {hello.name!r} was started with other settings than this server, or for another run: "
+                f"start all with the same overrides (its digest is {hello.digest}; the server's log has the server's)"
+            )
+        return ""
+
+    def _welcome(self, hello: words.Hello, incarnation: str) -> None:
+        """Raises FencedError: another incarnation counts by now, or this one has lost its right."""
+        if hello.role == "worker" and hello.boot not in ("", self.boot):
+            raise FencedError(
+                f"the replay server was restarted and does not know what {hello.name!r} works on; start the worker anew"
+            )
+        if self.door.is_expelled(incarnation):
+            raise FencedError(f"{hello.role} {hello.name!r} sent {MAX_MALFORMED} malformed messages; start it anew")
+        if hello.role == "worker":
+            self.core.hello(hello.name, incarnation, hello.served)
+        elif hello.role == "learner":
+            self.core.hello_learner(hello.name, incarnation)
+
+    def _request(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> None:
+        request, verb = envelope.request, envelope.verb
+        try:
+            acknowledged, body = wire.sequence(envelope.body, "request", 2)
+            wire.integer(acknowledged, "acknowledged", 0, wire.MAX_ID)
+            for answered in [known for known in session.replies if known < acknowledged]:
+                del session.replies[answered]
+            session.acknowledged = max(session.acknowledged, acknowledged)
+            # A late copy of what was answered: run again, an acquire would give orders to nobody.
+            if (request < session.acknowledged and verb != "heartbeat") or request in session.waiting:
+                return
+            if request in session.replies:
+                self.replies.again(session, request)
+            elif verb == "heartbeat":
+                self._heartbeat(session, request, body)
+            elif verb == "goodbye":
+                self._goodbye(session, request)
+            else:
+                self._run(session, request, verb, body, frames)
+        except (AsyncRLError, RecursionError) as raised:  # The second: lists in lists that cannot even be shown.
+            error = raised if isinstance(raised, AsyncRLError) else WireError(f"{wire.short(verb)} is nested too deep")
+            if isinstance(error, WireError):
+                self._malformed(session.identity, error, session)
+            self.replies.error(session, request, error)
+
+    def _run(self, session: Session, request: int, verb: str, body: object, frames: Sequence[Frame]) -> None:
+        session.request = request
+        reply = self.handlers.handle(session, verb, body, frames)
+        if verb not in QUIET:
+            self.waiting.changed = True
+        if isinstance(reply, Answer):
+            self.replies.answer(session, request, verb, reply)
+        else:
+            self.waiting.add(session, request, verb, reply)
+
+    def _heartbeat(self, session: Session, request: int, body: object) -> None:
+        stats, outstanding = wire.sequence(body, "heartbeat", 2)
+        numbers = messages.numbers(stats, "stats")
+        if session.role == "worker":
+            self.core.heartbeat(session.name, session.incarnation, numbers)
+        asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
+        # Messages of one connection arrive in order: what is not here by now was lost, or its answer was.
+        lost = [item for item in asked if item not in session.waiting]
+        # On a full disk nothing is applied and no credit given: without a word of progress its wait would be an error.
+        self._beats_on_full_disk += bool(self.core.paused)
+        progress = self.core.state.applied + self._beats_on_full_disk
+        self.replies.send(session.identity, "ok", request, [lost, self.handlers.window(), progress])
+
+    def _goodbye(self, session: Session, request: int) -> None:
+        if session.role == "worker":
+            self.core.goodbye(session.name, session.incarnation)
+        self._forget(session)
+        self.waiting.changed = True
+        self.replies.promise(session, request, None)
+
+    def _forget(self, session: Session) -> None:
+        self.sessions.pop(session.incarnation, None)
+        self.door.leave(session.identity)
+        self.waiting.forget(session)
+
+    def _tick(self, now: float) -> None:
+        for name in self.core.expire():
+            log.warning("worker %s was silent for %.1f s: its assignments go to others", name, self.silence_s)
+            self.waiting.changed = True
+        for session in [s for s in self.sessions.values() if now - s.seen > self.silence_s]:
+            if session.role == "learner":
+                log.warning("learner %s was silent for %.1f s: no step ends without it", session.name, self.silence_s)
+            self._forget(session)
+
+    def _over(self, now: float) -> bool:
+        present = [session.role for session in self.sessions.values()]
+        leaving = self.shutdown.look(self.core.state.finished, present, now)
+        self.handlers.over = self.shutdown.over
+        return leaving
+
+    def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
+        self.malformed += 1
+        known = session or self.sessions.get(self.door.speaks_for(identity))
+        worker = known if known is not None and known.role == "worker" else None
+        count = self.door.malformed(identity) if worker is None else worker.malformed + 1
+        if count > MAX_MALFORMED:
+            return
+        peer = f"{known.role} {known.name!r}" if known else f"unknown peer {identity.hex()}"
+        log.warning("refused a malformed message from %s (%d so far): %s", peer, self.malformed, error)
+        if worker is None:
+            return
+        worker.malformed = count
+        if count == MAX_MALFORMED and worker.incarnation in self.sessions:
+            log.warning("%s sent %d malformed messages: its assignments go to others", peer, count)
+            self.door.expel(identity, worker.incarnation)
+            self.core.expel(worker.name, worker.incarnation)
+            self._forget(worker)
+            self.waiting.changed = True

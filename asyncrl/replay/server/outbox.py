@@ -1,0 +1,103 @@
+"""Replies on their way out. One that rests on what the journal has not made durable yet waits here for it.
+
+consumes      replies of the server, in order
+waits for     the journal's sync, never on the loop's time; a full disk holds them until there is space
+unblocked by  `release`, after each sync; `overdue`, for a learner that has waited too long
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.wire import SEVERAL
+from asyncrl.replay.net.socket_options import send
+from asyncrl.replay.server.sessions import Session
+
+log = logging.getLogger(__name__)
+
+TOGETHER = 256
+"""Replies in one message."""
+
+
+class Promises(Protocol):
+    """What the outbox asks of a journal: positions, both growing."""
+
+    @property
+    def promised(self) -> int: ...
+
+    @property
+    def durable(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    position: int
+    session: Session
+    request: int
+    frames: Sequence[Frame]
+    since: float
+
+
+class Outbox:
+    """`clock`: the server's, or a standstill of its would count as the journal's."""
+
+    def __init__(
+        self, socket: zmq.Socket, journal: Promises | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.undeliverable = 0
+        self._clock = clock
+        self._socket, self._journal = socket, journal
+        self._held: deque[_Held] = deque()
+
+    def promise(self, session: Session, request: int, frames: Sequence[Frame]) -> None:
+        """Send once everything that happened so far is durable; until then the request counts as waiting."""
+        journal = self._journal
+        if journal is None or journal.promised <= journal.durable:
+            self.send(session.identity, frames)
+            return
+        session.waiting.add(request)
+        self._held.append(_Held(journal.promised, session, request, frames, self._clock()))
+
+    def release(self) -> None:
+        """Send what has become durable, to wherever its peer is connected now; short replies to one peer together."""
+        mail: dict[bytes, list[Sequence[Frame]]] = {}
+        while self._journal is not None and self._held and self._held[0].position <= self._journal.durable:
+            held = self._held.popleft()
+            held.session.waiting.discard(held.request)
+            mail.setdefault(held.session.identity, []).append(held.frames)
+        for identity, replies in mail.items():
+            short = [frames[0] for frames in replies if len(frames) == 1]
+            for start in range(0, len(short), TOGETHER):
+                part = short[start : start + TOGETHER]
+                self.send(identity, part if len(part) == 1 else [SEVERAL, *part])
+            for frames in replies:
+                if len(frames) > 1:
+                    self.send(identity, frames)
+
+    def overdue(self, before: float) -> list[tuple[Session, int]]:
+        """Replies to the learner that have waited since `before`, given up. A worker can wait: nobody waits for it in
+        a collective."""
+        if not self._held or self._held[0].since >= before:  # Asked after every turn of the loop.
+            return []
+        given_up = [held for held in self._held if held.since < before and held.session.role == "learner"]
+        for held in given_up:
+            self._held.remove(held)
+            held.session.waiting.discard(held.request)
+        return [(held.session, held.request) for held in given_up]
+
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """Now or never: what cannot be delivered is lost, and the peer's next heartbeat tells it to ask again."""
+        try:
+            send(self._socket, [identity, *frames])
+        except (zmq.Again, zmq.ZMQError) as error:
+            # Gone (EHOSTUNREACH) or not reading (EAGAIN).
+            self.undeliverable += 1
+            log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)

@@ -1,0 +1,60 @@
+"""A peer of the server, and what it may get for a request: an answer now, or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.replay.codec.columns import Frame
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One incarnation of a peer, however often it reconnects."""
+
+    role: str
+    """`worker`, `learner` or `shard`."""
+    name: str
+    incarnation: str
+    identity: bytes
+    """Where its newest connection is."""
+    seen: float
+    request: int = -1
+    """Number of the request in hand."""
+    malformed: int = 0
+    """Messages from it that were none."""
+    patient: int = 0
+    """Requests that wait for something to happen, other than the disk."""
+    acknowledged: int = 0
+    """The peer has the answers to all its requests below this number."""
+    replies: dict[int, list[Frame]] = field(default_factory=dict)
+    """Answers to requests that must not run twice, until the peer has them."""
+    waiting: set[int] = field(default_factory=set)
+    """Requests that are waiting for something to happen."""
+
+
+def always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: Any = None
+    frames: Sequence[Frame] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    retry: Callable[[], Answer | None]
+    at_deadline: Callable[[], Answer | Later]
+    """May grant more time by returning another Later."""
+    wait_s: float
+    what: Hashable = ""
+    """What it waits for. All that wait for the same have the same `there`."""
+    there: Callable[[], bool] = always
+    """Whether that is there: asked once for all that wait for it, and only then is each of them."""
+
+
+Reply = Answer | Later
+Handler = Callable[[Session, Any, Sequence[Frame]], Reply]

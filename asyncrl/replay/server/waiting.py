@@ -1,0 +1,152 @@
+"""The requests that wait for something to happen at the server: asked again once it is there, ended at their deadline.
+
+consumes      what the handlers could not answer yet
+waits for     nobody; the server asks `settle` after each batch of messages, and at the `nearest` deadline at the latest
+unblocked by  `changed` or an event of the core, if what they wait for is there by then; or the deadline of the request
+
+After each change one question is asked for all that wait for the same (`Later.there`), not one for each of them: a
+thousand workers and all ranks of a learner wait most of the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.replay.server.sessions import Answer, Later, Session
+
+MAX_PATIENT = 64
+"""Requests of one peer that wait for something to happen."""
+SPARE = 64
+"""Deadlines of requests that are answered already, beyond as many as there are others, before they are thrown away."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    number: int
+    session: Session
+    request: int
+    verb: str
+    later: Later
+    deadline: float
+
+
+class Answering(Protocol):
+    """Where their answers go: `Replies`."""
+
+    def answer(self, session: Session, request: int, verb: str, answer: Answer, /) -> None: ...
+
+    def error(self, session: Session, request: int, error: AsyncRLError, /) -> None: ...
+
+
+class WaitingRequests:
+    """`applied`: how many events there were, see `Progress`. `clock` is the server's."""
+
+    def __init__(self, applied: Callable[[], int], replies: Answering, clock: Callable[[], float]) -> None:
+        self._count, self._replies, self._clock = applied, replies, clock
+        self.changed = False
+        """Something that they may depend on, other than an event of the core's state."""
+        self._applied = 0
+        """Events applied when they were last asked."""
+        self._numbers = itertools.count()
+        self._waiting: dict[int, _Waiting] = {}
+        """By number, in the order they came."""
+        self._for: dict[Hashable, dict[int, _Waiting]] = {}
+        """The same by what they wait for."""
+        self._deadlines: list[tuple[float, int]] = []
+        """Heap of (deadline, number), with those of requests that are answered already."""
+
+    def add(self, session: Session, request: int, verb: str, later: Later) -> None:
+        """Raises WireError when too many of this peer wait already."""
+        if session.patient >= MAX_PATIENT:
+            raise WireError(f"{session.patient} requests of this peer wait already; one more is not taken")
+        session.patient += 1
+        session.waiting.add(request)
+        deadline = self._clock() + later.wait_s
+        self._put(_Waiting(next(self._numbers), session, request, verb, later, deadline))
+
+    def forget(self, session: Session) -> None:
+        """Its peer is gone: no answer."""
+        for waiting in [waiting for waiting in self._waiting.values() if waiting.session is session]:
+            self._remove(waiting)
+
+    def nearest(self) -> float:
+        """The next deadline; infinity when nobody waits."""
+        while self._deadlines and not self._is_current(*self._deadlines[0]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def settle(self) -> None:
+        """Ask those again whose reason may be there, if anything has changed; end those whose time is up."""
+        now = self._clock()
+        while (changed := self._something_changed()) or self.nearest() <= now:
+            self.changed, self._applied = False, self._count()
+            if changed:
+                for what in list(self._for):
+                    self._ask_all(what, now)
+            while self.nearest() <= now:
+                self._settle(self._waiting[self._deadlines[0][1]], now)
+
+    def _something_changed(self) -> bool:
+        return self.changed or self._count() != self._applied
+
+    def _ask_all(self, what: Hashable, now: float) -> None:
+        """Until it is there no more: what the first one takes the next cannot have."""
+        for waiting in tuple(self._for[what].values()):
+            if not self._is_there(what):
+                return
+            self._settle(waiting, now)
+
+    def _is_there(self, what: Hashable) -> bool:
+        first = next(iter(self._for.get(what, {}).values()), None)
+        try:
+            return first is not None and first.later.there()
+        except AsyncRLError:
+            return True  # and each of them is told
+
+    def _settle(self, waiting: _Waiting, now: float) -> None:
+        """Answer it, or grant it more time; otherwise it goes on waiting."""
+        session, later = waiting.session, waiting.later
+        try:
+            answer = later.retry()
+            if answer is None and waiting.deadline > now:
+                return
+            final = answer or later.at_deadline()
+            self._remove(waiting)
+            if isinstance(final, Later):
+                waiting.later, waiting.deadline = final, now + final.wait_s
+                self._put(waiting)
+                return
+            session.waiting.discard(waiting.request)
+            self._replies.answer(session, waiting.request, waiting.verb, final)
+        except AsyncRLError as error:
+            self._remove(waiting)
+            session.waiting.discard(waiting.request)
+            self._replies.error(session, waiting.request, error)
+        session.patient -= 1
+
+    def _put(self, waiting: _Waiting) -> None:
+        self._waiting[waiting.number] = waiting
+        self._for.setdefault(waiting.later.what, {})[waiting.number] = waiting
+        heapq.heappush(self._deadlines, (waiting.deadline, waiting.number))
+        if len(self._deadlines) > 2 * len(self._waiting) + SPARE:
+            self._deadlines = [entry for entry in self._deadlines if self._is_current(*entry)]
+            heapq.heapify(self._deadlines)
+
+    def _remove(self, waiting: _Waiting) -> None:
+        """Nothing happens to one that is not there any more."""
+        if self._waiting.pop(waiting.number, None) is None:
+            return
+        others = self._for[waiting.later.what]
+        del others[waiting.number]
+        if not others:
+            del self._for[waiting.later.what]
+
+    def _is_current(self, deadline: float, number: int) -> bool:
+        waiting = self._waiting.get(number)
+        return waiting is not None and waiting.deadline == deadline

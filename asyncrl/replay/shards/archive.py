@@ -1,0 +1,58 @@
+"""The retained payloads of a run that was stored in shards, read from their journals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import JournalError
+from asyncrl.replay.codec.group import Elsewhere, StoredGroup
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.shards.store import Key, read_positions, read_stored, shard_folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    disk: FolderDisk
+    positions: dict[Key, int]
+
+
+class ShardArchive:
+    """Each shard's journal is looked through once, when the first of its payloads is asked for."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._shelves: dict[int, _Shelf] = {}
+
+    def payload(self, inserted: ev.Inserted) -> StoredGroup:
+        """Of a group in the journal of the run, wherever it lies.
+
+        Raises:
+            JournalError: the shard's journal is not here, is damaged, or was not retained.
+        """
+        where = inserted.payload
+        if not isinstance(where, Elsewhere):
+            return where
+        key = Key(inserted.header.group_id, inserted.header.attempt, where.tag)
+        shelf = self._shelf(where.shard)
+        stored = read_stored(shelf.disk, shelf.positions[key]) if key in shelf.positions else None
+        if stored is None:
+            raise JournalError(f"the journal of shard {where.shard} does not have group {key.group_id} any more")
+        return stored.payload
+
+    def close(self) -> None:
+        for shelf in self._shelves.values():
+            shelf.disk.close()
+
+    def _shelf(self, shard: int) -> _Shelf:
+        if shard not in self._shelves:
+            folder = shard_folder(self._journal, shard)
+            if not folder.is_dir():
+                raise JournalError(
+                    f"{folder} is missing: the payloads of this run lie in the journals of its shards. Copy each to "
+                    "its place from the machine where the shard ran"
+                )
+            disk = FolderDisk(folder, locked=False)
+            self._shelves[shard] = _Shelf(disk, read_positions(disk))
+        return self._shelves[shard]

@@ -1,0 +1,250 @@
+"""One shard behind the server's socket: it stores and hands out, and asks the planner what it may forget.
+
+consumes:     puts of rollout workers, gets of learner ranks, answers of the planner
+waits for:    nothing; while the planner is silent nothing is forgotten, and after `wait_timeout_s` the shard ends
+unblocked by: the planner's answer to the question that is asked again and again: which of these keys are free?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol
+
+from asyncrl.errors import ReplayError, WireError
+from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.client.requests import Response
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
+from asyncrl.replay.codec.lease import pack_places
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.net.clock import awake_clock
+from asyncrl.replay.server.sessions import Answer, Reply, Session
+from asyncrl.replay.shards.receipts import Seals
+from asyncrl.replay.shards.store import Held, Key, ShardStore, key_for, key_of
+from asyncrl.types import GroupHeader
+
+KEYS_ASKED = 16384
+"""In one question."""
+SPARE = 2
+"""A shard gives credits for this many times `replay.max_bytes`, and takes no more from one worker. The planner's
+credits end before, or a shard that holds all of it and orders under way besides could keep out the very group that the
+learner waits for."""
+MOST = 2 * SPARE
+"""A shard holds no more than this many times `replay.max_bytes`: one worker that heeds no credit leaves others room."""
+MAX_TAGS = 2
+"""Payloads of one attempt that a shard takes from one worker, which announces one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which shard this is."""
+
+    shard: int
+    count: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The planner's answer."""
+
+    run_id: str
+    free: list[int]
+    """Positions among the keys asked about."""
+    vocabulary: int
+    over: bool
+
+
+class Planner(Protocol):
+    """Whom a shard asks."""
+
+    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]: ...
+
+    def close(self) -> None: ...
+
+
+class PlannerLink:
+    """`Planner` over the wire."""
+
+    def __init__(self, config: ReplayConfig, place: Place, run_digest: str, seals: Seals) -> None:
+        name = f"shard {place.shard}"
+        self._connection = Connection(config.address, role="shard", name=name, run_digest=run_digest, config=config)
+        self._who = [place.shard, place.address, seals.address(place.shard, place.address)]
+
+    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]:
+        """Which of these are free? `paused`: why this shard can take in nothing, if it cannot."""
+        rows = [[*key, item.maker] for key, item in held]
+        return self._connection.request("collect", [*self._who, paused[: wire.MAX_TEXT], rows])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def heard(response: Response) -> Heard:
+    """Raises WireError."""
+    run_id, free, vocabulary, over = wire.sequence(response.body, "collected", 4)
+    return Heard(
+        wire.text(run_id, "run", wire.MAX_NAME),
+        [wire.integer(item, "position", 0, KEYS_ASKED) for item in wire.sequence(free, "free")],
+        wire.integer(vocabulary, "vocabulary", 0, MAX_VOCABULARY),
+        over is True,
+    )
+
+
+@dataclass(slots=True)
+class ShardProgress:
+    finished: bool = False
+    applied: int = 0
+
+
+class ShardHost:
+    """Who is there, and what the planner says. Called by the server's loop alone."""
+
+    def __init__(self, store: ShardStore, link: Planner, config: ReplayConfig, first: Heard) -> None:
+        self.store, self.vocabulary = store, first.vocabulary
+        self.paused = ""
+        self.state = ShardProgress()
+        self.clock = awake_clock(config)
+        self._link, self._every_s, self._silence_s = link, config.heartbeat_s / 2, config.heartbeat_timeout_s
+        self._asked: tuple[list[tuple[Key, Held]], Future[Response]] | None = None
+        self._ask_at = 0.0
+        self._cursor = 0
+        self._seen: dict[str, float] = {}
+        """Workers by incarnation."""
+
+    @property
+    def workers(self) -> int:
+        return len(self._seen)
+
+    def hello(self, worker: str, incarnation: str, served: int = -1) -> None:
+        self._seen[incarnation] = self.clock()
+
+    def hello_learner(self, rank: str, incarnation: str) -> None:
+        """Whoever has the keys may read."""
+
+    def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
+        self._seen[incarnation] = self.clock()
+
+    def goodbye(self, worker: str, incarnation: str) -> None:
+        self._seen.pop(incarnation, None)
+
+    def expel(self, worker: str, incarnation: str) -> None:
+        self._seen.pop(incarnation, None)
+
+    def expire(self) -> list[str]:
+        """Also the moment to hear the planner and to ask anew.
+
+        Raises:
+            AsyncRLError: the planner serves another run or has another shard of this number, or nobody answers for it.
+        """
+        now = self.clock()
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= self._silence_s}
+        if self._asked is not None and self._asked[1].done():
+            asked, future = self._asked
+            self._asked = None
+            self._hear(asked, heard(future.result()))
+        if self._asked is None and not self.state.finished and now >= self._ask_at:
+            self._ask_at = now + self._every_s
+            asked = self._next_part()
+            self._asked = (asked, self._link.ask(asked, self.paused))
+        return []
+
+    def _hear(self, asked: list[tuple[Key, Held]], said: Heard) -> None:
+        self.vocabulary = said.vocabulary
+        free = (asked[position] for position in said.free if position < len(asked))
+        # What was put again meanwhile may be needed after all: it is asked about anew.
+        self.state.applied += self.store.release(key for key, held in free if self.store.held.get(key) is held)
+        if said.over:
+            self.state.finished = True
+            self._link.close()
+
+    def _next_part(self) -> list[tuple[Key, Held]]:
+        """All, or the next part of them."""
+        held = self.store.held
+        start = self._cursor if self._cursor < len(held) else 0
+        self._cursor = start + KEYS_ASKED
+        return list(islice(held.items(), start, self._cursor))
+
+
+class ShardDesk:
+    """Verbs `put` and `get`."""
+
+    over = False
+
+    def __init__(self, host: ShardHost, place: Place, run_id: str, seals: Seals, max_bytes: int) -> None:
+        self._host, self._place, self._run_id, self._seals = host, place, run_id, seals
+        self._max_bytes = max_bytes
+
+    def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Raises WireError for what the wire forbids, ReplayError for what is not here."""
+        if verb == "put" and session.role == "worker":
+            return self._put(session.name, body, frames)
+        if verb == "get" and session.role == "learner":
+            return self._get(body)
+        raise WireError(f"a {session.role} has no verb {wire.short(verb)} at a shard")
+
+    def window(self) -> int:
+        """Bytes each producer may have unacknowledged: an even share of the memory that is free. Never zero, which is
+        silence: where there is no room, one group at a time is told so and asks again."""
+        free = SPARE * self._max_bytes - self._host.store.nbytes
+        return max(1, -(-free // max(1, self._host.workers)))
+
+    def _put(self, worker: str, body: Any, frames: Sequence[Frame]) -> Answer:
+        header = replace(wire.decode_group_header(body), worker=worker)
+        if shard_of(header.group_id, self._place.count) != self._place.shard:
+            raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
+        stored = split_frames(header, frames)
+        check_stored(header, stored, self._host.vocabulary)
+        key = key_for(header, stored)
+        if key not in self._host.store.held and not self._has_room(header):
+            return Answer([self._place.shard, "", "", self.window()])
+        self._host.store.put(header, stored, key)
+        self._host.state.applied += 1
+        seal = self._seals.receipt(self._run_id, self._place.shard, header, key.tag)
+        return Answer([self._place.shard, key.tag, seal, self.window()])
+
+    def _has_room(self, header: GroupHeader) -> bool:
+        """Raises WireError for a group that could never be taken in."""
+        store, most_of_one = self._host.store, SPARE * self._max_bytes
+        if header.nbytes > most_of_one:
+            raise WireError(
+                f"group {header.group_id} has {header.nbytes} bytes; a shard takes {SPARE} * replay.max_bytes="
+                f"{most_of_one} from one worker. Raise replay.max_bytes"
+            )
+        if store.tags_by[header.group_id, header.attempt, header.worker] >= MAX_TAGS:
+            raise WireError(
+                f"worker {header.worker!r} has sent {MAX_TAGS} payloads of group {header.group_id} (attempt "
+                f"{header.attempt}) already; a group is made once"
+            )
+        left = min(most_of_one - store.bytes_by[header.worker], MOST * self._max_bytes - store.nbytes)
+        return header.nbytes <= left
+
+    def _get(self, body: Any) -> Answer:
+        stored: dict[int, StoredGroup] = {}
+        places: list[tuple[int, int]] = []
+        sampled: list[int] = []
+        for row in wire.sequence(body, "get"):
+            group, *key, positions, with_texts = wire.sequence(row, "get row", 6)
+            wire.integer(group, "group", 0, wire.MAX_FRAMES)
+            stored[group] = self._find(key_of(key))
+            last = len(stored[group].columns.rows) - 1
+            for position in wire.sequence(positions, "positions"):
+                places.append((group, wire.integer(position, "position", 0, last)))
+            if with_texts is True:
+                sampled.append(group)
+        parcel, found = pack_places(stored, places, sampled)
+        return Answer(parcel, found)
+
+    def _find(self, key: Key) -> StoredGroup:
+        found = self._host.store.find(key)
+        if found is None:
+            raise ReplayError(
+                f"shard {self._place.shard} does not have the payload of group {key.group_id} (attempt {key.attempt}): "
+                "its journal was lost. Move the folder journal of run.dir away, on every machine, and resume=auto: the "
+                "groups after the checkpoint are made again"
+            )
+        return found

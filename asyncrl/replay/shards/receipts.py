@@ -1,0 +1,49 @@
+"""How the planner knows that a shard really has a payload: it comes with the shard's seal, which only servers can make.
+
+A worker puts a payload at a shard and takes the sealed receipt to the planner with the header. Without the seal a
+worker could announce a group that nobody has, and the learner would wait for it. Sealed with a key derived from the
+secret CURVE key of the shards, which the planner has too and nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+from asyncrl.replay.codec import wire
+from asyncrl.replay.net.keyring import key_pair
+from asyncrl.replay.shards.store import own_header
+from asyncrl.types import GroupHeader
+
+_CONTEXT = b"asyncrl receipt"
+
+
+class Seals:
+    """Made the same by the planner and every shard of a run.
+
+    Args:
+        keys: `replay.keys`.
+
+    Raises:
+        ConfigError: the shards' key is missing or unreadable.
+    """
+
+    def __init__(self, keys: str, run_digest: str) -> None:
+        secret = key_pair(keys, "shard").secret
+        self._key = hashlib.blake2b(secret, key=run_digest.encode()[:64], person=_CONTEXT).digest()
+
+    def receipt(self, run_id: str, shard: int, header: GroupHeader, tag: str) -> str:
+        """That `shard` has stored, durably, the payload `tag` of `header`, and found that they agree."""
+        return self._seal(["stored", run_id, shard, wire.encode_group_header(own_header(header)), tag])
+
+    def address(self, shard: int, address: str) -> str:
+        """That shard number `shard` listens at `address`."""
+        return self._seal(["listens", shard, address])
+
+    @staticmethod
+    def same(one: str, other: str) -> bool:
+        return hmac.compare_digest(one.encode(), other.encode())
+
+    def _seal(self, what: list[Any]) -> str:
+        return hashlib.blake2b(wire.pack(what), key=self._key, digest_size=16).hexdigest()

@@ -1,0 +1,281 @@
+"""What one shard keeps: payloads by key, each on its journal before it is acknowledged, until they are released.
+
+    put(header, payload) -> key     appended; durable like any record (`promised`, `durable`)
+    find(key)                       the payload, from memory
+    release(keys)                   forgotten; the segments they lay in are used again
+
+A key names the attempt and the bytes: (group id, attempt, tag). The same group sent twice has the same key, and nobody
+can take the place of another's group without having its very bytes. Nothing is decided here: what is released, and
+when, the planner says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from asyncrl.errors import JournalError, WireError
+from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.group import StoredGroup
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.disk import Disk
+from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
+from asyncrl.replay.journal.records import decode_event, encode_event
+from asyncrl.replay.journal.recovery import Begun, segment_chain
+from asyncrl.replay.journal.segments import REPAIR, Record, offset_of, read_at, scan, segment_name, segment_of
+from asyncrl.types import GroupHeader
+
+
+class Key(NamedTuple):
+    group_id: int
+    attempt: int
+    tag: str
+    """Hash of header and payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Record: a payload was put."""
+
+    tag: str
+    header: GroupHeader
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Record: nobody needs these any more."""
+
+    keys: list[Any]
+    """Rows `[group id, attempt, tag]`."""
+
+
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (Stored, Released, ev.Snapshotted)}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    position: int
+    """Of its record in the journal."""
+    nbytes: int
+    maker: str
+    """Name of the worker that put it; empty where an older journal does not say."""
+    payload: StoredGroup
+
+
+def shard_folder(journal: Path, shard: int) -> Path:
+    """Of its journal, in the journal folder of the run."""
+    return journal / f"shard-{shard}"
+
+
+def own_header(header: GroupHeader) -> GroupHeader:
+    """The header without its sender's name, which each server fills in for itself."""
+    return replace(header, worker="")
+
+
+def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
+    return Key(header.group_id, header.attempt, tag_of(header, stored))
+
+
+def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
+    """128 bits over the header and every payload byte, in hex."""
+    # Which array is where in the frames follows from the header.
+    digest = xxhash.xxh3_128(wire.pack([wire.encode_group_header(own_header(header)), len(stored.texts)]))
+    for frame in stored.frames:
+        digest.update(frame)
+    return digest.hexdigest()
+
+
+def key_of(row: Any) -> Key:
+    """Raises WireError unless `row` is `[group id, attempt, tag]`."""
+    group_id, attempt, tag = wire.sequence(row, "key", 3)
+    return Key(
+        wire.integer(group_id, "group_id", 0, wire.MAX_ID),
+        wire.integer(attempt, "attempt", 0, wire.MAX_VERSION),
+        wire.text(tag, "tag", wire.MAX_NAME),
+    )
+
+
+def question_of(row: Any) -> tuple[Key, str]:
+    """A key and who put it. Raises WireError unless `row` is `[group id, attempt, tag, maker]`."""
+    *key, maker = wire.sequence(row, "question", 4)
+    return key_of(key), wire.text(maker, "maker", wire.MAX_NAME)
+
+
+class ShardStore(SegmentLog):
+    """See the module.
+
+    Args:
+        run: whose payloads these are: `run_id`, and `shard`, its number.
+        held: what the journal holds already.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        settings: JournalSettings,
+        run: dict[str, Any],
+        previous_end: int = -1,
+        held: dict[Key, Held] | None = None,
+    ) -> None:
+        self.run = run
+        self.held: dict[Key, Held] = {}
+        self.nbytes = 0
+        self.bytes_by: Counter[str] = Counter()
+        """Held, by maker."""
+        self.tags_by: Counter[tuple[int, int, str]] = Counter()
+        """Held, by (group id, attempt, maker)."""
+        for key, item in (held or {}).items():
+            self._keep(key, item)
+        super().__init__(disk, settings, previous_end)
+
+    def put(self, header: GroupHeader, payload: StoredGroup, key: Key | None = None) -> Key:
+        """Take in a group of `header.worker`; one that is there already is not written again, except for another
+        worker, whose it is then. Durable once `durable >= promised` as it is after this call.
+
+        Args:
+            key: `key_for` of these two, where the caller has it.
+        """
+        key = key or key_for(header, payload)
+        known = self.held.get(key)
+        if known is not None and known.maker == header.worker:
+            # Another object: what was asked about the key before this says nothing any more.
+            self.held[key] = replace(known)
+            return key
+        position = self._append(encode_event(Stored(key.tag, header, payload)))
+        if known is not None:
+            self._forget(key)
+        self._keep(key, Held(position, header.nbytes, header.worker, payload))
+        return key
+
+    def find(self, key: Key) -> StoredGroup | None:
+        held = self.held.get(key)
+        return None if held is None else held.payload
+
+    def release(self, keys: Iterable[Key]) -> int:
+        """Forget these; unknown ones are forgotten already. Returns how many there were."""
+        known = [key for key in dict.fromkeys(keys) if key in self.held]
+        if known:
+            self._append(encode_event(Released([list(key) for key in known])))
+        for key in known:
+            self._forget(key)
+        return len(known)
+
+    def _keep(self, key: Key, held: Held) -> None:
+        self.held[key] = held
+        self.nbytes += held.nbytes
+        self.bytes_by[held.maker] += held.nbytes
+        self.tags_by[key.group_id, key.attempt, held.maker] += 1
+
+    def _forget(self, key: Key) -> None:
+        held = self.held.pop(key)
+        of_one = (key.group_id, key.attempt, held.maker)
+        self.nbytes -= held.nbytes
+        self.bytes_by[held.maker] -= held.nbytes
+        self.tags_by[of_one] -= 1
+        if not self.tags_by[of_one]:
+            del self.tags_by[of_one]
+        if not self.bytes_by[held.maker]:
+            del self.bytes_by[held.maker]
+
+    def _opening(self, end: int) -> Opening:
+        places = tuple(held.position for held in self.held.values())
+        keys = [[*key, held.nbytes] for key, held in self.held.items()]
+        return Opening(encode_event(ev.Snapshotted(self.run, end, {"keys": keys}, places)), places)
+
+
+def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> ShardStore:
+    """The store as the journal on `disk` left it; an empty one where there is none.
+
+    Raises:
+        JournalError: the journal is damaged, of another version, or another shard's or run's.
+    """
+    chain = segment_chain(disk)
+    if not chain:
+        return ShardStore(disk, settings, run)
+    newest = chain[-1]
+    if newest.snapshot.run != run:
+        raise JournalError(
+            f"this folder holds the journal of {newest.snapshot.run}, not of {run}. Give this shard the folder it had "
+            "before; for a new run give another run.dir, or overwrite=true"
+        )
+    held, end = _recover(disk, newest)
+    # Found does not mean durable: a killed process leaves it in the page cache.
+    disk.sync(segment_name(newest.number))
+    return ShardStore(disk, settings, run, end, held)
+
+
+def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:
+    """`(what is held, where the journal ends)`, from the newest segment and the older payloads it points to."""
+    older: dict[Key, int] = {}
+    held: dict[Key, Held] = {}
+    end = -1
+    for record in scan(disk, newest.number):
+        end = record.end
+        event = decode_record(record) if record.body else None
+        if isinstance(event, ev.Snapshotted):
+            keys = [Key(*row[:3]) for row in event.image["keys"]]
+            older = dict(zip(keys, event.places, strict=True))
+        elif isinstance(event, Stored):
+            key = Key(event.header.group_id, event.header.attempt, event.tag)
+            held[key] = Held(record.position, event.header.nbytes, event.header.worker, event.payload)
+        elif isinstance(event, Released):
+            for key in map(key_of, event.keys):
+                older.pop(key, None)
+                held.pop(key, None)
+    attached = {key: _attach(disk, key, position) for key, position in older.items()}
+    return attached | held, end
+
+
+def _attach(disk: Disk, key: Key, position: int) -> Held:
+    stored = read_stored(disk, position)
+    if stored is None or (stored.header.group_id, stored.header.attempt, stored.tag) != key:
+        raise JournalError(
+            f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
+            f"payload of group {key.group_id} is not there. {REPAIR}"
+        )
+    return Held(position, stored.header.nbytes, stored.header.worker, stored.payload)
+
+
+def read_stored(disk: Disk, position: int) -> Stored | None:
+    """The payload record at a journal position, None where there is none."""
+    record = read_at(disk, position)
+    event = None if record is None else decode_record(record)
+    return event if isinstance(event, Stored) else None
+
+
+def read_positions(disk: Disk) -> dict[Key, int]:
+    """Where each payload lies that the journal ever took in and still has: released ones too.
+
+    Raises:
+        JournalError: there is no journal of a shard, or it is damaged.
+    """
+    chain = segment_chain(disk)
+    if not chain:
+        raise JournalError("the journal of this shard holds no finished record")
+    found: dict[Key, int] = {}
+    for place, segment in enumerate(chain):
+        last = place + 1 == len(chain)
+        end = None if last else chain[place + 1].snapshot.previous_end
+        for record in scan(disk, segment.number, end):
+            event = decode_record(record) if record.body else None
+            if isinstance(event, Stored):
+                found[Key(event.header.group_id, event.header.attempt, event.tag)] = record.position
+    return found
+
+
+def decode_record(record: Record) -> Stored | Released | ev.Snapshotted:
+    """Raises JournalError where the bytes are whole but this program does not know them."""
+    try:
+        return decode_event(record.body, KINDS)
+    except WireError as error:
+        name = segment_name(segment_of(record.position))
+        raise JournalError(
+            f"the journal file {name} of a shard cannot be read at position {record.position}: {error}. It was written "
+            "by another version of asyncrl: use that one, or start with another run.dir"
+        ) from error

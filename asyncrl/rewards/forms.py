@@ -1,0 +1,218 @@
+"""The forms of reward functions that are understood, told apart by the names of their parameters:
+
+    ours:  f(completion, row) -> number or {"score": number, ...}; may also name completion_ids, finish_reason
+    verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None)
+           compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list, one entry per completion
+    TRL:   f(prompts, completions, completion_ids, **columns) -> list, one entry per completion, None where it does
+           not apply
+
+Each may be async: what is awaited of a group, and of other groups, runs side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from inspect import Parameter
+from typing import Any
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed
+from asyncrl.rewards.score import NotApplicable, Outcome, to_score
+from asyncrl.rewards.wire import TOGETHER
+
+Function = Callable[..., Any]
+Parameters = Mapping[str, Parameter]
+IDS = ("completion_ids", "completions_ids")
+"""TRL's documentation has had both."""
+ABSENT = ("trainer_state",)
+"""What TRL gives and a reward process has not: None, where it is named."""
+
+
+def looks_at_tokens(function: Function) -> bool:
+    """Whether it asks for token ids, or for why completions ended; TRL's with `**kwargs` may look for the ids there."""
+    parameters = inspect.signature(function).parameters
+    if parameters.keys() & {*IDS, *PER_COMPLETION}:
+        return True
+    return "completions" in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def adapt_reward(function: Function, name: str, clock: CallClock = UNTIMED) -> GroupReward:
+    """Wrap any understood form. Raises ConfigError if the function could never be called."""
+    parameters = inspect.signature(function).parameters
+    if {"solution_str", "ground_truth"} <= parameters.keys():
+        return _adapt_verl(function, name, parameters, clock)
+    if {"solution_strs", "ground_truths"} <= parameters.keys():
+        return _adapt_verl_batch(function, name, parameters, clock)
+    # Ours names completion_ids for one completion; TRL's beside `completions`, or alone with **kwargs.
+    if "completions" in parameters or (parameters.keys() & set(IDS) and "completion" not in parameters):
+        return _adapt_trl(function, name, parameters, clock)
+    return _adapt_ours(function, name, parameters, clock)
+
+
+def _adapt_ours(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
+    asked = [each for each in PER_COMPLETION if each in parameters]
+    free = [each for each in parameters.values() if each.name not in asked]
+    positional = [each for each in free if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    starred = any(each.kind is each.VAR_POSITIONAL for each in free)
+    required = [each.name for each in positional if each.default is each.empty]
+    missing = [each.name for each in free if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if len(required) > 2 or missing or (len(positional) < 2 and not starred):
+        lacking = f" It needs {', '.join(required[2:] + missing)}: give reward.args." if required[2:] + missing else ""
+        raise ConfigError(
+            f"{name}{inspect.signature(function)} cannot be called as f(completion, row), "
+            "compute_score(data_source, solution_str, ground_truth, extra_info), its batch form or f(prompts, "
+            f"completions, **columns).{lacking}"
+        )
+
+    def score(call: Call) -> Any:
+        told = {each: call.of_each(each) for each in asked}
+
+        def one(place: int) -> Any:
+            more = {each: values[place] for each, values in told.items()}
+            return function(call.completions[place], call.row, **more)
+
+        return _score_each(one, len(call.completions), name, clock)
+
+    return score
+
+
+def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    def score(call: Call) -> Any:
+        source, truth, extra = _verl_columns(call.row, name)
+        given = {"data_source": source, "ground_truth": truth, "extra_info": extra}
+        given = {key: value for key, value in given.items() if takes_any or key in parameters}
+        texts = call.completions
+        return _score_each(lambda place: function(solution_str=texts[place], **given), len(texts), name, clock)
+
+    return score
+
+
+def _adapt_verl_batch(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    def score(call: Call) -> Any:
+        size = len(call.completions)
+        source, truth, extra = _verl_columns(call.row, name)
+        given = {"data_sources": [source] * size, "ground_truths": [truth] * size, "extra_infos": [extra] * size}
+        given = {key: value for key, value in given.items() if takes_any or key in parameters}
+        return _score_together(lambda: function(solution_strs=call.completions, **given), size, name, clock)
+
+    return score
+
+
+def _verl_columns(row: Row, name: str) -> tuple[Any, Any, Any]:
+    """Data source, ground truth, extra info."""
+    judged = row.get("reward_model")
+    if not isinstance(judged, dict) or "ground_truth" not in judged:
+        raise RewardError(f"{name} needs the column reward_model.ground_truth; the row has: {', '.join(row)}")
+    return row.get("data_source", ""), judged["ground_truth"], row.get("extra_info")
+
+
+def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind not in kinds]
+
+    def score(call: Call) -> Any:
+        size, row = len(call.completions), call.row
+        chat = isinstance(row["prompt"], list)
+        given: dict[str, Any] = {key: [value] * size for key, value in row.items() if takes_any or key in parameters}
+        given.pop("prompt", None)
+        given |= {key: None for key in ABSENT if key in parameters}
+        # As TRL does: a conversational prompt gets conversational completions.
+        texts = [[{"role": "assistant", "content": text}] if chat else text for text in call.completions]
+        given |= {"completions": texts} if takes_any or "completions" in parameters else {}
+        given |= {"prompts": [row["prompt"]] * size} if takes_any or "prompts" in parameters else {}
+        given |= {key: call.completion_ids for key in IDS if key in parameters}
+        if takes_any and call.packed_ids is not None:
+            given.setdefault(IDS[0], call.completion_ids)
+        missing = [key for key in needed if key not in given]
+        if missing:
+            raise RewardError(f"{name} needs the column(s) {', '.join(missing)}; the row has: {', '.join(row)}")
+        return _score_together(lambda: function(**given), size, name, clock, applies=True)
+
+    return score
+
+
+def _score_each(call: Callable[[int], Any], size: int, name: str, clock: CallClock) -> Any:
+    """One call per completion, each with a deadline of its own; what they return to be awaited is awaited together."""
+    outcomes: dict[int, Outcome] = {}
+    waiting: dict[int, Awaitable[Any]] = {}
+    for place in range(size):
+        clock.begin(place)
+        try:
+            returned = call(place)
+        except Exception as error:  # user code at a process boundary: its failure is an answer
+            outcomes[place] = failed(error)
+            continue
+        if inspect.isawaitable(returned):
+            waiting[place] = returned
+        else:
+            outcomes[place] = _outcome(returned, name)
+    if waiting:
+        return _await_all(outcomes, waiting, name, clock)
+    return [outcomes[place] for place in range(size)]
+
+
+async def _await_all(
+    outcomes: dict[int, Outcome], waiting: Mapping[int, Awaitable[Any]], name: str, clock: CallClock
+) -> list[Outcome]:
+    clock.begin(TOGETHER)
+    settled = await asyncio.gather(*(await_bounded(each, place, clock) for place, each in waiting.items()))
+    for place, (returned, error) in zip(waiting, settled, strict=True):
+        outcomes[place] = error or _outcome(returned, name)
+    return [outcomes[place] for place in range(len(outcomes))]
+
+
+def _score_together(call: Callable[[], Any], size: int, name: str, clock: CallClock, *, applies: bool = False) -> Any:
+    """One call for the group. With `applies`, None in its list is a completion that it is not for."""
+
+    def outcomes(returned: Any) -> list[Outcome]:
+        if not isinstance(returned, list | tuple) and hasattr(returned, "tolist"):
+            returned = returned.tolist()  # an array or a tensor
+        if not isinstance(returned, list | tuple) or len(returned) != size:
+            raise RewardError(f"{name} must return a list of {size} numbers, got {returned!r:.80}", "no_number")
+        return [NotApplicable(name) if applies and each is None else _outcome(each, name) for each in returned]
+
+    async def later(awaitable: Awaitable[Any]) -> list[Outcome]:
+        clock.begin(TOGETHER)
+        returned, error = await await_bounded(awaitable, TOGETHER, clock)
+        if error:
+            raise error
+        return outcomes(returned)
+
+    returned = call()
+    return later(returned) if inspect.isawaitable(returned) else outcomes(returned)
+
+
+async def await_bounded(awaitable: Awaitable[Any], place: int, clock: CallClock) -> tuple[Any, RewardError | None]:
+    """What it gives, or why it gives nothing: raised, or past the deadline, which begins once there is a slot."""
+    watched = clock.watch(place, awaitable)
+    if clock.slots is None:
+        return await _within(watched, clock.timeout_s)
+    async with clock.slots:
+        return await _within(watched, clock.timeout_s)
+
+
+async def _within(awaitable: Awaitable[Any], timeout_s: float) -> tuple[Any, RewardError | None]:
+    limit = asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None)
+    try:
+        async with limit:
+            return await awaitable, None
+    except Exception as error:  # user code at a process boundary: its failure is an answer
+        if limit.expired():
+            return None, RewardError(f"the call ran longer than reward.timeout_s={timeout_s:g} s", "timed_out")
+        return None, failed(error)
+
+
+def _outcome(returned: Any, name: str) -> Outcome:
+    """What it says of one completion; its failure is that completion's alone."""
+    try:
+        return to_score(returned, name)
+    except Exception as error:  # user code at a process boundary: a number may be one that cannot be looked at
+        return failed(error)

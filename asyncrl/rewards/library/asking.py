@@ -1,0 +1,68 @@
+"""Asking a server over HTTP: again where it may help, and then a failure with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from typing import Any
+
+import httpx
+
+from asyncrl.errors import ConfigError, RewardError
+
+AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+LONGEST_PAUSE_S = 30.0
+
+
+class Asking:
+    """`await post(body)` gives what the server says, read as JSON.
+
+    Args:
+        key_env: environment variable with the key that is sent as a bearer; empty is none. Keys are never settings.
+        retries: further tries after one that did not get through or that the server asks to make again.
+        backoff_s: before the first of them; each next waits twice as long, and up to as much again by chance.
+
+    Raises:
+        ConfigError: `url` is none, or `key_env` is not set.
+    """
+
+    def __init__(self, url: str, *, who: str, key_env: str, request_timeout_s: float, retries: int, backoff_s: float):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{who}: url must begin with http:// or https://; got {url!r}")
+        if key_env and not os.environ.get(key_env):
+            raise ConfigError(f"{who}: key_env={key_env} names an environment variable that is not set. Export it")
+        self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
+        self.url, self._who = url, who
+        self._timeout_s, self._retries, self._backoff_s = request_timeout_s, retries, backoff_s
+        self._client: httpx.AsyncClient | None = None
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """Raises RewardError: refused, or not answered after all tries."""
+        if self._client is None:  # made where it is used: it belongs to the loop
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s)
+        last = ""
+        for again in range(self._retries + 1):
+            wait_s = 0.0
+            try:
+                answer = await self._client.post(self.url, json=body)
+            except httpx.TransportError as error:
+                last = f"{type(error).__name__}: {error}"
+            else:
+                if answer.is_success:
+                    return self._read(answer)
+                last = f"status {answer.status_code}: {answer.text:.200}"
+                if answer.status_code not in AGAIN:
+                    raise RewardError(f"the {self._who} at {self.url} refused: {last}", "lost")
+                asked = answer.headers.get("retry-after", "")
+                wait_s = float(asked) if asked.isdigit() else 0.0
+            if again < self._retries:
+                pause_s = self._backoff_s * 2**again * (1 + random.random())
+                await asyncio.sleep(min(max(pause_s, wait_s), LONGEST_PAUSE_S))
+        raise RewardError(f"the {self._who} at {self.url} gave no answer in {self._retries + 1} tries: {last}", "lost")
+
+    def _read(self, answer: httpx.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise RewardError(f"the {self._who} at {self.url} said no JSON: {answer.text:.200}", "no_number") from error

@@ -1,0 +1,231 @@
+"""`code`: the program in a completion, judged by unit tests in a sandbox.
+
+A program that fails a test, or does not end, is wrong; a sandbox that could not run it is a failure of the reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import ConfigError, RewardError, SandboxError
+from asyncrl.rewards.library.answers import ground_truth
+from asyncrl.sandbox.level import Level
+from asyncrl.sandbox.limits import Limits, Outcome
+from asyncrl.sandbox.running import run, unavailable
+
+FENCED = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
+PYTHON = ("python", "python3", "py")
+COLUMNS = ("tests", "test_cases", "test_list", "test")
+"""Looked in for tests, after the columns of any answer."""
+
+CALLER = """\
+import json, sys
+given = json.loads(sys.stdin.read())
+import solution
+owner = solution if hasattr(solution, given["name"]) else solution.Solution()
+for arguments in given["calls"]:
+    said = getattr(owner, given["name"])(*arguments)
+    print("\\n" + given["mark"] + json.dumps(said, default=list), flush=True)
+"""
+"""What calls the program's function. It is not told what is right: that is compared outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tests:
+    """Of one row; any of the three."""
+
+    typed: tuple[tuple[str, str], ...] = ()
+    """(standard input, standard output)."""
+    called: tuple[tuple[list[Any], Any], ...] = ()
+    """(arguments, result) of `function`."""
+    function: str = ""
+    asserted: tuple[str, ...] = ()
+    """Source that runs after the program and raises nothing."""
+
+    def __len__(self) -> int:
+        return len(self.typed) + len(self.called) + len(self.asserted)
+
+
+class Code:
+    """`score` for a program that passes every test, else `wrong`; the part `passed` is the share that it passes.
+
+    Tests stand in the row as verl's and others' data sets have them: `{"inputs": [...], "outputs": [...]}`, with
+    `fn_name` for a function; `[{"input": ..., "output": ...}]`; a list of `assert` lines or a source of them
+    (`{"functional": ...}`), HumanEval's `test` with `entry_point`. As JSON text or as it is. An `assert` runs beside
+    the program that it judges, which could look it up: outputs cannot be.
+
+    Args:
+        partial: `score` times the share of tests passed.
+        isolation: `namespaces`, or by name `rlimits`, which keeps nothing of yours from a program.
+        timeout_s, memory_mb: of each test.
+        max_tests: of a row, the first; 0 is all.
+
+    Raises:
+        ConfigError: this machine has no such isolation. Called, RewardError: the row has no tests, or the sandbox
+            failed.
+    """
+
+    def __init__(
+        self,
+        partial: bool = False,
+        isolation: str = "namespaces",
+        timeout_s: float = 6.0,
+        memory_mb: int = 1024,
+        max_tests: int = 0,
+        score: float = 1.0,
+        wrong: float = 0.0,
+        column: str = "",
+    ) -> None:
+        if isolation not in [level.value for level in Level]:
+            raise ConfigError(f"code: isolation must be namespaces or rlimits; got {isolation!r}")
+        self._level = Level(isolation)
+        if why := unavailable(self._level):
+            raise ConfigError(
+                f"code: this machine cannot keep programs apart by {isolation}: {why}. Allow user namespaces (in a "
+                "container: --security-opt seccomp=unconfined, or the capability SYS_ADMIN). Or reward.args.isolation="
+                "rlimits: programs that the model writes then run as you, with your files and your network"
+            )
+        self._limits = Limits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb)
+        self._partial, self._max_tests, self._column = partial, max_tests, column
+        self._score, self._wrong = score, wrong
+
+    async def __call__(self, completion: str, row: dict[str, Any]) -> dict[str, float]:
+        tests = read_tests(row, self._column, self._max_tests)
+        program = program_in(completion)
+        passed = await self._passed(program, tests) if program else 0
+        share = passed / len(tests)
+        if self._partial:
+            return {"score": self._wrong + (self._score - self._wrong) * share, "passed": share}
+        return {"score": self._score if passed == len(tests) else self._wrong, "passed": share}
+
+    async def _passed(self, program: str, tests: Tests) -> int:
+        """How many; where all are wanted, none is run after the first that failed."""
+        passed = await self._called(program, tests) if tests.called else 0
+        if passed < len(tests.called) and not self._partial:
+            return passed
+        for stdin, wanted in tests.typed:
+            outcome = await self._run(program, stdin)
+            right = outcome.succeeded and same_text(outcome.stdout, wanted)
+            if not right and not self._partial:
+                return passed
+            passed += right
+        for source in tests.asserted:
+            mark = secrets.token_hex(16)
+            outcome = await self._run(f"{program}\n\n{source}\n\nprint('\\n{mark}')\n")
+            right = outcome.succeeded and outcome.stdout.rstrip().endswith(mark)
+            if not right and not self._partial:
+                return passed
+            passed += right
+        return passed
+
+    async def _called(self, program: str, tests: Tests) -> int:
+        mark = secrets.token_hex(16)
+        given = {"name": tests.function, "calls": [arguments for arguments, _ in tests.called], "mark": mark}
+        outcome = await self._run(CALLER, json.dumps(given), {"solution.py": program})
+        said = [line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)]
+        pairs = zip(said, (wanted for _, wanted in tests.called), strict=False)
+        return sum(same_result(text, wanted) for text, wanted in pairs)
+
+    async def _run(self, program: str, stdin: str = "", files: dict[str, str] | None = None) -> Outcome:
+        call = {"stdin": stdin, "limits": self._limits, "level": self._level, "files": files}
+        try:
+            return await asyncio.to_thread(run, program, **call)
+        except SandboxError as error:
+            raise RewardError(f"the sandbox could not run a program: {error}", "lost") from error
+
+
+def program_in(completion: str) -> str:
+    """The last fenced block of Python, or of no named language; the whole text where nothing is fenced."""
+    blocks = FENCED.findall(completion)
+    if not blocks:
+        return "" if "```" in completion else completion.strip()
+    named = [text for language, text in blocks if language.lower() in PYTHON]
+    plain = [text for language, text in blocks if not language]
+    return (named or plain or [""])[-1]
+
+
+def read_tests(row: Mapping[str, Any], column: str, most: int) -> Tests:
+    """Raises RewardError: the row has none, or none of a known form."""
+    found = next((row[name] for name in COLUMNS if row.get(name)), None) if not column else None
+    truth = found if found is not None else ground_truth(row, column, "code")
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            truth = {"functional": truth}
+    try:
+        tests = _tests(truth, row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RewardError(f"code cannot read the tests {truth!r:.120}: {type(error).__name__}: {error}") from error
+    if not len(tests):
+        raise RewardError(f"code found no test in {truth!r:.120}")
+    last = most or None
+    return Tests(
+        typed=tests.typed[:last], called=tests.called[:last], function=tests.function, asserted=tests.asserted[:last]
+    )
+
+
+def _tests(truth: Any, row: Mapping[str, Any]) -> Tests:
+    if isinstance(truth, Mapping) and "functional" in truth:
+        entry = row.get("entry_point")
+        call = f"\ncheck({entry})" if entry and "def check(" in truth["functional"] else ""
+        return Tests(asserted=(truth["functional"] + call,))
+    if isinstance(truth, Mapping):
+        return _pairs(zip(truth["inputs"], truth["outputs"], strict=True), truth.get("fn_name") or "")
+    if all(isinstance(entry, str) for entry in truth):
+        setup = row.get("test_setup_code") or ""
+        return Tests(asserted=tuple(f"{setup}\n{entry}" for entry in truth))
+    name = next((entry["fn_name"] for entry in truth if entry.get("fn_name")), "")
+    return _pairs(((entry["input"], entry["output"]) for entry in truth), name)
+
+
+def _pairs(pairs: Any, function: str) -> Tests:
+    if not function:
+        return Tests(typed=tuple((_text(given), _text(wanted)) for given, wanted in pairs))
+    return Tests(function=function, called=tuple((_arguments(given), _result(wanted)) for given, wanted in pairs))
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    """A list of them, or a text with one per line, each as JSON."""
+    return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
+
+
+def _result(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def same_text(given: str, wanted: str) -> bool:
+    """But for white space at the ends of lines and of the whole."""
+    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (given, wanted))
+    return one == other
+
+
+def same_result(said: str, wanted: Any) -> bool:
+    """As JSON; numbers to nine digits. APPS wraps a result into a list of one, which counts too."""
+    try:
+        given = json.loads(said)
+    except ValueError:
+        return False
+    return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
+
+
+def _equal(given: Any, wanted: Any) -> bool:
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_equal, given, wanted))
+    if isinstance(given, float) and isinstance(wanted, int | float):
+        return math.isclose(given, wanted, rel_tol=1e-9, abs_tol=1e-9)
+    return type(given) is type(wanted) and given == wanted

@@ -1,0 +1,118 @@
+"""`llm_judge`: a language model behind any OpenAI-compatible URL reads a completion and says a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.library.answers import COLUMNS
+from asyncrl.rewards.library.asking import Asking
+
+TEMPLATE = """\
+Judge the answer to the question.
+
+Question:
+{prompt}
+
+Right answer:
+{answer}
+
+Answer to judge:
+{completion}
+
+Think briefly, then end with one line `Score: N`, where N is a whole number from 0 (wrong) to 10 (right and clear)."""
+PATTERN = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+PLACE = re.compile(r"\{(\w+)\}")
+
+
+class LlmJudge:
+    """The number that the judge ends with, over `scale`; tokens (and `cost`) are parts.
+
+    Args:
+        url: up to and without `/chat/completions`.
+        template: what is asked; `{prompt}`, `{completion}`, `{answer}` (the row's right answer, if it has one) and
+            `{any_column}` are filled in, other braces stay.
+        pattern: a regular expression whose first group is the number; its last match counts.
+        prompt_price, completion_price: of a million tokens; given, the part `cost` is counted.
+        body: further fields of the request.
+
+    Raises:
+        ConfigError: an argument cannot be. Called, RewardError: no answer after all tries, or none with a number.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str = TEMPLATE,
+        pattern: str = PATTERN,
+        scale: float = 10.0,
+        system: str = "",
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        key_env: str = "",
+        request_timeout_s: float = 60.0,
+        retries: int = 4,
+        backoff_s: float = 0.5,
+        prompt_price: float = 0.0,
+        completion_price: float = 0.0,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        if "{completion}" not in template:
+            raise ConfigError("llm_judge: template must say where the completion goes: {completion}")
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"llm_judge: pattern={pattern!r} is no regular expression: {error}") from error
+        if self._pattern.groups < 1 or not scale:
+            raise ConfigError(f"llm_judge: pattern={pattern!r} needs a group for the number, and scale not to be 0")
+        self._asking = Asking(
+            f"{url.rstrip('/')}/chat/completions",
+            who="judge",
+            key_env=key_env,
+            request_timeout_s=request_timeout_s,
+            retries=retries,
+            backoff_s=backoff_s,
+        )
+        self._template, self._scale = template, scale
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(body or {})}
+        self._prices = (prompt_price, completion_price)
+
+    async def __call__(self, completion: str, row: dict[str, Any]) -> dict[str, float]:
+        asked = {"role": "user", "content": filled(self._template, completion, row)}
+        said = await self._asking.post(self._body | {"messages": [*self._system, asked]})
+        try:
+            text = said["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError) as error:
+            raise RewardError(f"the judge at {self._asking.url} said no message: {said!r:.200}", "no_number") from error
+        found = [match.group(1) for match in self._pattern.finditer(text)]
+        if not found:
+            raise RewardError(f"the judge gave no number: {text[-200:]!r}", "no_number")
+        return {"score": float(found[-1]) / self._scale} | self._spent(said.get("usage") or {})
+
+    def _spent(self, usage: Mapping[str, Any]) -> dict[str, float]:
+        tokens = [float(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        parts: dict[str, float] = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
+        if any(self._prices):
+            parts["cost"] = sum(count * price for count, price in zip(tokens, self._prices, strict=True)) / 1e6
+        return parts
+
+
+def filled(template: str, completion: str, row: Mapping[str, Any]) -> str:
+    """In one pass: what a completion holds in braces is not filled in again."""
+    values = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+    judged = row.get("reward_model")
+    truth = judged.get("ground_truth") if isinstance(judged, Mapping) else None
+    truth = truth if truth is not None else next((row[name] for name in COLUMNS if row.get(name) is not None), "")
+    values |= {"answer": truth, "prompt": as_text(row.get("prompt", "")), "completion": completion}
+    return PLACE.sub(lambda place: str(values.get(place.group(1), place.group(0))), template)
+
+
+def as_text(prompt: Any) -> str:
+    """A conversation as lines `role: content`."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)

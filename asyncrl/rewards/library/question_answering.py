@@ -1,0 +1,87 @@
+"""Questions with short answers in `<answer>` tags, compared as SQuAD does: lower case, no punctuation, no articles."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.rewards.library.answers import ground_truth, tagged_answer
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+MANY_TAGS = 10
+"""More opening or closing tags than this are spray, worth a quarter."""
+
+
+def qa_exact_match(
+    completion: str,
+    row: dict[str, Any],
+    score: float = 1.0,
+    format_score: float = 0.0,
+    substring: bool = False,
+    column: str = "",
+) -> float:
+    """`score` if the last tagged answer is one of the right ones, `format_score` if it is another, 0 without one.
+
+    Args:
+        substring: it is enough that a right one stands in the answer.
+
+    Raises:
+        RewardError: the row has no answer.
+    """
+    wanted = [normalised(one) for one in right_answers(row, column, "qa_exact_match")]
+    found = tagged_answer(completion)
+    if found is None:
+        return 0.0
+    given = normalised(found)
+    if substring:
+        return score if any(one in given for one in wanted) else format_score
+    if given not in wanted:
+        return format_score
+    sprayed = max(completion.count("<answer>"), completion.count("</answer>")) > MANY_TAGS
+    return score / 4 if sprayed else score
+
+
+def f1(completion: str, row: dict[str, Any], tagged: bool = True, column: str = "") -> dict[str, float]:
+    """Words shared with the right answer that is nearest: the harmonic mean of precision and recall, and both as
+    parts; 0 without an answer.
+
+    Args:
+        tagged: only what stands in `<answer>` tags is the answer; false takes the whole completion.
+
+    Raises:
+        RewardError: the row has no answer.
+    """
+    wanted = right_answers(row, column, "f1")
+    found = tagged_answer(completion) if tagged else completion
+    scores = [overlap(found, one) for one in wanted] if found is not None else [(0.0, 0.0, 0.0)]
+    best, precision, recall = max(scores)
+    return {"score": best, "precision": precision, "recall": recall}
+
+
+def overlap(found: str, wanted: str) -> tuple[float, float, float]:
+    """F1, precision, recall of words, each counted as often as it stands there. Two empty answers are the same."""
+    given, right = normalised(found).split(), normalised(wanted).split()
+    if not given or not right:
+        same = float(given == right)
+        return same, same, same
+    shared = sum((Counter(given) & Counter(right)).values())
+    if not shared:
+        return 0.0, 0.0, 0.0
+    precision, recall = shared / len(given), shared / len(right)
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def right_answers(row: Mapping[str, Any], column: str, reward: str) -> list[str]:
+    """A text, several, or `{"target": either}` as Search-R1 has it."""
+    truth = ground_truth(row, column, reward)
+    if isinstance(truth, Mapping):
+        truth = truth.get("target", list(truth.values()))
+    return [str(one) for one in truth] if isinstance(truth, list | tuple) else [str(truth)]
+
+
+def normalised(text: str) -> str:
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())

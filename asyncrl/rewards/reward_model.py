@@ -1,0 +1,147 @@
+"""A reward model: a Hugging Face sequence or token classifier with one output, called like TRL's reward functions.
+
+Only the process that runs it imports this module (`reward.function=asyncrl.rewards.reward_model:RewardModel`):
+everything else about rewards stays free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+
+from asyncrl.errors import ConfigError, RewardError
+
+BATCH_TOKENS = 16384
+"""Padded tokens of one forward pass: memory stays bounded whatever the size of a group."""
+MODEL_CLASSES = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+
+Text = str | list[dict[str, Any]]
+"""Plain text, or the messages of a conversation."""
+
+
+class RewardModel:
+    """`model(prompts, completions) -> rewards`, the raw output (logit) for each prompt with its completion.
+
+    A sequence classifier scores the whole text; a token classifier is read at the last token. Conversations go through
+    the reward model's own chat template; plain prompt and completion are joined as they are.
+
+    Args:
+        path: folder or hub name of the model with its tokenizer. Runs on the GPU if this process sees one, in the
+            checkpoint's dtype.
+
+    Raises:
+        ConfigError: no such model, not one of the two kinds, or not exactly one output.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"reward.model={path} cannot be loaded with its tokenizer: {error}") from error
+        self._per_token = check_kind(path, settings) == "ForTokenClassification"
+        self._model = load_model(path, settings, self._tokenizer.pad_token_id).to(self._device)
+        self._longest = getattr(settings, "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+        """[G] rewards. Raises RewardError for a text that is empty or longer than the model takes."""
+        rows = [self._token_ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
+        rewards = [0.0] * len(rows)
+        for members in batches([len(row) for row in rows], padded=self._tokenizer.pad_token_id is not None):
+            for member, reward in zip(members, self._score([rows[m] for m in members]), strict=True):
+                rewards[member] = reward
+        return rewards
+
+    def _token_ids(self, prompt: Text, completion: Text) -> list[int]:
+        ids = self._tokenizer(self._join(prompt, completion), add_special_tokens=False).input_ids
+        if not ids:
+            raise RewardError("prompt and completion are empty: there is nothing to score")
+        if self._longest is not None and len(ids) > self._longest:
+            raise RewardError(f"a text of {len(ids)} tokens is longer than the {self._longest} of {self._path}")
+        return ids
+
+    def _join(self, prompt: Text, completion: Text) -> str:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + completion
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise RewardError("a conversational prompt needs a conversational completion, and plain text plain text")
+        if not self._tokenizer.chat_template:
+            raise RewardError(f"the prompt is a conversation and the tokenizer of {self._path} has no chat template")
+        return self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+
+    def _score(self, rows: Sequence[list[int]]) -> list[float]:
+        ids, attention = pad_rows(rows, self._tokenizer.pad_token_id or 0)
+        ids, attention = ids.to(self._device), attention.to(self._device)
+        logits: Tensor = self._model(input_ids=ids, attention_mask=attention).logits
+        if self._per_token:
+            last = attention.sum(1) - 1
+            logits = logits[torch.arange(len(rows), device=self._device), last]
+        return logits[:, 0].float().tolist()
+
+
+def check_kind(path: str, settings: PretrainedConfig) -> str:
+    """`ForSequenceClassification` or `ForTokenClassification`; ConfigError for anything that gives no single number."""
+    names = settings.architectures or []
+    kind = next((kind for kind in MODEL_CLASSES if any(name.endswith(kind) for name in names)), None)
+    if kind is None:
+        raise ConfigError(
+            f"reward.model={path} is a {', '.join(names) or 'model of unknown kind'}, whose outputs are no reward. "
+            "Give a ...ForSequenceClassification or ...ForTokenClassification with num_labels=1"
+        )
+    if settings.num_labels != 1:
+        raise ConfigError(
+            f"reward.model={path} has num_labels={settings.num_labels}, and a reward is one number. Give a model with "
+            "num_labels=1, or write a reward.function that makes one number of its outputs"
+        )
+    return kind
+
+
+def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) -> torch.nn.Module:
+    """The classifier in evaluation mode. Raises ConfigError when its weights do not fit it."""
+    loader = MODEL_CLASSES[check_kind(path, settings)]
+    try:
+        model, report = loader.from_pretrained(path, trust_remote_code=False, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"reward.model={path} cannot be loaded: {error}") from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"reward.model={path} lacks weights ({missing}): its rewards would be random. Save it whole")
+    # A sequence classifier finds the last token of a padded row by this id.
+    model.config.pad_token_id = pad_token_id
+    return model.eval()
+
+
+def batches(lengths: Sequence[int], *, padded: bool) -> Iterator[list[int]]:
+    """Positions in batches of at most BATCH_TOKENS padded tokens, the short first; one each if not `padded`."""
+    batch: list[int] = []
+    for position in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (not padded or (len(batch) + 1) * lengths[position] > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(position)
+    if batch:
+        yield batch
+
+
+def pad_rows(rows: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """(token ids, attention mask), both [rows, longest], padded on the right."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows])
+    attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return ids, attention

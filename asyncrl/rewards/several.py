@@ -1,0 +1,82 @@
+"""Several functions as one reward: the weighted sum of those that are for a row, each logged by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.checks.rewards import RewardTerm
+from asyncrl.errors import RewardError
+from asyncrl.rewards.call import Call, GroupReward, failed
+from asyncrl.rewards.score import NotApplicable, Outcome, RewardScore
+
+Parts = Sequence[tuple[RewardTerm, list[Outcome]]]
+
+
+def combine(rewards: Sequence[tuple[RewardTerm, GroupReward]]) -> GroupReward:
+    """The one of `reward.function` as it is; several as a sum.
+
+    A completion fails, with the name of the function, if any function fails for it: a sum without one would be another
+    reward. One that says None (TRL) is left out of the sum; where all do, the completion fails.
+    """
+    if len(rewards) == 1 and not rewards[0][0].name:
+        return rewards[0][1]
+
+    def score(call: Call) -> Any:
+        chosen: list[tuple[RewardTerm, Any]] = [
+            (term, _begin(reward, call)) for term, reward in rewards if term.covers(call.row)
+        ]
+        if not chosen:
+            raise RewardError(uncovered(call.row.get("data_source"), [term for term, _ in rewards]))
+        waiting = [found for _, found in chosen if inspect.isawaitable(found)]
+        return _later(call, chosen, waiting) if waiting else _sums(call, chosen)
+
+    return score
+
+
+def uncovered(data_source: Any, terms: Sequence[RewardTerm]) -> str:
+    """Why a row has no reward."""
+    named = sorted({source for term in terms for source in term.data_source})
+    return (
+        f"no reward of reward.functions is for data_source={data_source!r}; they are for {', '.join(named)}. Name it "
+        "in the data_source of one, or leave that out for a reward of all rows"
+    )
+
+
+def _begin(reward: GroupReward, call: Call) -> Any:
+    """Its outcomes, or what gives them when awaited."""
+    try:
+        return reward(call)
+    except Exception as error:  # user code at a process boundary: its failure is an answer
+        return [failed(error)] * len(call.completions)
+
+
+async def _later(call: Call, chosen: Sequence[tuple[RewardTerm, Any]], waiting: Sequence[Any]) -> list[Outcome]:
+    found = iter(await asyncio.gather(*waiting, return_exceptions=True))
+    size = len(call.completions)
+    parts: list[tuple[RewardTerm, list[Outcome]]] = []
+    for term, begun in chosen:
+        said: Any = next(found) if inspect.isawaitable(begun) else begun
+        parts.append((term, [failed(said)] * size if isinstance(said, Exception) else said))
+    return _sums(call, parts)
+
+
+def _sums(call: Call, parts: Parts) -> list[Outcome]:
+    return [_sum([(term, said[place]) for term, said in parts]) for place in range(len(call.completions))]
+
+
+def _sum(parts: Sequence[tuple[RewardTerm, Outcome]]) -> Outcome:
+    value, named = 0.0, {}
+    for term, outcome in parts:
+        if isinstance(outcome, NotApplicable):
+            continue
+        if isinstance(outcome, RewardError):
+            return RewardError(f"{term.name}: {outcome}", outcome.reason)
+        value += term.weight * outcome.value
+        named[term.name] = outcome.value
+        named |= {f"{term.name}/{part}": number for part, number in outcome.parts.items()}
+    if not named:
+        return next(outcome for _, outcome in parts if isinstance(outcome, RewardError))
+    return RewardScore(value=value, parts=named)

@@ -1,0 +1,96 @@
+"""The reward is called before a run is started: one that can never work is told of at once, by its own message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.checks.rewards import RewardTerm, reward_terms
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.score import Outcome
+from asyncrl.schema import RewardConfig
+from asyncrl.types import Completion
+
+TEXTS = ("", "The answer is 42.")
+"""What it is called with: nobody knows what the policy will write, and a reward has to score whatever it is."""
+
+
+def made_up(text: str) -> Completion:
+    """A completion of one token per byte."""
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    zeros = np.zeros(len(ids), np.int32)
+    return Completion(token_ids=ids, logprobs=zeros.astype(np.float32), policy_versions=zeros, finish_reason="stop")
+
+
+def try_reward(
+    terms: Sequence[RewardTerm], rows: Sequence[tuple[str, dict[str, Any]]], *, timeout_s: float
+) -> list[tuple[str, Outcome]]:
+    """`(which row, score or failure)` of `TEXTS` for each of `rows`, in a process of its own with a deadline per call.
+
+    Args:
+        terms: those of them that need a network are made, so that their arguments are judged, and not called.
+        rows: (file and line, row of the data file).
+
+    Raises:
+        ConfigError: the function cannot be loaded or called, or it gave no score for any of them.
+    """
+    outcomes = asyncio.run(_try_all(terms, rows, timeout_s))
+    failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]
+    if failed and len(failed) == len(outcomes):
+        where, error = failed[0]
+        functions = " + ".join(term.name or term.function for term in terms)
+        raise ConfigError(
+            f"reward.function={functions} gave no score for any of {len(outcomes)} completions of the first rows. "
+            f"{where}: {' '.join(str(error).split()):.400}. Mend the function or the columns of the data"
+        )
+    return outcomes
+
+
+def score_texts(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:
+    """`[score or failure of each text, ...]` for each (row, its texts), as `try_reward` calls it.
+
+    Raises:
+        ConfigError: the function cannot be loaded or called.
+    """
+    return asyncio.run(_score_all(reward, asked))
+
+
+async def _score_all(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:
+    found: list[list[Outcome]] = []
+    async with RewardPool(reward_terms(reward), workers=1, timeout_s=reward.timeout_s) as pool:
+        for row, texts in asked:
+            found.append(await _scored(pool, texts, row))
+    return found
+
+
+async def _scored(pool: RewardPool, texts: Sequence[str], row: dict[str, Any]) -> list[Outcome]:
+    """One for each text, also where the row has no score at all."""
+    try:
+        return await pool.score(list(texts), row, sampled=[made_up(text) for text in texts])
+    except RewardError as error:
+        return [error] * len(texts)
+
+
+async def _try_all(
+    terms: Sequence[RewardTerm], rows: Sequence[tuple[str, dict[str, Any]]], timeout_s: float
+) -> list[tuple[str, Outcome]]:
+    outcomes: list[tuple[str, Outcome]] = []
+    called = [term for term in terms if not term.remote]
+    if called != list(terms):
+        async with RewardPool([term for term in terms if term.remote], workers=1, timeout_s=timeout_s):
+            pass  # made, and with that its arguments judged
+    if not called:
+        return []
+    async with RewardPool(called, workers=1, timeout_s=timeout_s) as pool:
+        for where, row in rows:
+            if not any(term.covers(row) for term in called):
+                continue
+            found = await _scored(pool, TEXTS, row)
+            outcomes += [(where, outcome) for outcome in found]
+            if any(isinstance(outcome, RewardError) and outcome.reason == "timed_out" for outcome in found):
+                break  # one that hangs would cost its deadline for each row
+    return outcomes

@@ -1,0 +1,35 @@
+"""How much is made at once. Each of these numbers has one owner, and what follows from them is worked out here alone.
+
+    rollout.max_in_flight   groups of the whole run. Owner: the replay server, which admits no more
+                            (`replay/core/admission.py`), however many workers ask
+    slots_per_worker        groups that one worker holds. Derived: its share of them, and no more than keep its engine
+                            full; a group beyond that would only wait, and age
+    engine.max_sequences    sequences that one engine decodes together. Owner: the engine, for its memory (vLLM's
+                            `max_num_seqs`, the rows of the built-in engine's cache). More wait in it, oldest first
+    vLLM's AdmissionWindow  how many of those vLLM is given just now: from its KV cache, never above the setting
+
+So `rollout.max_in_flight` is what to raise while engines are not full, `engine.max_sequences` what to lower where one
+runs out of memory; nothing else bounds them but the staleness gate (`replay.pipeline_depth`).
+"""
+
+from __future__ import annotations
+
+from asyncrl.schema import Config
+
+
+def slots_per_worker(config: Config) -> int:
+    """Groups one worker makes at once: its share of `rollout.max_in_flight`, and no more than keep its engine full."""
+    share = -(-config.rollout.max_in_flight // config.rollout.workers)
+    return max(1, min(share, prompts_that_fill(config.engine.max_sequences, config.rollout.group_size)))
+
+
+def prompts_that_fill(sequences: int, completions: int) -> int:
+    """How many prompts, of so many completions each, keep an engine of so many sequences full: a quarter more than it
+    decodes together, so that the place of a finished one is taken without a round trip."""
+    together = max(1, sequences // completions)
+    return together + -(-together // 4)
+
+
+def sequences_per_engine(config: Config) -> int:
+    """Sequences that one engine decodes together when its worker has work for every slot."""
+    return min(config.engine.max_sequences, slots_per_worker(config) * config.rollout.group_size)

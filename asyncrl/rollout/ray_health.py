@@ -1,0 +1,86 @@
+"""Whether the Ray that the workers run on is there. Ray itself does not tell: when a raylet dies its actors go on and
+new ones are waited for without a word, and when the head dies it ends the process that asks, after a minute.
+
+consumes:     the list of nodes, asked for in a thread; the processes of a Ray that was started here
+waits for:    Ray's answer, in the thread alone
+unblocked by: it; `SILENCE_S` without one is a loss
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import ray
+
+from asyncrl.family import ENDED, ProcessId, descendants
+from asyncrl.rollout.host import HostLostError
+
+ASK_S = 2.0
+SILENCE_S = 30.0
+"""Ray ends a process whose questions were not answered for 60 s, and says so in words of its own."""
+SERVERS = ("gcs_server", "raylet")
+"""Programs without which a Ray does nothing."""
+
+
+class RayHealth:
+    """Args:
+    address: `ray.address`; empty: this process has started Ray, and its servers are children.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._servers = {} if address else _servers_of(os.getpid())
+        self._lock = threading.Lock()
+        self._answered_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._dead = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="ray-health", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """To be called about once a second. Raises HostLostError."""
+        for process, name in self._servers.items():
+            if process.state() in ("", *ENDED):
+                raise self._lost(f"{name} (pid {process.pid}) of the Ray that this pool had started is gone")
+        now = time.monotonic()
+        with self._lock:
+            if now - self._looked_at > SILENCE_S / 2:  # this process did not run: Ray could not answer it
+                self._answered_at = now
+            self._looked_at = now
+            silent_s, dead = now - self._answered_at, self._dead
+        if dead:
+            raise self._lost(dead)
+        if silent_s > SILENCE_S:
+            raise self._lost(f"the head of the Ray cluster (gcs_server) has not answered for {silent_s:.0f} s")
+
+    def close(self) -> None:
+        """Before Ray is shut down: a question to one that is not there would start another."""
+        self._closed.set()
+        self._thread.join(ASK_S)
+
+    def _ask(self) -> None:
+        while not self._closed.wait(ASK_S):
+            try:
+                nodes = ray.nodes()
+            # The boundary of a thread that Ray's own end reaches as whatever it likes: silence is what counts.
+            except Exception:
+                continue
+            with self._lock:
+                self._answered_at = time.monotonic()
+                gone = [node.get("NodeManagerAddress", "?") for node in nodes if not node.get("Alive")]
+                none_left = bool(nodes) and len(gone) == len(nodes)
+                self._dead = f"every node of the Ray cluster is dead ({', '.join(gone)})" if none_left else ""
+
+    def _lost(self, what: str) -> HostLostError:
+        if not self._address:
+            return HostLostError(f"{what}: its workers are stopped, and Ray is started again", mendable=True)
+        way_out = "Mend it (`ray status` on its head), then start this pool again: `asyncrl rollout` with its settings"
+        return HostLostError(f"ray.address={self._address}: {what}. {way_out}", mendable=False)
+
+
+def _servers_of(pid: int) -> dict[ProcessId, str]:
+    named = {process: os.path.basename((process.command() or [""])[0]) for process in descendants(pid)}
+    return {process: name for process, name in named.items() if name in SERVERS}

@@ -1,0 +1,203 @@
+"""The inside of the level `namespaces`: the first process of its own process namespace, and the program below it.
+
+Without root all of it is done in a user namespace. Root needs none for the mounts, and its program gives up being root.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import stat
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.sandbox import kernel
+
+ROOT = "/tmp"
+"""Over it the new root is mounted, for the eyes of this process alone."""
+SCRATCH = "/tmp/work"
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
+DEVICES = ("null", "zero", "full", "random", "urandom")
+USER = 1000
+"""As the program sees itself."""
+APART = 1_000_000_000
+"""First of the users that programs of root run as, one each: a limit on processes counts those of a user."""
+NOBODY = 65534
+MOST_FILES = 8192
+ALL_APART = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+
+
+def part(as_root: bool) -> None:
+    """Leave the machine's namespaces, but for its files; the next child is the first process of its own. OSError."""
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(ALL_APART | (0 if as_root else kernel.CLONE_NEWUSER))
+    if not as_root:
+        _map_user(user, group)
+
+
+def live(spec: dict[str, Any], as_root: bool, leash: int, setup: int, result: int) -> None:
+    """The first process: makes the files, starts the program, and takes every process with it when that ends.
+
+    Args:
+        leash: readable as soon as the watcher is gone.
+        setup: takes what went wrong before the program ran; closed when it runs.
+        result: takes the program's wait status.
+    """
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([leash], [], [], 0)[0]:  # it died before the bond was made
+        os._exit(1)
+    # For a first process a signal from below that nothing handles is none; Python handles this one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    kernel.unshare(kernel.CLONE_NEWNS)
+    owner = APART + os.stat("/proc/self").st_ino % APART if as_root else os.geteuid()
+    _make_files(spec, owner if as_root else None)
+    program = os.fork()
+    if program == 0:
+        try:
+            if as_root:
+                _give_up_root(owner)
+            _forbid_nested()
+            become(spec, SCRATCH)
+        except OSError as error:
+            os.write(setup, str(error).encode())
+            os._exit(1)
+    os.close(setup)
+    while True:
+        ended, status = os.wait()
+        if ended == program:
+            os.write(result, str(status).encode())
+            os._exit(0)
+
+
+def become(spec: dict[str, Any], folder: str) -> None:
+    """This process becomes the program, within its limits. Raises OSError."""
+    os.chdir(folder)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children would
+        signal.signal(ignored, signal.SIG_DFL)
+    limits, mega = spec["limits"], 1 << 20
+    for which, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, limits["file_mb"] * mega),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_AS, limits["memory_mb"] * mega),
+        (resource.RLIMIT_NPROC, limits["processes"] + spec["beside"]),
+    ):
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+    _close_all_but_streams()
+    os.execve(spec["command"][0], spec["command"], spec["environment"] | {"HOME": folder, "TMPDIR": folder})
+
+
+def _close_all_but_streams() -> None:
+    """On success of the exec: those that report its failure must live until then."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(3, 1024)):
+        if int(name) > 2:
+            with suppress(OSError):
+                os.set_inheritable(int(name), False)
+
+
+def _make_files(spec: dict[str, Any], owner: int | None) -> None:
+    kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = _opened([*SYSTEM, *(f"/dev/{name}" for name in DEVICES), *spec["readable"]])
+    plain = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", ROOT, "tmpfs", plain, "size=1m,nr_inodes=4096,mode=755")
+    os.mkdir(f"{ROOT}/tmp")
+    size = 2 * spec["limits"]["file_mb"]
+    kernel.mount("tmpfs", f"{ROOT}/tmp", "tmpfs", plain, f"size={size}m,nr_inodes={MOST_FILES},mode=1777")
+    for path, source in sources.items():
+        _show(path, source)
+    for folder in ("proc", "etc", "tmp/work"):
+        os.makedirs(f"{ROOT}/{folder}", exist_ok=True)
+    os.symlink("/tmp", f"{ROOT}/dev/shm")
+    with open(f"{ROOT}/etc/passwd", "w") as file:
+        file.write(f"user:x:{USER}:{USER}::{SCRATCH}:/bin/sh\n")
+    # Some containers allow no fresh one: then there is none.
+    with suppress(OSError):
+        kernel.mount("proc", f"{ROOT}/proc", "proc", plain | kernel.MS_NOEXEC)
+    put_files(spec["files"], f"{ROOT}{SCRATCH}")
+    if owner is not None:
+        for place, _, names in os.walk(f"{ROOT}{SCRATCH}"):
+            for name in (place, *(f"{place}/{name}" for name in names)):
+                os.chown(name, owner, owner)
+    kernel.make_read_only(ROOT, below=False)
+    kernel.enter_root(ROOT)
+
+
+def put_files(files: dict[str, str], folder: str) -> None:
+    for name, text in files.items():
+        os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
+        with open(f"{folder}/{name}", "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+
+
+def _opened(paths: list[str]) -> dict[str, int | str]:
+    """Path -> descriptor, or what a symbolic link of the system says. Opened before the new root hides them."""
+    found: dict[str, int | str] = {}
+    for path in dict.fromkeys(paths):
+        if path in SYSTEM and os.path.islink(path) and path != "/etc/localtime":
+            found[path] = os.readlink(path)
+        elif os.path.exists(path) and not any(path.startswith(f"{other}/") for other in found):
+            found[path] = os.open(path, os.O_PATH)
+    return found
+
+
+def _show(path: str, source: int | str) -> None:
+    target = f"{ROOT}{path}"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if isinstance(source, str):
+        os.symlink(source, target)
+        return
+    if stat.S_ISDIR(os.fstat(source).st_mode):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT, 0o444))
+    kernel.mount(f"/proc/self/fd/{source}", target, "none", kernel.MS_BIND | kernel.MS_REC)
+    if not path.startswith("/dev/"):
+        kernel.make_read_only(target, below=True)
+    os.close(source)
+
+
+def _give_up_root(owner: int) -> None:
+    for user in (owner, NOBODY):
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        except OSError:
+            if user == NOBODY:
+                raise
+            continue  # a container that knows only its first 65,536 users
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        # Not needed to keep it apart: with it, no further one can be made.
+        with suppress(OSError):
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            _map_user(user, user)
+        return
+
+
+def _map_user(user: int, group: int) -> None:
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{USER} {user} 1"), ("gid_map", f"{USER} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _forbid_nested() -> None:
+    """A user namespace of its own would give the program the run of parts of the kernel that it has no business in."""
+    with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")

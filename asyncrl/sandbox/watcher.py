@@ -1,0 +1,165 @@
+"""`main(SPEC_FD, STATUS_FD, PARENT)`: between the caller and the program. It starts the one, and ends it for the other.
+
+consumes:     what is to be run, as JSON on SPEC_FD
+waits for:    the end of the program, until its deadline
+unblocked by: the program's end, the deadline, SIGTERM from the caller, or from the kernel when the caller dies
+
+It ends only when nothing is left of the program; then STATUS_FD has how that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.sandbox import jail, kernel
+from asyncrl.sandbox.level import Level, Reason
+
+LOOK_S = 0.05
+"""Between two looks at memory, processes and the clock."""
+KILL_S = 10.0
+"""For killed processes to be gone."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def main(spec_fd: int, status_fd: int, parent: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the bond was made
+        return
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    os.set_inheritable(status_fd, False)
+    with os.fdopen(spec_fd) as file:
+        spec = json.load(file)
+    try:
+        said = _Watch(spec).run()
+    except OSError as error:
+        said = {"failed": str(error)}
+    _end_all()
+    os.write(status_fd, json.dumps(said).encode())
+
+
+class _Watch:
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._spec, self._limits = spec, spec["limits"]
+        self._apart = spec["level"] == Level.NAMESPACES
+        self._result = -1
+
+    def run(self) -> dict[str, Any]:
+        """`{"reason", "status"}`, or `{"failed": why the program did not run}`. Raises OSError."""
+        started = time.monotonic()
+        first, setup = self._start()
+        with os.fdopen(setup, "rb") as file:
+            failed = file.read().decode(errors="replace")
+        if failed:
+            return {"failed": failed}
+        while True:
+            found = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, LOOK_S)
+            if found is not None and found.si_signo == signal.SIGTERM:
+                return {"reason": None}  # whoever sent it knows why
+            while (ended := _reap()) is not None:
+                if ended[0] == first:
+                    return self._ended(ended[1])
+            if reason := self._beyond(time.monotonic() - started):
+                return {"reason": reason}
+
+    def _start(self) -> tuple[int, int]:
+        """(pid of the first process, descriptor that says what hindered it)."""
+        leash, held = os.pipe()
+        setup, setup_end = os.pipe()
+        self._result, result_end = os.pipe()
+        as_root = os.geteuid() == 0
+        if self._apart:
+            jail.part(as_root)
+        first = os.fork()
+        if first == 0:
+            for ours in (held, setup, self._result):
+                os.close(ours)
+            try:
+                if self._apart:
+                    jail.live(self._spec, as_root, leash, setup_end, result_end)
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                jail.put_files(self._spec["files"], self._spec["folder"])
+                jail.become(self._spec, self._spec["folder"])
+            except OSError as error:
+                os.write(setup_end, str(error).encode())
+            finally:
+                os._exit(1)
+        for theirs in (leash, setup_end, result_end):
+            os.close(theirs)
+        return first, setup
+
+    def _ended(self, status: int) -> dict[str, Any]:
+        if self._apart:
+            told = os.read(self._result, 64)
+            if not told:
+                return {"failed": f"its first process ended with wait status {status}"}
+            status = int(told)
+        return {"reason": Reason.EXITED if os.WIFEXITED(status) else Reason.SIGNALLED, "status": status}
+
+    def _beyond(self, for_s: float) -> Reason | None:
+        """Which limit on all together is passed."""
+        if for_s > self._limits["wall_s"]:
+            return Reason.TIMED_OUT
+        pids = _below(os.getpid())
+        if sum(map(_resident_bytes, pids)) > self._limits["memory_mb"] << 20:
+            return Reason.MEMORY
+        # Of root's processes the kernel counts only those that gave up being root.
+        return Reason.PROCESSES if not self._apart and len(pids) > self._limits["processes"] else None
+
+
+def _reap() -> tuple[int, int] | None:
+    with suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        return (pid, status) if pid else None
+    return None
+
+
+def _end_all() -> None:
+    """Kill what is left of the program. Orphans come to this process, so none is missed; groups go at one blow."""
+    deadline = time.monotonic() + KILL_S
+    while (left := _below(os.getpid())) and time.monotonic() < deadline:
+        groups = {group for pid in left if (group := _group(pid)) not in (0, os.getpgrp())}
+        for kill, those in ((os.killpg, groups), (os.kill, left)):
+            for one in those:
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(one, signal.SIGKILL)
+        while _reap() is not None:
+            pass
+        signal.sigtimedwait({signal.SIGCHLD}, 0.005)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _below(root: int) -> list[int]:
+    """The descendants of a process, those included that ended and were not asked for."""
+    found: list[int] = []
+    front = [root]
+    while front:
+        front = [child for pid in front for child in _children(pid)]
+        found += front
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * PAGE
+    return 0

@@ -1,0 +1,165 @@
+"""Names the processes that stand still: stopped by SIGSTOP, by Ctrl-Z or by a debugger.
+
+Nobody else would: a stopped process has neither failed nor ended, and what waits for it waits.
+
+consumes: states in /proc · waits for: nothing; `Standstills.look` is called by whoever watches, about once a second
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from asyncrl.family import STOPPED, ProcessId, ancestors
+
+log = logging.getLogger(__name__)
+
+NAMED_S = 5.0
+"""A process stopped for so long is named; with the turn of who looks, within 10 s."""
+AGAIN_S = 60.0
+"""And again so often, while it is stopped."""
+TURN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    follows: str
+    """What does not happen while it stands still."""
+
+
+LOCAL = Kind("asyncrl local", "nothing that dies is started again, and nobody shows the run")
+POOL = Kind("the rollout pool", "a worker that dies is not started again")
+WORKER = Kind("a rollout worker", "its groups are made by others")
+REPLAY = Kind("the replay server", "nothing is admitted, stored or trained")
+SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it")
+TORCHRUN = Kind("torchrun", "a learner rank that dies is not started again")
+RANK = Kind("a learner rank", "no step ends")
+
+KINDS = (
+    ("asyncrl.learner.torchrun", TORCHRUN),
+    ("torch.distributed.run", TORCHRUN),
+    ("asyncrl.rewards.child", Kind("a reward process", "its calls fail after reward.timeout_s, and it is replaced")),
+    ("asyncrl.rollout --worker", WORKER),
+    ("ray::RolloutWorkerActor", WORKER),
+    ("ray::RewardService", Kind("the reward service", "its calls fail when they are overdue")),
+    ("ray::", Kind("a process of Ray", "Ray may start nothing")),
+    ("raylet/raylet", Kind("Ray's raylet", "Ray starts nothing on this machine")),
+    ("gcs/gcs_server", Kind("Ray's gcs_server", "Ray starts nothing")),
+    ("VLLM::", Kind("a process of vLLM", "its engine generates nothing")),
+    ("asyncrl.learner", RANK),
+    ("asyncrl.replay.shards", SHARD),
+    ("asyncrl shard", SHARD),
+    ("asyncrl.replay", REPLAY),
+    ("asyncrl.rollout", POOL),
+    ("launchers/rollout.py", POOL),
+    ("asyncrl local", LOCAL),
+    ("asyncrl quickstart", LOCAL),
+    ("asyncrl rollout", POOL),
+    ("asyncrl replay", REPLAY),
+    ("asyncrl learner", RANK),
+)
+"""How the command line begins, and who that is. The first that fits."""
+HEAD = 4
+"""Words of a command line that say who it is; settings follow, with names of modules in them."""
+
+
+def kind_of(command: list[str]) -> Kind | None:
+    """Who of a run a command line is; None when it is nobody that asyncrl knows of."""
+    head = " ".join(command[:HEAD]).replace("-m asyncrl.cli ", "asyncrl ")
+    return next((kind for part, kind in KINDS if part in head), None)
+
+
+@dataclass(slots=True)
+class _Stopped:
+    since: float
+    said: str
+    told_at: float | None = None
+
+
+class Standstills:
+    """Who of the processes it is shown stands still. To be asked every second or so."""
+
+    def __init__(self, *, named_s: float = NAMED_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._named_s, self._clock = named_s, clock
+        self._looked_at = clock()
+        self._stopped: dict[ProcessId, _Stopped] = {}
+
+    def look(self, processes: Iterable[ProcessId]) -> list[str]:
+        """What is to be said now: who has been standing still for too long, and who runs again."""
+        said: list[str] = []
+        now, seen = self._clock(), set(processes)
+        if now - self._looked_at > self._named_s:  # we stood still ourselves: nobody is named for that time
+            for known in self._stopped.values():
+                known.since += now - self._looked_at
+        self._looked_at = now
+        for process in [known for known in self._stopped if known not in seen]:
+            del self._stopped[process]
+        for process in sorted(seen, key=lambda each: each.pid):
+            state = process.state()
+            known = self._stopped.get(process)
+            if state in STOPPED:
+                if known is None:
+                    known = self._stopped[process] = _Stopped(now, who(process))
+                said += self._told(process, known, now)
+            elif known is not None:
+                del self._stopped[process]
+                if known.told_at is not None and process.running():
+                    said.append(f"{known.said} (pid {process.pid}) runs again, after {now - known.since:.0f} s")
+        return said
+
+    def _told(self, process: ProcessId, known: _Stopped, now: float) -> list[str]:
+        due = known.since + self._named_s if known.told_at is None else known.told_at + AGAIN_S
+        if now < due:
+            return []
+        known.told_at = now
+        kind = kind_of(process.command())
+        follows = f" Until then {kind.follows}." if kind else ""
+        return [
+            f"{known.said} (pid {process.pid}) stands still: stopped by a signal for {now - known.since:.0f} s. "
+            f"`kill -CONT {process.pid}` lets it go on.{follows}"
+        ]
+
+
+def who(process: ProcessId) -> str:
+    """`torchrun`; of a process that is nobody's the command line, and below whom it runs."""
+    command = process.command()
+    kind = kind_of(command)
+    if kind is not None:
+        return kind.name
+    above = (kind_of(each.command()) for each in ancestors(process.pid))
+    owner = next((each.name for each in above if each is not None), "nobody known")
+    return f"process {' '.join(command)[:80]!r} below {owner}"
+
+
+def supervisors() -> list[ProcessId]:
+    """Those above this process that belong to the run: torchrun, the pool, Ray's raylet, `asyncrl local`."""
+    return [process for process in ancestors(os.getpid()) if kind_of(process.command()) is not None]
+
+
+@contextmanager
+def watched_supervisors(say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """While this lasts a thread names whoever stands still above this process.
+
+    consumes: states of the supervisors; waits for: the clock; unblocked by: it, or the end of the block.
+    """
+    ended, told = threading.Event(), say or (lambda text: log.warning("%s", text))
+
+    def watch() -> None:
+        above, standstills = supervisors(), Standstills()
+        while above and not ended.wait(TURN_S):
+            for text in standstills.look(above):
+                told(text)
+
+    thread = threading.Thread(target=watch, name="watch-supervisors", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,116 @@
+"""Which checkpoints lie in a run folder, which one a resume goes on from, and how far each got: without torch, for
+whoever only looks.
+
+ckpt/step_50/  state.json ...        latest -> step_50        left_step_90/        branch.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.errors import CheckpointError
+from asyncrl.storage import sealed
+
+CHECKPOINT_DIR = "ckpt"
+STATE_FILE = "state.json"
+LATEST = "latest"
+LEFT = "left_"
+"""Begins the name of a checkpoint from which nothing goes on unasked: it is of a line that a branch left."""
+BRANCH_FILE = "branch.json"
+"""The newest branch: who began it, from where."""
+
+
+def finished(folder: Path) -> list[Path]:
+    """Checkpoints by step; those that are being made or removed are called `.tmp`."""
+    whole = [path for path in folder.glob("step_*") if path.suffix != ".tmp" and _step_of(path) is not None]
+    return sorted(whole, key=lambda path: _step_of(path) or 0)
+
+
+def _step_of(path: Path) -> int | None:
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else None
+
+
+def newest(folder: Path) -> tuple[Path | None, str]:
+    """The checkpoint that `latest` names; without it the one of the most steps, and what is to be said of that."""
+    latest, whole = folder / LATEST, finished(folder)
+    if latest.is_symlink():
+        path = folder / latest.readlink()
+        if path.exists() or not whole:
+            return path, ""
+        return whole[-1], f"{latest} names {path.name}, which is not there: going on from {whole[-1].name}"
+    if whole:
+        return whole[-1], f"{latest} is missing: going on from {whole[-1].name}, the checkpoint of the most steps"
+    return None, ""
+
+
+def position_of(path: Path) -> tuple[int, int]:
+    """`(trained steps, policy_version)` of a checkpoint.
+
+    Raises:
+        CheckpointError: it does not say.
+    """
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+        return int(state["step"]) + 1, int(state["policy_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / STATE_FILE} cannot be read: {error!r}; restore it from a copy, or delete {path} and resume from "
+            "an older checkpoint: resume=PATH"
+        ) from error
+
+
+def chosen(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint that the setting `resume` (never, auto, PATH) goes on from; None begins with the model itself."""
+    if resume == "never":
+        return None
+    return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
+
+
+def trained_steps(checkpoint: Path | None) -> int:
+    """Steps that were trained when it was saved; 0 of none.
+
+    Raises:
+        CheckpointError: it does not say.
+    """
+    return position_of(checkpoint)[0] if checkpoint is not None else 0
+
+
+def branch_begun(folder: Path, resume: str, start: str) -> bool:
+    """Whether `start`, the id of a start of the run, has begun its branch from `resume` already."""
+    try:
+        return json.loads((folder / BRANCH_FILE).read_text()) == {"start": start, "from": resume}
+    except (OSError, ValueError):
+        return False
+
+
+def begin_branch(folder: Path, checkpoint: Path, resume: str, start: str) -> list[tuple[str, str]]:
+    """From here on `checkpoint`, which `resume` names, is the newest one: a death before the next save goes on from it,
+    and none of the line that is left makes it be deleted as an old one.
+
+    Returns:
+        Old and new name of each checkpoint that is kept aside: those of more steps, or all where it is not of `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own = checkpoint.parent == folder.resolve()
+    steps = trained_steps(checkpoint) if own else -1
+    left: list[tuple[str, str]] = []
+    for path in finished(folder):
+        if (_step_of(path) or 0) > steps and path.resolve() != checkpoint:
+            name = next(name for name in _names(f"{LEFT}{path.name}") if not (folder / name).exists())
+            left.append((path.name, name))
+            path.rename(folder / name)
+    if own:
+        sealed.point(folder / LATEST, checkpoint)
+    else:
+        (folder / LATEST).unlink(missing_ok=True)
+    sealed.replace_text(folder / BRANCH_FILE, json.dumps({"start": start, "from": resume}) + "\n")
+    return left
+
+
+def _names(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))

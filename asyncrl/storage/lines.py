@@ -1,0 +1,162 @@
+"""JSON lines that vouch for each other: each ends with a checksum of itself and of the checksum before it.
+
+    {"step": 7, "policy_version": 9, ..., "crc": "5d41402a"}
+
+It stays one plain JSON object per line. A line that was changed, and one whose predecessor is gone, is found; what was
+cut off at the end of the file is not: whoever reads it has to know from elsewhere how far it went.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.storage.full_disk import Patience, append_whole
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+_END = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n\Z')
+TAIL_BYTES = 4 << 20
+"""Read from the end of a file, to find its last line."""
+
+
+def chained(text: str, before: int) -> tuple[str, int]:
+    """The line of the JSON object `text`, and its checksum; `before` is that of the line before, 0 for the first."""
+    body = text[:-1]
+    crc = zlib.crc32(body.encode(), before)
+    return f'{body}, "crc": "{crc:08x}"}}\n', crc
+
+
+def checksum_of(line: bytes, before: int | None) -> int | None:
+    """Of a whole line as it stands; None where it is not what the line says. `before`: None for any."""
+    found = _END.search(line)
+    if found is None:
+        return None
+    said = int(found.group(1), 16)
+    return said if before is None or zlib.crc32(line[: found.start()], before) == said else None
+
+
+@dataclass(slots=True)
+class Lines:
+    """A file as it was found."""
+
+    rows: list[Row] = field(default_factory=list)
+    """What can be read, without the checksums."""
+    ends: list[int] = field(default_factory=list)
+    """Byte after each row."""
+    damaged: list[int] = field(default_factory=list)
+    """Numbers, from 1, of lines that are not what was written, or follow one that is gone."""
+    cut_off: bool = False
+    """The file ends in the middle of a line, as a killed writer may leave it."""
+    crc: int = 0
+    """Of the last row."""
+
+    def problem(self, path: Path) -> str:
+        """In words; empty where nothing is wrong."""
+        if not self.damaged:
+            return ""
+        more = f" and {len(self.damaged) - 3} more" * (len(self.damaged) > 3)
+        which = ", ".join(map(str, self.damaged[:3]))
+        return f"{path}: line {which}{more} was changed after it was written, or the line before it is gone"
+
+
+def read_lines(path: Path) -> Lines:
+    """All that can be read of the file; nothing where there is none. Raises OSError."""
+    found = Lines()
+    if not path.exists():
+        return found
+    end, before = 0, 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        end += len(line)
+        if not line.endswith(b"\n"):
+            found.cut_off = True
+            break
+        crc = checksum_of(line, before)
+        row = row_of(line)
+        if crc is None or row is None:
+            found.damaged.append(number)
+            crc = checksum_of(line, None)
+        before = before if crc is None else crc
+        if row is not None:
+            found.rows.append(row)
+            found.ends.append(end)
+    found.crc = before
+    return found
+
+
+def row_of(line: bytes) -> Row | None:
+    """Without its checksum; None for what is no JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    row.pop("crc", None)
+    return row
+
+
+def tail(path: Path) -> list[bytes]:
+    """The last lines of the file, the first of them perhaps in part; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().splitlines(keepends=True)
+
+
+def last_checksum(path: Path) -> int:
+    """Of the last whole line; 0 where there is none."""
+    return next((crc for line in reversed(tail(path)) if (crc := checksum_of(line, None)) is not None), 0)
+
+
+class LineFile:
+    """Appends objects, each whole or not at all. On a full disk an append waits; see `Patience`."""
+
+    def __init__(self, path: Path, patience: Patience, crc: int = 0) -> None:
+        self._path, self._patience, self._crc = path, patience, crc
+
+    def append(self, rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
+        """`options` are those of `json.dumps`. Raises DiskFullError, OSError."""
+        crc, lines = self._crc, []
+        for row in rows:
+            line, crc = chained(json.dumps(row, **options), crc)
+            lines.append(line)
+        content = "".join(lines).encode()
+        if content:
+            self._patience.through(self._path, len(content), lambda: append_whole(self._path, content))
+            self._crc = crc
+
+
+def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> LineFile:
+    """For appending to the rows that are kept, which come before all others. What is damaged is told, and put aside.
+
+    Raises:
+        DiskFullError, OSError.
+    """
+    found = read_lines(path)
+    kept = next((place for place, row in enumerate(found.rows) if not keep(row)), len(found.rows))
+    if not found.damaged:
+        end = found.ends[kept - 1] if kept else 0
+        if path.exists() and path.stat().st_size != end:
+            os.truncate(path, end)  # in place: a full disk has no room for a copy
+        return LineFile(path, patience, last_checksum(path))
+    aside = path.with_name(f"{path.name}.damaged")
+    log.warning("%s. What can be read is kept, the file as it was is %s", found.problem(path), aside.name)
+    fresh = path.with_name(f"{path.name}.tmp")
+    fresh.unlink(missing_ok=True)
+    lines = LineFile(fresh, patience)
+    fresh.touch()
+    lines.append(row for row in found.rows if keep(row))
+    path.replace(aside)
+    fresh.replace(path)
+    return LineFile(path, patience, last_checksum(path))

@@ -1,0 +1,82 @@
+"""Whether a run lives in a folder: a lock that all its processes on this machine share, and that each takes for itself.
+
+So it lasts as long as any of them, in whatever order they die.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.family import ProcessId
+from asyncrl.standstill import who
+
+log = logging.getLogger(__name__)
+
+TRIES = 50
+TURN_S = 0.1
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[bool]:
+    """Whether no process of another run is in `folder`; if so none may come while this lasts, or a process of the
+    caller's run lives (`lived_in`)."""
+    with _locked(folder, fcntl.LOCK_EX) as handle:
+        # Alone: now the others of this run may come in beside us.
+        yield handle is not None and _flock(handle, fcntl.LOCK_SH)
+
+
+@contextmanager
+def lived_in(folder: Path | str) -> Iterator[None]:
+    """This process belongs to the run in `folder`: while it lives no other run may begin there, whoever died before.
+
+    waits for: a start that is looking whether anybody is there, 5 s at most; unblocked by: its answer
+    """
+    with _locked(Path(folder), fcntl.LOCK_SH) as handle:
+        if handle is None:
+            log.warning("%s is being taken by another run on this machine%s", folder, holders(Path(folder)))
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[int | None]:
+    """None when others have it. The end of this process, however it comes, gives the lock back."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:  # not of this machine: a worker elsewhere, which has nothing to protect
+        log.debug("%s cannot be opened: %s", folder, error)
+        yield -1
+        return
+    try:
+        # Another start holds it whole for a moment, to see that nobody is there.
+        tries = TRIES if kind == fcntl.LOCK_SH else 1
+        yield handle if any(_flock(handle, kind) or time.sleep(TURN_S) for _ in range(tries)) else None
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system that has no such locks
+        log.debug("no lock: %s", error)
+    return True
+
+
+def holders(folder: Path) -> str:
+    """` (the replay server, pid 7)`: those that hold a lock on the folder, as far as the kernel tells."""
+    inode = folder.stat().st_ino
+    try:
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return ""
+    pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode)}
+    named = [f"{who(process)}, pid {pid}" for pid in sorted(pids) if (process := ProcessId.of(pid)) is not None]
+    return f" ({'; '.join(named)})" if named else ""

@@ -1,0 +1,148 @@
+"""A folder that is either whole and proven, or not there: write aside, sync, list with hashes, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl.errors import CheckpointDamagedError
+
+MANIFEST = "manifest.json"
+CHUNK_BYTES = 1 << 22
+
+
+def seal(folder: Path) -> None:
+    """Sync every file to the disk; write the manifest of their sizes and hashes, with a hash of its own, last."""
+    entries = {}
+    for path in _files(folder):
+        _sync(path)
+        name = path.relative_to(folder).as_posix()
+        entries[name] = {"bytes": path.stat().st_size, "xxh3_128": _digest(path)}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"files": entries, "seal": _seal_of(entries)}, indent=1) + "\n")
+    _sync(manifest)
+    _sync(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All but the manifest."""
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
+
+
+def _seal_of(entries: Mapping[str, Any]) -> str:
+    """Over names, sizes and hashes: without it a list that lost a line would vouch for what is left."""
+    return xxhash.xxh3_128(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def move_into_place(aside: Path, target: Path) -> None:
+    """Rename, and make the rename itself survive a power cut."""
+    aside.rename(target)
+    _sync(target.parent)
+
+
+def replace_text(path: Path, text: str, aside: Path | None = None) -> None:
+    """Write `text` aside and rename: a reader sees the old or the new. Not synced: a power cut may take it back."""
+    aside = aside or path.with_name(f"{path.name}.tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` name `target` (a folder beside it) in one step: a reader sees the old or the new, never none."""
+    fresh = link.with_name(link.name + ".tmp")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target.name)
+    fresh.replace(link)
+    _sync(link.parent)
+
+
+def remove(folder: Path) -> None:
+    """Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
+    doomed = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether there is a manifest of this program in it, whole or not: other programs have files of that name too."""
+    try:
+        return b'"xxh3_128"' in (folder / MANIFEST).read_bytes()
+    except OSError:
+        return False
+
+
+def verify_export(folder: Path) -> None:
+    """As `verify`, for a model that a run exported; the user may have put more beside it.
+
+    Raises:
+        CheckpointDamagedError: naming the first file that is missing, cut short or changed.
+    """
+    verify(folder, f"restore it from a copy, or delete {folder} and resume=auto the run: it writes it again", more=True)
+
+
+def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
+    """Compare every file with the manifest, and the manifest with its seal. With `more`, others may be there too.
+
+    Raises:
+        CheckpointDamagedError: naming the first file that is missing, cut short, changed or in excess.
+    """
+    way_out = way_out or f"restore it from a copy, or delete {folder} and resume from an older checkpoint: resume=PATH"
+    entries = _read_manifest(folder / MANIFEST, way_out)
+    for path in _files(folder):
+        if not more and path.relative_to(folder).as_posix() not in entries:
+            raise CheckpointDamagedError(
+                f"{path} is not in {MANIFEST}, so it came there later; remove it, or {way_out}"
+            )
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointDamagedError(f"{path} is missing; {way_out}")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointDamagedError(
+                f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}, or {MANIFEST} beside it was "
+                f"changed; {way_out}"
+            )
+        if _digest(path) != entry["xxh3_128"]:
+            raise CheckpointDamagedError(
+                f"{path} was changed after it was written, or {MANIFEST} beside it was: its hash differs; {way_out}"
+            )
+
+
+def _read_manifest(manifest: Path, way_out: str) -> dict[str, dict[str, Any]]:
+    try:
+        said = json.loads(manifest.read_text())
+        entries, seal = said["files"], said["seal"]
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(
+            f"{manifest} is missing, so nothing vouches for the files beside it; {way_out}"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamagedError(f"{manifest} is damaged ({error!r}); {way_out}") from error
+    if not isinstance(entries, dict) or not entries or seal != _seal_of(entries):
+        raise CheckpointDamagedError(
+            f"{manifest} is damaged: its list of files does not have the hash it ends with; {way_out}"
+        )
+    return entries
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,15 @@
+"""The console of `asyncrl local`: it draws with escape sequences, and prints none that came with a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.plain_text import plain
+
+
+class PlainConsole(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; strings are made plain."""
+        super().print(*(plain(each) if isinstance(each, str) else each for each in objects), **options)

@@ -1,0 +1,83 @@
+"""Where each setting of a run came from, for the comments in its `config.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import yaml
+
+from asyncrl.config import choice_files, chosen_by_default, config_groups, config_keys
+from asyncrl.plain_text import plain
+
+DEFAULT = "default"
+TYPED = "command line"
+
+
+class FromFile(str):
+    """An argument `key=value` that stands in a settings file of the user's."""
+
+    __slots__ = ("file",)
+    file: str
+
+    @classmethod
+    def of(cls, argument: str, file: str) -> FromFile:
+        made = cls(argument)
+        made.file = " ".join(plain(file).split())  # of one line: it ends up in a comment
+        return made
+
+
+def origins(overrides: Sequence[str], preset: str) -> dict[str, str]:
+    """Dotted key -> where its value came from: the command line, a settings file, a file of `configs/`, the preset of
+    the loss, or nowhere (`default`).
+
+    Args:
+        overrides: as `load_config` took them.
+        preset: the loss that came of them.
+    """
+    groups = config_groups()
+    typed = {key: text for text in overrides for key in [text.partition("=")[0].lstrip("+")]}
+    chosen = {key: text.partition("=")[2] for key, text in typed.items() if key in groups}
+    experiment = chosen.pop("experiment", "null")
+    files = list(choice_files("experiment", experiment)) if experiment != "null" else []
+    inside = dict(label.split("=", 1) for label, _ in files if not label.startswith("experiment="))
+    # An experiment's own values come after those of the groups, whichever of them the command line chooses.
+    files = [each for each in files if each[0].startswith("experiment=")]
+    of_groups = [each for pair in (chosen_by_default() | inside | chosen).items() for each in choice_files(*pair)]
+    found = {key: f"preset {preset}" if key.startswith("loss.") else DEFAULT for key in config_keys()}
+    for label, values in [*of_groups, *files]:
+        found |= dict.fromkeys(values, f"configs/{label.replace('=', '/')}.yaml")
+    for key, text in typed.items():
+        if key not in groups:
+            found[key] = text.file if isinstance(text, FromFile) else TYPED
+    return found
+
+
+def commented(text: str, sources: Mapping[str, str]) -> str:
+    """YAML with the source of each value behind it; a key that has none gets that of the mapping around it."""
+    lines = text.splitlines()
+    document = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, line in _ends(document, ()) if isinstance(document, yaml.MappingNode) else ():
+        known = [sources[prefix] for prefix in accumulate(key, "{}.{}".format) if prefix in sources]
+        if known:
+            lines[line] += f"  # {known[-1]}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _ends(mapping: yaml.MappingNode, above: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
+    """Of each value its key and the line that a comment may stand behind."""
+    found: list[tuple[tuple[str, ...], int]] = []
+    for name, value in mapping.value:
+        key = (*above, str(name.value))
+        if isinstance(value, yaml.MappingNode) and value.value:
+            found += _ends(value, key)
+        else:
+            found.append((key, name.end_mark.line if _begins_below(value) else value.end_mark.line))
+    return found
+
+
+def _begins_below(value: Any) -> bool:
+    """A list in lines of its own, or a text behind `|`: its end is the begin of what comes next."""
+    listed = isinstance(value, yaml.SequenceNode) and not value.flow_style
+    return listed or (isinstance(value, yaml.ScalarNode) and value.style in ("|", ">"))

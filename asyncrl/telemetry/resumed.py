@@ -1,0 +1,178 @@
+"""What a resume may change in a run, and what it may not.
+
+may        any setting but those below: each change is said in one line and kept at the head of `config.yaml`
+may not    what the run is made of: the model it began with, the rows of its data and their order (`seed`,
+           `data.shuffle`); by content, so that a folder that was moved is the same one
+
+run.json   {"run_id": ..., "made_of": {"model": fingerprint, "data": fingerprint, "seed": 0, "data.shuffle": true}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.checks.sources import Place, Source, places, sources
+from asyncrl.config import by_key
+from asyncrl.errors import DataError, RunFolderError
+from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import chosen
+
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+RESUMED = "# resumed "
+OF_A_START = frozenset(
+    {
+        "resume",
+        "overwrite",
+        "run.dir",
+        "run.name",
+        "replay.address",
+        "replay.shard_address",
+        "replay.keys",
+        "ray.address",
+    }
+)
+"""Settings that are of one start of a run, not of the run."""
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+SAVED_FILES = (".json", ".arrow")
+PIECE = 1 << 20
+"""Bytes read at either end of a file: a model of many gigabytes is known by them and by its size."""
+
+
+def made_of(config: Config) -> dict[str, Any]:
+    """What no resume may change."""
+    return {
+        "model": fingerprint(config.model.path),
+        "data": data_fingerprint(config),
+        "seed": config.seed,
+        "data.shuffle": config.data.shuffle,
+        "data.order_by": config.data.order_by,
+    }
+
+
+def data_fingerprint(config: Config) -> str:
+    """Of one file, that of its rows; of anything else 16 hex digits over what is drawn from: the rows of all sources,
+    their weights, and what chooses among them."""
+    found = sources(config.data)
+    described = [
+        {
+            "rows": _rows(source),
+            "mixed": [source.name, source.weight] if source.name else [],
+            "chosen": [source.prompt_column, *map(str, source.where)],
+            "args": source.args if source.runs_own_code else {},
+        }
+        for source in found
+    ]
+    first = described[0]
+    plain = len(found) == 1 and not first["mixed"] and first["chosen"] == ["prompt"] and not first["args"]
+    if plain and len(first["rows"]) == 1:
+        return first["rows"][0]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows(source: Source) -> list[str]:
+    """Of each of its files; of a path that is not on this machine, which may be the learner's, the path itself."""
+    try:
+        return [_of_place(place) for place in places(source)]
+    except DataError:
+        return list(source.specs)
+
+
+def _of_place(place: Place) -> str:
+    if place.kind == "own":
+        return fingerprint(place.path.rpartition(":")[0]) + place.path.rpartition(":")[2]
+    return place.path if place.kind == "hub" else fingerprint(place.path, SAVED_FILES)
+
+
+def fingerprint(path: str, endings: Sequence[str] = MODEL_FILES) -> str:
+    """16 hex digits of a file, or of the files with these endings in a folder; of a name of a hub the name itself."""
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.is_file() and file.suffix in endings)
+    elif place.is_file():
+        files = [place]
+    else:
+        return path
+    digest = hashlib.sha256()
+    for file in files:
+        name, size = file.name if place.is_dir() else "", file.stat().st_size
+        digest.update(f"{name}/{size}/".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(PIECE))
+            if size > PIECE:
+                opened.seek(max(PIECE, size - PIECE), os.SEEK_SET)
+                digest.update(opened.read(PIECE))
+    return digest.hexdigest()[:16]
+
+
+def refuse_other_run(config: Config, folder: Path) -> None:
+    """Raises RunFolderError when `folder` is of a run that is made of something else."""
+    try:
+        known = json.loads((folder / RUN_FILE).read_text()).get("made_of", {})
+    except (OSError, ValueError, AttributeError):
+        return  # of nobody, or of an older version: there is nothing to compare
+    given = made_of(config)
+    named = {
+        "model": f"model.path={config.model.path}",
+        "data": "data.mixture" if config.data.mixture else f"data.path={config.data.path}",
+    }
+    for part, before in known.items():
+        if part in given and given[part] != before:
+            what = named.get(part, f"{part}={str(given[part]).lower()}")
+            raise RunFolderError(
+                f"{what} is not what the run in run.dir={config.run.dir} began with ({part} {str(before).lower()}): "
+                "a resume may change how it is trained, not the model, the data and their order. Resume with the "
+                "former, or start a new run with another run.name"
+            )
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` of every setting of the run that differs, in the order of `after`."""
+    old, new = by_key(before, apart=True), by_key(after, apart=True)
+    return [
+        f"{key}: {_said(old[key])} -> {_said(new[key])}"
+        for key in new
+        if key in old and old[key] != new[key] and key not in OF_A_START
+    ]
+
+
+def _said(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def changes_of_resume(settings: Mapping[str, Any], folder: Path) -> list[str]:
+    """What a resume with `settings` changes in the run in `folder`, by its `config.yaml`; empty where there is none.
+
+    Raises:
+        RunFolderError: `config.yaml` cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        return []
+    try:
+        before = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
+    if not isinstance(before, dict):
+        raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
+    return changed_settings(before, settings)
+
+
+def history_of(folder: Path) -> list[str]:
+    """The lines at the head of `config.yaml` that say what resumes have changed."""
+    path = folder / CONFIG_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if line.startswith(RESUMED)]
+
+
+def resumed_lines(config: Config, folder: Path, changes: list[str]) -> list[str]:
+    """For the head of `config.yaml`: from where, and what was changed."""
+    start = chosen(folder, config.resume)
+    return [f"{RESUMED}from {start.name if start else 'the start'}: {change}" for change in changes]

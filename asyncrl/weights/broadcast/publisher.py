@@ -1,0 +1,293 @@
+"""Broadcast transport, learner end: forms the group, sends, verifies acknowledgements, re-forms without the silent.
+
+One bad receiver aborts a broadcast for all. So whatever goes wrong has one cure: dissolve the group, let every member
+that lives say hello again, form the next epoch with those, re-send. A member that was dropped says hello when it can,
+and is brought up to date by the next epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asyncrl.errors import WeightsError
+from asyncrl.types import NO_VERSION
+from asyncrl.weights.base import PublisherRendezvous
+from asyncrl.weights.broadcast.group import WeightGroup, host_store
+from asyncrl.weights.broadcast.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_answer, wait_key
+from asyncrl.weights.broadcast.sending import Deltas, encode_deltas, send_deltas, send_whole
+from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.publishing.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+Peer = tuple[str, str]
+"""(worker, incarnation)."""
+REPORTED = ("load_s", "stall_s", "canary_max", "canary_mean")
+"""What engines say of a version they serve: the worst of them becomes a metric, until the next that says it."""
+_STATS = (
+    "wire_s", "wire_bytes", "delta_s", "update_s", "engines", "resends", "dropped", "refused",
+    "canary_failed", "epoch", "bytes",
+)  # fmt: skip
+_MAX_ATTEMPTS = 8
+_GRACE_S = 2.0
+"""What a living member gets to say hello or accept; one that missed it comes back by itself."""
+
+
+class BroadcastSender:
+    """Implements `snapshot.Sender`.
+
+    Args:
+        host: address the store binds, and at which the workers reach it.
+        backend: `gloo` or `nccl`; subscribers learn it from the board.
+        delta: `weights.delta`.
+    """
+
+    def __init__(
+        self,
+        rendezvous: PublisherRendezvous,
+        *,
+        host: str,
+        timeout_s: float,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        poll_members_s: float = 1.0,
+        delta: str = "never",
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._host, self._timeout_s = host, timeout_s
+        self._backend, self._device = backend, device
+        self._poll_members_s = poll_members_s
+        self._delta = DeltaChoice(delta)
+        self._base: int | None = None
+        """Version that every member of this epoch has staged, whole."""
+        self._store, self._port = host_store(host, timeout_s)
+        self._publisher = secrets.token_hex(8)
+        self._epoch = 0
+        self._event = 0
+        self._group: WeightGroup | None = None
+        self._members: list[Peer] = []
+        self._seats: dict[Peer, int] = {}
+        """First rank of each member; an engine with several processes occupies as many ranks."""
+        self._hellos_seen = 0
+        self._next_look = 0.0
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
+        self._announce()
+
+    @property
+    def keeps_previous(self) -> bool:
+        return self._delta.possible
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        live = self._live()
+        if not set(self._members) <= set(live) or self._waiting(live):
+            self._dissolve()
+        for attempt in range(_MAX_ATTEMPTS):
+            if self._group is None and not self._form(snapshot.manifest):
+                self._stats["engines"] = 0.0
+                return
+            broken = ""
+            try:
+                if self._broadcast(snapshot, previous):
+                    return
+            except RuntimeError as error:
+                broken = str(error).splitlines()[0]
+            if broken:
+                # Not in the handler: the exception's frames hold the group, whose sockets would stay open and keep
+                # the other members waiting for their whole timeout.
+                log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
+                self._dissolve()
+            if snapshot.filling.failed:
+                raise WeightsError(f"version {snapshot.policy_version} cannot be sent: {broken}")
+            self._stats["resends"] += 1
+            log.info("weights: version %d is sent again (attempt %d)", snapshot.policy_version, attempt + 2)
+        log.error("weights: version %d was given up after %d attempts", snapshot.policy_version, _MAX_ATTEMPTS)
+        self._stats["engines"] = 0.0
+        self._dissolve()
+
+    def idle(self, newest: Snapshot | None) -> None:
+        hellos = self._store.add("hellos", 0)
+        due = time.monotonic() >= self._next_look
+        if newest is None or (hellos == self._hellos_seen and not due):
+            return
+        self._next_look = time.monotonic() + self._poll_members_s
+        self._hellos_seen = hellos
+        if self._waiting(self._live()):
+            self.send(newest)
+
+    def stats(self) -> dict[str, float]:
+        return {f"weights/{key}": value for key, value in self._stats.items()}
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._post_event({"kind": "bye"})
+            # Waits for members to hang up, briefly: a store that vanishes under them fills their logs with traces.
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline and self._store.add(f"{self._epoch}/gone", 0) < len(self._members):
+                time.sleep(POLL_S)
+            self._group.abort()
+            self._group = None
+
+    def _announce(self) -> None:
+        board = {"transport": "broadcast", "host": self._host, "port": self._port, "publisher": self._publisher}
+        board |= {"backend": self._backend, "epoch": self._epoch, "members": [list(peer) for peer in self._members]}
+        self._rendezvous.announce({"weights": board})
+
+    def _live(self) -> list[Peer]:
+        return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
+
+    def _waiting(self, live: list[Peer]) -> list[Peer]:
+        """Those that said hello and wait for an invitation."""
+        return [peer for peer in live if self._store.check([hello_key(*peer)])]
+
+    def _dissolve(self) -> None:
+        """End the epoch, and give its members a moment to say hello for the next."""
+        if self._group is None:
+            return
+        self._post_event({"kind": "next"})
+        self._group.abort()
+        self._group = self._base = None
+        expected, self._members = set(self._members) & set(self._live()), []
+        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
+        # Waits for the members of the old epoch; who stays silent is left out.
+        while expected and time.monotonic() < deadline:
+            expected -= {peer for peer in expected if self._store.check([hello_key(*peer)])}
+            time.sleep(POLL_S)
+        self._drop(expected)
+
+    def _form(self, manifest: Manifest) -> bool:
+        """Next epoch with everyone who said hello; false when that is nobody."""
+        peers = self._waiting(self._live())
+        while peers:
+            self._epoch += 1
+            self._event = 0
+            accepted, world = self._invite(peers, manifest)
+            together = accepted == peers
+            post(self._store, f"{self._epoch}/go", together)
+            if not together:
+                self._drop(set(peers) - set(accepted))
+                peers = self._rejoined(accepted)
+                continue
+            try:
+                self._group = WeightGroup(
+                    self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0,
+                    world=world, timeout_s=self._timeout_s, device=self._device,
+                )  # fmt: skip
+            except RuntimeError as error:
+                log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
+                peers = self._rejoined(peers)
+                continue
+            self._members = peers
+            self._stats["epoch"] = float(self._epoch)
+            self._announce()
+            return True
+        return False
+
+    def _invite(self, peers: Sequence[Peer], manifest: Manifest) -> tuple[list[Peer], int]:
+        """Invite all; those who accepted within the grace, and the size of the group."""
+        wire = manifest.to_wire()
+        hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
+        world, self._seats = 1, {}
+        for peer, hello in hellos.items():
+            self._seats[peer] = world
+            world += int(hello["width"])
+        for peer, hello in hellos.items():
+            self._store.delete_key(hello_key(*peer))
+            message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, "manifest": wire}
+            post(self._store, invite_key(*peer, hello["hello"]), message)
+        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
+        keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in peers}
+        came = [peer for peer in peers if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
+        return came, world
+
+    def _rejoined(self, peers: Sequence[Peer]) -> list[Peer]:
+        """Those of `peers` that say hello again after a failed formation."""
+        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
+        return [
+            peer for peer in peers if wait_key(self._store, hello_key(*peer), max(deadline - time.monotonic(), 0.0))
+        ]
+
+    def _drop(self, peers: set[Peer]) -> None:
+        self._stats["dropped"] += len(peers)
+        for worker, incarnation in sorted(peers):
+            log.warning("weights: %s (%s) is silent; going on without it", worker, incarnation)
+
+    def _post_event(self, message: dict[str, object]) -> None:
+        self._event += 1
+        post(self._store, f"{self._epoch}/event/{self._event}", message)
+        if self._event > 2:
+            self._store.delete_key(f"{self._epoch}/event/{self._event - 2}")
+            self._store.delete_key(f"{self._epoch}/prints/{self._event - 2}")
+
+    def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
+        """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
+        started = time.perf_counter()
+        deltas = Deltas()
+        if previous is not None and previous.policy_version == self._base and self._delta.wanted():
+            deltas = encode_deltas(snapshot, previous)
+        found = self._transmit(snapshot, deltas)
+        answers = [self._answer(peer) for peer in self._members]
+        for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
+            if verdict == "bad":
+                log.warning("weights: %s received version %d damaged: %s", worker, snapshot.policy_version, detail)
+        served = sum(verdict == "ok" for verdict, _ in answers)
+        refused = [i for i, (verdict, _) in enumerate(answers) if verdict in ("fail", "unproven")]
+        if refused:
+            # Its own thread has stopped and its worker will fail with the reason; the others must not wait for it.
+            self._stats["refused"] += len(refused)
+            self._stats["canary_failed"] += sum(verdict == "unproven" for verdict, _ in answers)
+            who = f"{self._members[refused[0]][0]}: {answers[refused[0]][1]}"
+            self._members = [peer for i, peer in enumerate(self._members) if i not in refused]
+            raise WeightsError(f"refused by the engine of {who}")
+        reports = [detail for verdict, detail in answers if verdict == "ok"]
+        for name in REPORTED:
+            values = [float(report[name]) for report in reports if name in report]
+            found |= {name: max(values)} if values else {}
+        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": deltas.encode_s}
+        found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
+        complete = served == len(answers)
+        if complete:
+            self._stats = self._stats | found  # another one, at once: the learner may be reading the old one
+        self._base = snapshot.policy_version if complete else None
+        return complete
+
+    def _transmit(self, snapshot: Snapshot, deltas: Deltas) -> dict[str, float]:
+        """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way.
+
+        Returns `wire_s` and `wire_bytes`.
+        """
+        group = self._group
+        assert group is not None
+        canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
+        event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
+        if deltas.buckets:
+            event |= {"base": self._base, "delta": [delta.header() for delta in deltas.buckets]}
+        # Whoever does not get through this one whole has nothing that a delta could start from.
+        self._base = None
+        snapshot.filling.wait(1)  # the deadlines of the members begin with the event
+        started = time.perf_counter()
+        self._post_event(event)
+        nbytes = send_deltas(group, deltas.buckets) if deltas.buckets else send_whole(group, snapshot)
+        prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
+        post(self._store, f"{self._epoch}/prints/{self._event}", prints)
+        seconds = time.perf_counter() - started
+        if deltas.buckets:
+            # A whole version's seconds are those from the first copied bytes on.
+            self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
+        else:
+            self._delta.sent_full(seconds)
+        return {"wire_s": seconds, "wire_bytes": float(nbytes)}
+
+    def _answer(self, peer: Peer) -> tuple[str, Any]:
+        """What `peer` says about the last event."""
+        rank = self._seats[peer]
+        ack, beat = f"{self._epoch}/ack/{self._event}/{rank}", f"{self._epoch}/beat/{self._event}/{rank}"
+        return wait_answer(
+            self._store, ack, beat, who=peer[0], timeout_s=self._timeout_s, alive=lambda: peer in self._live()
+        )

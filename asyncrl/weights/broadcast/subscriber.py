@@ -1,0 +1,190 @@
+"""Broadcast transport, worker end: hello -> join the epoch -> receive, verify, load, acknowledge -> and again.
+
+Consumes the events of one epoch; waits for the publisher's store, with the board as the way out when another
+publisher has taken over; unblocked by both. Until a version is verified and loaded, the engine serves the old one.
+"""
+
+# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, WeightsError
+from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
+from asyncrl.weights.broadcast.group import connect_store
+from asyncrl.weights.broadcast.protocol import fetch, hello_key, invite_key, post, wait_key
+from asyncrl.weights.broadcast.staging import Receiver, Seat, Staging
+from asyncrl.weights.canary import Proof
+from asyncrl.weights.fingerprint import chain
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.subscriber import SubscriberThread
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""Seconds between two looks at the board while the store is quiet."""
+
+
+class BroadcastSubscriber(SubscriberThread):
+    """Implements `weights.base.Subscriber`. `receiver` is where the bytes land; without one, in this process."""
+
+    def __init__(
+        self,
+        rendezvous: SubscriberRendezvous,
+        load: LoadWeights,
+        *,
+        worker: str,
+        incarnation: str,
+        timeout_s: float,
+        receiver: Receiver | None = None,
+        proof: Proof | None = None,
+        stall_s: Callable[[], float] | None = None,
+        admit: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__(rendezvous, load, "subscriber", proof, stall_s)
+        self._admit = admit
+        self._worker, self._incarnation = worker, incarnation
+        self._timeout_s = timeout_s
+        self._receiver = receiver or Staging()
+        self._revision = -1
+        self._board: dict[str, Any] = {}
+        self._hello = 0
+        self._lost = ""
+        self._proven_publisher = ""
+        self._thread.start()
+
+    def _run(self) -> None:
+        # Waits for a publisher for as long as this worker lives: without one there is nothing to do or to give up.
+        while not self._closed.is_set():
+            self._look(wait_s=0.0 if self._board else _LOOK_S)
+            if self._board.get("transport") != "broadcast":
+                self._closed.wait(0.05)
+                continue
+            if self._board["publisher"] != self._proven_publisher:
+                # Its epochs begin anew: one of them may be called as that in which the last was proven.
+                self._proven_publisher, self._proven_epoch = self._board["publisher"], -1
+            try:
+                store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
+                self._attend(store)
+            except ModelMismatchError:
+                raise
+            except (WeightsError, dist.DistError) as error:
+                if self._lost != self._board["publisher"]:
+                    self._lost = self._board["publisher"]
+                    self._stats["lost_publisher"] += 1
+                    log.warning("weights: publisher lost (%s); still serving version %d", error, self._policy_version)
+            self._closed.wait(0.2)
+
+    def _look(self, wait_s: float) -> bool:
+        """Read the board; true when the publisher on it is another one."""
+        before = self._board.get("publisher")
+        board = self._rendezvous.watch(self._revision, wait_s)
+        self._revision, self._board = board.revision, dict(board.values.get("weights") or {})
+        return self._board.get("publisher") != before
+
+    def _attend(self, store: dist.TCPStore) -> None:
+        """Epoch after epoch with one publisher; returns when there is another, raises when it is gone."""
+        while not self._closed.is_set():
+            invite = self._say_hello(store)
+            if invite is None:
+                return
+            if self._admit is not None:
+                self._admit(Manifest.from_wire(invite["manifest"]).shapes())
+            epoch, rank = int(invite["epoch"]), int(invite["rank"])
+            post(store, f"{epoch}/accept/{rank}", True)
+            if not wait_key(store, f"{epoch}/go", self._timeout_s, self._closed) or not fetch(store, f"{epoch}/go"):
+                continue
+            if not self._join(store, invite):
+                return
+            store.check(["alive"])  # raises when it was the publisher that died, not just another member
+
+    def _join(self, store: dist.TCPStore, invite: dict[str, Any]) -> bool:
+        """One epoch, from joining to its end; false when the publisher is done or replaced."""
+        seat = Seat(
+            host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
+            epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
+            timeout_s=self._timeout_s, manifest=invite["manifest"],
+        )  # fmt: skip
+        try:
+            self._receiver.join(seat)
+            return self._follow(store, seat)
+        except RuntimeError as error:
+            if isinstance(error, AsyncRLError):
+                raise  # the server or the engine said no: that is not the group breaking
+            log.warning("weights: epoch %d ended: %s", seat.epoch, str(error).splitlines()[0])
+            return True
+        finally:
+            self._receiver.leave()
+
+    def _say_hello(self, store: dist.TCPStore) -> dict[str, Any] | None:
+        """Wait for the invitation to the next epoch; None when another publisher took over."""
+        self._hello += 1
+        message = {"hello": self._hello, "width": self._receiver.width}
+        post(store, hello_key(self._worker, self._incarnation), message)
+        store.add("hellos", 1)
+        key = invite_key(self._worker, self._incarnation, self._hello)
+        while not wait_key(store, key, _LOOK_S, self._closed):
+            if self._closed.is_set() or self._look(wait_s=0.0):
+                return None
+        invite = fetch(store, key)
+        store.delete_key(key)
+        return invite
+
+    def _follow(self, store: dist.TCPStore, seat: Seat) -> bool:
+        """Serve one epoch until it ends; false when the publisher said goodbye or another one took over."""
+        self._stats["epoch"] = float(seat.epoch)
+        self._stats["epochs"] += 1
+        number = 1
+        while not self._closed.is_set():
+            key = f"{seat.epoch}/event/{number}"
+            if not wait_key(store, key, _LOOK_S, self._closed):
+                if self._look(wait_s=0.0):
+                    return False
+                continue
+            event = fetch(store, key)
+            if event["kind"] != "send":
+                store.add(f"{seat.epoch}/gone", 1)
+                return event["kind"] == "next"
+            self._receive(store, seat, number, event)
+            number += 1
+        return False
+
+    def _receive(self, store: dist.TCPStore, seat: Seat, number: int, event: dict[str, Any]) -> None:
+        """One version: all bytes into staging, then verify, load, acknowledge."""
+        started = time.perf_counter()
+        policy_version = int(event["policy_version"])
+        prints = self._receiver.receive(event)
+        if not wait_key(store, f"{seat.epoch}/prints/{number}", self._timeout_s, self._closed):
+            raise RuntimeError(f"waited {self._timeout_s} s for the fingerprints of version {policy_version}")
+        expected = fetch(store, f"{seat.epoch}/prints/{number}")
+        self._stats["receive_s"] += time.perf_counter() - started
+        ack, beat = f"{seat.epoch}/ack/{number}/{seat.rank}", f"{seat.epoch}/beat/{number}/{seat.rank}"
+        if prints != expected:
+            self._stats["nacks"] += 1
+            differing = [i for i, (ours, theirs) in enumerate(zip(prints, expected, strict=True)) if ours != theirs]
+            post(store, ack, ("bad", f"buckets {differing} differ"))
+            return
+        try:
+            report = self._serve(
+                policy_version, chain(prints), self._receiver.staged(), lambda: _beat(store, beat),
+                canary=event.get("canary"), epoch=seat.epoch,
+            )  # fmt: skip
+        except (WeightsError, EngineDiedError) as error:
+            refuted = isinstance(error, WeightsError) and not self.proven
+            post(store, ack, ("unproven" if refuted else "fail", str(error)))
+            self._failure = error
+            self._closed.set()
+            return
+        post(store, ack, ("ok", report))
+
+
+def _beat(store: dist.Store, key: str) -> None:
+    store.add(key, 1)

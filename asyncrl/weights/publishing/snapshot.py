@@ -1,0 +1,255 @@
+"""The publisher every transport shares: gather into one of two snapshots on a thread, send from another.
+
+    learner ranks --publish(v)--> thread: gather --> free snapshot --> pending --> thread: sender.send() --> current
+                                             filling says how far it is -------------------^
+                                                                          sender.idle() keeps newcomers up to date
+
+Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
+way; unblocked by the sender taking the pending one. The learner may go on at once, and writes to the weights only after
+`wait_copied`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.base import PublishStats
+from asyncrl.weights.canary import Canary
+from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.publishing.copying import BackgroundCopy
+from asyncrl.weights.publishing.filling import Filling
+from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
+
+_GATHER_S = 60.0
+"""What the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """One version in the wire dtype; after its filling nobody writes to it while it is current or pending."""
+
+    policy_version: int
+    manifest: Manifest
+    buffers: Sequence[torch.Tensor]
+    canary: Canary | None = None
+    filling: Filling
+    fingerprints: list[str] = field(default_factory=list)
+    """Per bucket, taken while it was copied; of buckets on a device while they are sent. Kept for re-sends."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.buffers[0].device.type != "cpu"
+
+    def fingerprint(self, bucket: int) -> str:
+        """Of one bucket; those before it are taken too."""
+        for buffer in self.buffers[len(self.fingerprints) : bucket + 1]:
+            self.fingerprints.append(bucket_fingerprint(buffer))
+        return self.fingerprints[bucket]
+
+
+class Sender(Protocol):
+    """One transport's end in the learner. All methods run on the publisher's thread, `stats` on any."""
+
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether `send` wants the version before, at the price of a third snapshot in memory."""
+        ...
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        """Bring `snapshot` to everyone who is there. What can be retried is retried in here.
+
+        It may still be being copied: `snapshot.filling` is waited for before any of its bytes or fingerprints is read.
+        """
+        ...
+
+    def idle(self, newest: Snapshot | None) -> None:
+        """Called every few milliseconds while there is nothing to send: look after newcomers."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundPublisher:
+    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather.
+
+    Args:
+        wire_dtype: floating-point tensors are cast to it before they are gathered.
+        bucket_bytes: cap of one bucket.
+        wait_s: longest that `publish` waits for the sender to take the version before.
+        device: where the snapshots lie (gloo and files: cpu; nccl: the GPU).
+        idle_s: seconds between two looks at newcomers.
+    """
+
+    def __init__(
+        self,
+        sender: Sender | None,
+        *,
+        wire_dtype: torch.dtype,
+        bucket_bytes: int,
+        wait_s: float,
+        device: torch.device | str = "cpu",
+        idle_s: float = 0.02,
+    ) -> None:
+        self._sender = sender
+        self._wire_dtype = wire_dtype
+        self._bucket_bytes = bucket_bytes
+        self._wait_s = wait_s
+        self._device = device
+        self._idle_s = idle_s
+        self._copy = BackgroundCopy(wait_s + 2 * _GATHER_S)
+        self._filling: Filling | None = None
+        """Of the newest copy."""
+        self._route = Route(background=False)
+        self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
+        self._held_s = 0.0
+        self._manifest: Manifest | None = None
+        self._names: list[str] = []
+        self._free: list[list[torch.Tensor]] = []
+        self._pending: Snapshot | None = None
+        self._current: Snapshot | None = None
+        self._previous: Snapshot | None = None
+        self._closing = False
+        self._failure: Exception | None = None
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="weights-publisher", daemon=True)
+        if sender is not None:
+            self._thread.start()
+
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
+        self._stats["weights/copy_wait_s"], self._held_s = self._held_s, 0.0
+        waited = self._copy.wait()
+        named = unique_tensors(tensors)
+        manifest = self._manifest_of(named)
+        buffers = None
+        if self._sender is not None:
+            started = time.perf_counter()
+            buffers = self._take_buffers(policy_version)
+            waited += time.perf_counter() - started
+        work = partial(self._fill, policy_version, manifest, named, buffers, canary)
+        devices = [tensor.device for _, tensor in named] + [torch.device(self._device)]
+        device = next((device for device in devices if device.type == "cuda"), None)
+        if self._route.background:
+            self._copy.start(policy_version, work, device)
+        else:
+            work()
+        return PublishStats(wait_previous_s=waited, nbytes=manifest.nbytes)
+
+    def wait_copied(self) -> float:
+        seconds = self._copy.wait()
+        self._held_s += seconds
+        return seconds
+
+    def stats(self) -> dict[str, float]:
+        return self._stats | (self._sender.stats() if self._sender is not None else {})
+
+    def close(self) -> None:
+        self._copy.close(min(self._wait_s, _GATHER_S))
+        if self._filling is not None:
+            self._filling.end(failed=True)  # of one that hangs: the sender would wait for it, and this for the sender
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._sender is not None:
+            self._thread.join(self._wait_s)
+
+    def _fill(
+        self,
+        policy_version: int,
+        manifest: Manifest,
+        named: list[tuple[str, torch.Tensor]],
+        buffers: list[torch.Tensor] | None,
+        canary: Canary | None,
+    ) -> None:
+        """The copy, and then it is the sender's."""
+        started = time.perf_counter()
+        self._filling = filling = Filling(self._wait_s + _GATHER_S)
+        snapshot = Snapshot(
+            policy_version=policy_version, manifest=manifest, buffers=buffers or [], canary=canary, filling=filling
+        )
+        if buffers is not None:
+            with self._condition:
+                self._pending = snapshot
+                self._condition.notify_all()
+        whole = False
+        try:
+            snapshot.fingerprints += gather_into(manifest, named, buffers, self._route.group, filling)
+            if torch.device(self._device).type == "cuda":
+                # The sender's thread has a stream of its own: without this it could send half-written buffers.
+                torch.cuda.current_stream(self._device).synchronize()
+            whole = True
+        finally:
+            filling.end(failed=not whole)
+        self._stats["weights/gather_s"] = time.perf_counter() - started
+
+    def _manifest_of(self, named: list[tuple[str, torch.Tensor]]) -> Manifest:
+        names = [name for name, _ in named]
+        if self._manifest is None:
+            self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
+            self._names = names
+            self._route = choose_route(named, self._wait_s + _GATHER_S)
+            if self._sender is not None:
+                sets = 3 if self._sender.keeps_previous else 2
+                self._free = [self._manifest.allocate(self._device) for _ in range(sets)]
+        elif names != self._names:
+            raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
+        return self._manifest
+
+    def _take_buffers(self, policy_version: int) -> list[torch.Tensor]:
+        """A snapshot nobody reads any more. Waits for the sender, bounded."""
+        with self._condition:
+            free = self._condition.wait_for(
+                lambda: self._failure is not None or (self._pending is None and bool(self._free)), self._wait_s
+            )
+            if self._failure is not None:
+                raise WeightsError(f"weights could not be sent: {self._failure}") from self._failure
+            if not free:
+                stuck = self._current.policy_version if self._current else "?"
+                raise WeightsError(
+                    f"version {policy_version} cannot be published: the sender is still busy with version {stuck} "
+                    f"after {self._wait_s:.0f} s. A worker takes too long to load: see its log, or raise "
+                    "weights.timeout_s."
+                )
+            return self._free.pop()
+
+    def _make_current(self, fresh: Snapshot, keep: bool) -> None:
+        """The oldest version's buffers become free."""
+        oldest, self._previous = (self._previous, self._current) if keep else (self._current, None)
+        if oldest is not None:
+            self._free.append(list(oldest.buffers))
+        self._current = fresh
+
+    def _main(self) -> None:
+        assert self._sender is not None
+        try:
+            while True:
+                with self._condition:
+                    self._condition.wait_for(lambda: self._pending is not None or self._closing, self._idle_s)
+                    if self._closing:
+                        break
+                    fresh, self._pending = self._pending, None
+                    if fresh is not None:
+                        self._make_current(fresh, self._sender.keeps_previous)
+                        self._condition.notify_all()
+                if fresh is not None:
+                    self._sender.send(fresh, self._previous)
+                else:
+                    self._sender.idle(self._current)
+        except Exception as error:  # thread boundary: the learner gets it at its next publish
+            with self._condition:
+                self._failure = error
+                self._condition.notify_all()
+        finally:
+            self._sender.close()

@@ -1,0 +1,1 @@
+"""What the benchmarks share. Here is nothing that answers a question of its own."""

@@ -1,0 +1,16 @@
+"""A model small enough for benchmarks that are about everything else."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+
+def tiny_model() -> PreTrainedModel:
+    """149 k parameters: hidden 64, 2 layers, 2 heads of 32, vocabulary 264."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=264, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,73 @@
+"""Runs of the quickstart's task, as a user starts them: for the benchmarks of whole runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.telemetry.evaluations import is_evaluation
+
+ACCURACY = "eval/heldout/accuracy"
+SMALL = (
+    *("rollout.host=process", "rollout.group_size=2", "learner.groups_per_step=4", "learner.steps=4", "eval.every=2"),
+    *("eval.rows=8", "eval.chunk=8"),
+)
+"""Settings of the smallest run: of no use but to see that everything goes."""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    launched: float
+    """Unix time."""
+    ended: float
+    rows: list[dict[str, Any]]
+    """Of its metrics, one per step."""
+    evaluations: list[dict[str, Any]]
+    """One per evaluation, as they came."""
+
+    def evaluated(self) -> list[dict[str, Any]]:
+        """In the order of the steps that they measured."""
+        return sorted((row for row in self.evaluations if ACCURACY in row), key=lambda row: row["step"])
+
+
+def run_quickstart(
+    run_dir: Path, settings: Sequence[str], watch: Callable[[psutil.Process, str], None] = lambda process, command: None
+) -> Run:
+    """`asyncrl quickstart` with these settings, to its end; every half second `watch` sees each process started since
+    (Ray's are nobody's children), with its command line.
+
+    Raises:
+        SystemExit: the run failed; with the end of what it said.
+    """
+    launched = time.time()
+    run_dir.mkdir(parents=True)
+    said = run_dir.with_suffix(".log")
+    with said.open("wb") as output:
+        command = [sys.executable, "-m", "asyncrl.cli", "quickstart", f"run.dir={run_dir}", *settings]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while True:
+            for other in psutil.process_iter():
+                try:
+                    if other.create_time() >= launched:
+                        watch(other, " ".join(other.cmdline()))
+                except psutil.Error:  # It has ended meanwhile.
+                    continue
+            try:
+                code = process.wait(POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    if code:
+        raise SystemExit(f"{' '.join(command)}\nended with exit code {code}:\n{said.read_text()[-4000:]}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = ([row for row in rows if is_evaluation(row) == wanted] for wanted in (False, True))
+    return Run(launched, time.time(), steps, evaluations)

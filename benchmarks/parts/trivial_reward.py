@@ -1,0 +1,9 @@
+"""The least that a reward can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def length(completion: str, row: dict[str, Any]) -> float:
+    return float(len(completion))

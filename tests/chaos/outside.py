@@ -1,0 +1,272 @@
+"""Chaos from outside: kill -9 over every kind of process of `asyncrl local`, by somebody who knows pids and the run
+folder and nothing else.
+
+    python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--folder DIR]
+
+The quickstart's task and model at default staleness. A killed process is left to whoever watches it; when `asyncrl
+local` itself is gone (killed, or ended by a death it could not mend) it is started again with resume=auto, as the
+documentation says. At the end the run is finished in peace and its folder judged by `outside_reader.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.cli.quickstart import prepare
+from asyncrl.data.warmup_recipe import WarmupRecipe
+
+from .outside_reader import Findings, judge, rows
+
+PROGRESS_S = 600.0
+"""Without a new trained step for so long, with nothing killed in between, the run stands still."""
+LEAVE_S = 30.0
+"""So long the children of a killed `asyncrl local` may take to end."""
+BOUND = 4
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+KINDS = {
+    "raylet": ("raylet/raylet",),
+    "gcs": ("gcs_server",),
+    "ray worker": ("ray::RolloutWorker",),
+    "ray other": ("ray::", "ray/dashboard", "ray/_private"),
+    "replay": ("asyncrl.replay",),
+    "torchrun": ("torch.distributed.run", "asyncrl.learner.torchrun"),
+    "rank": ("asyncrl.learner",),
+    "pool": ("asyncrl.rollout",),
+    "forkserver": ("multiprocessing.forkserver",),
+    "spawned": ("multiprocessing.spawn", "multiprocessing.resource_tracker"),
+}
+"""Kind -> what its command line has; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Found:
+    pid: int
+    started: str
+    kind: str
+
+
+@dataclass
+class Tally:
+    kills: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    ended_by_itself: int = 0
+    left_behind: Counter[str] = field(default_factory=Counter)
+    """Kinds of processes that outlived a killed `asyncrl local`."""
+
+
+def stat_of(pid: int) -> tuple[int, str] | None:
+    """Parent and start time; None for a process that is gone or a zombie."""
+    try:
+        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else (int(parent), rest[17])
+
+
+def kind_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+    return next((kind for kind, signs in KINDS.items() if any(sign in words for sign in signs)), "other")
+
+
+def below(pid: int) -> list[Found]:
+    """Every process below `pid`."""
+    stats = {int(entry.name): stat_of(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    found: list[Found] = []
+    front = {pid}
+    while front:
+        front = {child for child, stat in stats.items() if stat and stat[0] in front}
+        found += [Found(child, stat[1], kind_of(child)) for child in front if (stat := stats[child])]
+    return found
+
+
+def alive(process: Found) -> bool:
+    stat = stat_of(process.pid)
+    return stat is not None and stat[1] == process.started
+
+
+def kill(process: Found) -> bool:
+    if not alive(process):
+        return False
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Outside:
+    """One run folder, and whoever works on it just now."""
+
+    def __init__(self, folder: Path, host: str, seed: int) -> None:
+        self.folder, self.host = folder, host
+        self.random = random.Random(seed)
+        self.tally = Tally()
+        self.task = prepare(WarmupRecipe())
+        self.process: subprocess.Popen[bytes] | None = None
+        self.family: set[Found] = set()
+
+    def start(self, steps: int) -> None:
+        settings = {
+            "experiment": "quickstart",
+            "model.path": self.task / "model",
+            "data.path": self.task / "train.jsonl",
+            "eval.path": self.task / "heldout.jsonl",
+            "run.dir": self.folder,
+            "resume": "auto",
+            "rollout.host": self.host,
+            "learner.steps": steps,
+            "learner.schedule": "constant",
+        }
+        self.tally.starts += 1
+        with (self.folder.parent / "local.log").open("ab") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={value}" for key, value in settings.items())],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def look(self) -> list[Found]:
+        found = below(self.process.pid) if self.process is not None and self.running else []
+        self.family |= set(found)
+        return found
+
+    def trained(self) -> int:
+        """Steps ever trained, those that were undone too: what grows while the run moves."""
+        return sum(line["event"] == "trained" for line in rows(self.folder / "ledger.jsonl"))
+
+    def until_trained(self, more: int, steps: int) -> None:
+        """Waits for so many further steps; starts the run again when it has ended. Raises TimeoutError."""
+        goal = self.trained() + more
+        seen, deadline = -1, time.monotonic() + PROGRESS_S
+        while (now := self.trained()) < goal:
+            if now > seen:
+                seen, deadline = now, time.monotonic() + PROGRESS_S
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step was trained for {PROGRESS_S:.0f} s after {now} of them; {self.folder}")
+            if not self.running:
+                self.tally.ended_by_itself += 1
+                self.clear()
+                self.start(steps)
+            self.look()
+            time.sleep(0.5)
+
+    def clear(self) -> None:
+        """What outlives `asyncrl local` is noted, and ended: the next one is to begin alone."""
+        deadline = time.monotonic() + LEAVE_S
+        while time.monotonic() < deadline and any(map(alive, self.family)):
+            time.sleep(0.5)
+        for process in self.family:
+            if kill(process):
+                self.tally.left_behind[process.kind] += 1
+        self.family.clear()
+
+    def strike(self, steps: int) -> None:
+        """One process of a kind drawn by lot is killed."""
+        everybody = self.look()
+        kinds = sorted({process.kind for process in everybody if process.kind} | {"local"})
+        kind = self.random.choice(kinds)
+        if kind == "local":
+            assert self.process is not None
+            self.process.kill()
+            self.process.wait()
+            self.tally.kills[kind] += 1
+            self.clear()
+            self.start(steps)
+            return
+        victim = self.random.choice(sorted((p for p in everybody if p.kind == kind), key=lambda p: p.pid))
+        self.tally.kills[kind] += kill(victim)
+
+    def end(self) -> None:
+        """The run is finished in peace, at a step beyond all others."""
+        if self.process is not None and self.running:
+            self.process.kill()
+            self.process.wait()
+            self.clear()
+        steps = max((row["step"] for row in rows(self.folder / "metrics.jsonl")), default=0) + 60
+        for _ in range(5):
+            self.start(steps)
+            assert self.process is not None
+            if self.process.wait(1800) == 0:
+                return
+            self.clear()
+        raise RuntimeError(f"the run could not be finished; see {self.folder.parent / 'local.log'}")
+
+    def stop(self) -> None:
+        if self.process is not None and self.running:
+            self.look()
+            self.process.kill()
+            self.process.wait()
+        self.clear()
+
+
+def line_of(tally: Tally, found: Findings, host: str, seconds: float) -> str:
+    kills = ", ".join(f"{kind} {count}" for kind, count in sorted(tally.kills.items()))
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(found.dropped.items())) or "none"
+    left = ", ".join(f"{kind} {count}" for kind, count in sorted(tally.left_behind.items())) or "none"
+    return (
+        f"host {host}, {sum(tally.kills.values())} kills in {seconds:.0f} s ({kills}); {tally.starts} starts, "
+        f"{tally.ended_by_itself} after an end by itself, left behind by a dead local: {left}; {found.acknowledged} "
+        f"groups acknowledged, {found.trained} trained in {found.steps} steps, {found.lost} lost, {found.twice} "
+        f"trained twice; dropped after they came: {dropped}; {found.restores} restores undid {found.undone} groups, "
+        f"{100 * found.share:.2f} % of them trained again (lowest {100 * found.lowest_share:.2f} %), "
+        f"{found.steps_same} of {found.steps_undone} steps the same; broken: {'; '.join(found.broken) or 'nothing'}"
+    )
+
+
+def end_tidily(number: int, _frame: FrameType | None = None) -> None:
+    """Signal handler. Without it SIGTERM ends this process at once, and the run that it drives trains on for ever."""
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)  # once is enough: what follows is the clearing up
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    for ending in ENDINGS:
+        signal.signal(ending, end_tidily)
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--kills", type=int, default=60)
+    arguments.add_argument("--host", choices=("process", "ray"), default="process")
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--folder", type=Path, default=None)
+    given = arguments.parse_args()
+    root = given.folder or Path(tempfile.mkdtemp(prefix="asyncrl-outside-"))
+    root.mkdir(parents=True, exist_ok=True)
+    outside = Outside(root / "run", given.host, given.seed)
+    started, steps = time.monotonic(), 1_000_000
+    try:
+        outside.start(steps)
+        while sum(outside.tally.kills.values()) < given.kills:
+            outside.until_trained(outside.random.randint(1, 40), steps)
+            outside.strike(steps)
+            print(f"{time.monotonic() - started:.0f} s: {dict(outside.tally.kills)}", file=sys.stderr, flush=True)
+        outside.until_trained(1, steps)
+        outside.end()
+    finally:
+        outside.stop()
+    found = judge(outside.folder, BOUND)
+    print(line_of(outside.tally, found, given.host, time.monotonic() - started), flush=True)
+    return 0 if not (found.lost or found.twice or found.broken) and found.lowest_share >= 0.99 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Damage to a run folder: refused by name, told, or harmless; and what each file says of the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.folder_check import examine, tell
+from asyncrl.learner.resume import highest_version
+from asyncrl.replay.audit.report import audit, table
+from asyncrl.replay.journal.recovery import read_journal
+
+from . import damage
+from .recorded import STEPS, opened, record, resume
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that was killed two steps after its last checkpoint."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    record(folder, finished=False)
+    return folder
+
+
+@pytest.fixture
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    shutil.copytree(recorded, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def newest_segment(folder: Path) -> Path:
+    return max((folder / "journal").glob("*.seg"))
+
+
+@pytest.mark.slow
+def test_no_random_damage_is_silent(tmp_path: Path) -> None:
+    ends, silent = damage.run(40, 1, tmp_path)
+    assert not silent, "\n".join(silent)
+    assert sum(ends.values()) == 40 and len({end.partition(": ")[2] for end in ends}) > 1
+
+
+def test_an_undamaged_folder_has_nothing_to_tell(folder: Path) -> None:
+    found = examine(folder)
+    assert not found.refusals and not found.notes
+
+
+@pytest.mark.parametrize("share", [0.07, 0.5])
+def test_a_journal_that_lost_its_end_is_refused_by_the_resume_and_by_the_audit(
+    folder: Path, share: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = newest_segment(folder)
+    used = len(path.read_bytes().rstrip(b"\0"))
+    with path.open("r+b") as file:
+        file.truncate(int(used * (1 - share)))
+    (refusal,) = examine(folder).refusals
+    assert path.name in refusal and "cut off" in refusal and "move the journal folder away" in refusal
+    assert tell(folder) == 1
+    assert "CONTRADICTION" in capsys.readouterr().err
+
+
+def test_a_journal_of_an_earlier_day_is_refused_because_metrics_and_checkpoint_know_more(
+    folder: Path, recorded: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(folder / "journal")
+    short = tmp_path / "short"
+    core = opened(short)
+    core.core.restore(step=None, policy_version=-1, snapshot=None, incarnation="l1")
+    core.core.publish(policy_version=0, parent=-1)
+    core.journal.close()
+    shutil.copytree(short / "journal", folder / "journal")
+    refusals = "\n".join(examine(folder).refusals)
+    assert "ends at step 0, version 0" in refusals
+    assert f"metrics.jsonl has version {STEPS}" in refusals and "checkpoint is of step 6" in refusals
+
+
+def test_after_the_documented_repair_it_is_said_and_no_version_is_used_twice(folder: Path) -> None:
+    shutil.rmtree(folder / "journal")
+    assert highest_version(folder) == STEPS  # that of the checkpoint is 6
+    (note,) = examine(folder).notes
+    assert "taken on trust" in note and "step 6" in note
+    resume(folder, lambda _: None)
+    found = audit(read_journal(folder / "journal"))
+    assert found.on_trust_from == 6
+    assert "on trust from the checkpoint of step 6" in table(found)
+
+
+def test_rows_cut_off_and_a_missing_link_are_told(folder: Path) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = (folder / name).read_bytes().splitlines(keepends=True)
+        (folder / name).write_bytes(b"".join(lines[:4]))
+    (folder / "ckpt" / "latest").unlink()
+    notes = "\n".join(examine(folder).notes)
+    assert "metrics.jsonl has no row of 2 steps, 5 to 6" in notes
+    assert "latest is missing: going on from step_6" in notes
+
+
+@pytest.mark.parametrize("end", [b"", b"learner:\n"])
+def test_settings_that_were_cut_or_changed_by_hand_are_told(folder: Path, end: bytes) -> None:
+    path = folder / "config.yaml"
+    path.write_bytes(path.read_bytes()[:146] + end)
+    assert [note for note in examine(folder).notes if f"{path} was changed or cut" in note]

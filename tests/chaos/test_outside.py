@@ -1,0 +1,51 @@
+"""The driver of chaos from outside leaves nothing running, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .outside import stat_of
+
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from tests.chaos import outside
+
+def start(self, steps):
+    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    child = int(self.process.stdout.readline())
+    self.look()
+    (self.folder.parent / "started").write_text(f"{self.process.pid} {child}")
+
+outside.prepare = lambda recipe: None
+outside.LEAVE_S = 0.0
+outside.Outside.start = start
+outside.Outside.until_trained = lambda self, more, steps: time.sleep(600)
+sys.exit(outside.main())
+"""
+
+
+@pytest.mark.timeout(150)
+def test_sigterm_ends_the_run_that_it_drives_and_what_that_left_behind(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"--folder={tmp_path}"])
+    try:
+        deadline = time.monotonic() + 100
+        while not (started.exists() and len(started.read_text().split()) == 2):
+            assert driver.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(60) == 128 + signal.SIGTERM
+        pids = [int(word) for word in started.read_text().split()]
+        while any(stat_of(pid) for pid in pids):  # killed, and gone when the kernel has come to it
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        driver.kill()

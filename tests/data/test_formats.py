@@ -1,0 +1,252 @@
+"""What people bring, as their tools write it: parquet, saved datasets, folders, a class of their own."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.checks.sources import Source, places
+from asyncrl.data.probe import look_over
+from asyncrl.data.rows import arrow
+from asyncrl.data.rows.base import plain
+from asyncrl.data.rows.opening import open_source
+from asyncrl.data.rows.view import PromptRows
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.rewards.wire import pack_frame
+
+OWN = """
+import numpy as np
+class Rows:
+    def __init__(self, count, bad=-1):
+        self.count, self.bad = count, bad
+    def __len__(self):
+        return self.count
+    def __getitem__(self, row):
+        if row == self.bad:
+            raise KeyError("lost")
+        return {"prompt": f"{row}>", "answer": np.int64(row), "vector": np.arange(3)}
+class Endless:
+    def __getitem__(self, row):
+        return {"prompt": "x"}
+class Ends:
+    def __len__(self):
+        import os
+        os._exit(5)
+"""
+
+
+def source(*specs: str | Path, **settings: Any) -> Source:
+    return Source(key="data.path", specs=tuple(map(str, specs)), **settings)
+
+
+def opened(*specs: str | Path, **settings: Any) -> PromptRows:
+    return open_source(source(*specs, **settings))
+
+
+def gsm8k_row(split: str, number: int) -> dict[str, Any]:
+    """As verl's preprocess of GSM8K makes it."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "user", "content": f'What is {number} + 1? Let\'s think step by step, answer after "####".'}
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        "extra_info": {"split": split, "index": number, "answer": f"#### {number + 1}", "question": f"{number} + 1?"},
+    }
+
+
+def verl_parquet(path: Path, count: int, split: str = "train", per_group: int = 1000) -> Path:
+    pq.write_table(pa.Table.from_pylist([gsm8k_row(split, n) for n in range(count)]), path, row_group_size=per_group)
+    return path
+
+
+def test_verls_parquet_is_read_as_it_is_and_of_plain_types_alone(tmp_path: Path) -> None:
+    rows = opened(verl_parquet(tmp_path / "train.parquet", 25, per_group=10))
+    rows.check()
+    assert len(rows) == 25
+    for number in (24, 0, 13, 9, 10):
+        assert rows[number] == gsm8k_row("train", number)
+        pack_frame([rows[number]])  # what carries a row to its reward takes no array and no number of numpy
+    assert type(rows[3]["extra_info"]["index"]) is int and type(rows[3]["prompt"]) is list
+    assert rows.where(7) == f"{tmp_path}/train.parquet[7]"
+    assert [row["reward_model"]["ground_truth"] for row in rows.scan(["reward_model"])] == [
+        str(n + 1) for n in range(25)
+    ]
+
+
+def test_row_groups_are_decoded_when_asked_for_and_few_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = arrow.ParquetFile(verl_parquet(tmp_path / "train.parquet", 100, per_group=10), kept_bytes=1)
+    decoded: list[int] = []
+    read = arrow.pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        arrow.pq.ParquetFile, "read_row_group", lambda self, group: decoded.append(group) or read(self, group)
+    )
+    assert [file[row]["extra_info"]["index"] for row in (5, 7, 95, 5)] == [5, 7, 95, 5]
+    assert decoded == [0, 9, 0]
+    generous = arrow.ParquetFile(tmp_path / "train.parquet")
+    assert [generous[row]["extra_info"]["index"] for row in (5, 95, 5, 93)] == [5, 95, 5, 93]
+    assert decoded[3:] == [0, 9]
+
+
+def test_values_of_arrow_and_numpy_become_plain_ones() -> None:
+    given = {"a": np.float32(0.5), "b": np.asarray([[1, 2]]), "c": (1, "x"), "d": datetime.date(2026, 1, 2), "e": None}
+    made = plain(given)
+    assert made == {"a": 0.5, "b": [[1, 2]], "c": [1, "x"], "d": "2026-01-02", "e": None}
+    assert type(made["a"]) is float and type(made["b"][0][0]) is int
+    with pytest.raises(TypeError, match="is a object"):
+        plain([object()])
+
+
+def test_a_folder_of_save_to_disk_is_read_without_its_library(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}?"}], "solution": str(n), "level": n % 3, "embedding": [0.5, n]}
+        for n in range(40)
+    ]
+    datasets.Dataset.from_list(rows).filter(lambda row: row["level"] < 2).save_to_disk(tmp_path / "ds", num_shards=3)
+    read = opened(tmp_path / "ds")
+    read.check()
+    assert [read[n] for n in range(len(read))] == [row for row in rows if row["level"] < 2]
+    assert next(iter(read.scan(["level"]))) == {"level": 0}
+    split = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    split.save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"holds the splits train .*data\.path=.*splits/train"):
+        opened(tmp_path / "splits")
+    assert len(opened(tmp_path / "splits" / "train")) == 40
+    next((tmp_path / "ds").glob("data-00001*")).unlink()
+    with pytest.raises(DataError, match=r"cannot read .*data-00001"):
+        opened(tmp_path / "ds")
+
+
+def test_several_files_a_glob_and_a_folder_are_one_source_in_order(tmp_path: Path) -> None:
+    verl_parquet(tmp_path / "train-1.parquet", 3)
+    (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(gsm8k_row("train", 10 + n)) + "\n" for n in range(2)))
+    both = opened(tmp_path / "train-1.parquet", tmp_path / "train-0.jsonl")
+    assert [both[n]["extra_info"]["index"] for n in range(5)] == [0, 1, 2, 10, 11]
+    assert both.where(4) == f"{tmp_path}/train-0.jsonl:2"
+    assert [row["extra_info"]["index"] for row in both.scan(["extra_info"])] == [0, 1, 2, 10, 11]
+    assert len(opened(tmp_path / "train-*")) == 5
+    with pytest.raises(DataError, match="files of several kinds"):
+        opened(tmp_path)
+    (tmp_path / "train-0.jsonl").unlink()
+    assert len(opened(tmp_path)) == 3
+    verl_parquet(tmp_path / "test-0.parquet", 3)
+    with pytest.raises(DataError, match=r"several splits \(test-0.parquet, train-1.parquet\)"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("rows.csv", r"are read from \.jsonl, .*not from \.csv"),
+        ("nothing.parquet", "there is no such file .*Give an existing"),
+        ("none-*.jsonl", "no file matches"),
+        ("empty", r"holds no \.jsonl"),
+        ("empty.parquet", "has no rows"),
+        ("damaged.parquet", "cannot read .*damaged.parquet"),
+        ("empty.jsonl", "has no rows"),
+        ("gone.py:Rows", "there is no file gone.py"),
+        ("hf:a:b:c:d", "is no name on the hub"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    Path("rows.csv").write_text("prompt\nx\n")
+    Path("empty.jsonl").write_text("\n")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), "empty.parquet")
+    whole = verl_parquet(Path("whole.parquet"), 100).read_bytes()
+    Path("damaged.parquet").write_bytes(whole[: len(whole) // 2])
+    if spec.startswith("hf:"):
+        pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=says):
+        opened(spec)
+
+
+def test_a_dataset_of_the_hub_without_a_network_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = pytest.importorskip("asyncrl.data.rows.hub")
+
+    def offline(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(hub.datasets, "load_dataset", offline)
+    with pytest.raises(DataError, match=r"hf:openai/gsm8k:main:train cannot be had .*Couldn't reach.*save_to_disk"):
+        opened("hf:openai/gsm8k:main:train")
+    asked: list[tuple[object, ...]] = []
+
+    def found(name: str, config: str | None, split: str) -> Any:
+        asked.append((name, config, split))
+        return hub.datasets.Dataset.from_list([{"question": "2?", "answer": "2"}])
+
+    monkeypatch.setattr(hub.datasets, "load_dataset", found)
+    assert opened("hf:openai/gsm8k:main:test", prompt_column="question")[0]["prompt"] == "2?"
+    opened("hf:a/b", prompt_column="question")
+    assert asked == [("openai/gsm8k", "main", "test"), ("a/b", None, "train")]
+
+
+def test_the_column_of_the_prompt_may_have_another_name_and_stays(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "2+2?", "answer": "4"}\n')
+    with pytest.raises(DataError, match=r"no column `prompt` \(columns: answer, question\)\. .*data\.prompt_column"):
+        opened(file)
+    assert opened(file, prompt_column="question")[0] == {"question": "2+2?", "answer": "4", "prompt": "2+2?"}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    file.write_text(json.dumps({"messages": talk[:1]}) + "\n" + json.dumps({"messages": talk}) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: `messages` ends with the assistant's answer"):
+        opened(file, prompt_column="messages").check()
+
+
+def test_prompts_of_two_forms_in_one_source_are_refused_by_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": [{"role": "user", "content": "b"}]}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: the prompt is a list of messages, and that of .*:1 is text"):
+        opened(file).check()
+
+
+def test_rows_of_a_class_of_the_users_are_made_plain_and_named_by_number(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    rows = opened(f"{tmp_path}/mine.py:Rows", args={"count": 5, "bad": 3})
+    assert rows[4] == {"prompt": "4>", "answer": 4, "vector": [0, 1, 2]} and type(rows[4]["answer"]) is int
+    with pytest.raises(DataError, match=r"mine\.py:Rows\[3\] failed: KeyError: 'lost'"):
+        rows.check()
+    with pytest.raises(ConfigError, match=r"len\(Rows\(wrong=1\)\) failed: TypeError.*data\.args"):
+        opened(f"{tmp_path}/mine.py:Rows", args={"wrong": 1})
+    with pytest.raises(ConfigError, match="has no len"):
+        opened(f"{tmp_path}/mine.py:Endless")
+
+
+def test_a_class_of_the_users_is_looked_over_by_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "open(__file__ + '.ran', 'a').write(str(__import__('os').getpid()) + ' ')\n" + OWN
+    )
+    found = look_over(source(f"{tmp_path}/mine.py:Rows", args={"count": 5}), str(tmp_path), limit=10)
+    assert (found.rows, found.first_rows[1]) == (
+        5,
+        (f"{tmp_path}/mine.py:Rows[1]", plain({"prompt": "1>", "answer": 1, "vector": [0, 1, 2]})),
+    )
+    pids = (tmp_path / "mine.py.ran").read_text().split()
+    assert len(pids) == 1 and pids[0] != str(__import__("os").getpid())
+    with pytest.raises(DataError, match=r"Rows\[2\] failed"):
+        look_over(source(f"{tmp_path}/mine.py:Rows", args={"count": 5, "bad": 2}), str(tmp_path), limit=10)
+    with pytest.raises(ConfigError, match=r"ended its process \(exit code 5\)"):
+        look_over(source(f"{tmp_path}/mine.py:Ends"), str(tmp_path), limit=10)
+
+
+def test_a_name_with_glob_letters_that_is_a_file_is_that_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows[1].jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    assert [place.path for place in places(source(file))] == [str(file)]

@@ -1,0 +1,83 @@
+"""Games with `reset` and `step`: one object per episode, rewards summed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.environments.registry import find_environment, make_environment
+from asyncrl.environments.stepped import Stepped
+from asyncrl.schema import EnvironmentConfig
+from tests.environments.talk import TOKENIZER, Scripted, exact, play, sampled_texts
+
+GAME = """
+class Count:
+    def __init__(self, goal: int = 3):
+        self.goal, self.count = goal, 0
+
+    def reset(self, row):
+        return f"Count to {self.goal}, beginning with {row['first']}."
+
+    async def step(self, text):
+        self.count += 1
+        return ("go on", 0.5, self.count == self.goal)
+
+
+class Gym(Count):
+    def reset(self, row):
+        return "obs", {}
+
+    def step(self, text):
+        self.count += 1
+        return "go on", 1, False, self.count == 2, {}
+
+
+class Wrong(Count):
+    def step(self, text):
+        return "no reward"
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Any:
+    (tmp_path / "game.py").write_text(GAME)
+
+    def make(name: str, **args: Any) -> Any:
+        config = EnvironmentConfig(name=f"{tmp_path}/game.py:{name}", args=args)
+        find_environment(config)
+        return make_environment(config)
+
+    return make
+
+
+async def test_each_episode_has_a_game_of_its_own_and_the_sum_of_its_rewards(game: Any) -> None:
+    turns = ["one", "two", "three"]
+    episodes, engine = await play(game("Count", goal=3), turns, columns={"first": 1}, size=3)
+    assert [each.reward for each in episodes.trajectories] == [1.5] * 3
+    assert sampled_texts(episodes) == [f"{turn}<|im_end|>" for turn in turns]
+    assert "Count to 3, beginning with 1." in TOKENIZER.decode(engine.requests[0].prompt_ids.tolist())
+    exact(episodes, engine)
+
+
+async def test_gymnasium_s_values_are_understood(game: Any) -> None:
+    episodes, engine = await play(game("Gym"), ["a", "b"])
+    assert episodes.trajectories[0].reward == 2.0 and "obs" in TOKENIZER.decode(engine.requests[0].prompt_ids.tolist())
+
+
+async def test_the_context_s_end_keeps_the_rewards_so_far(game: Any) -> None:
+    engine = Scripted(lambda text: "x" * 50)
+    engine.max_length = 300
+    episodes, _ = await play(game("Count", goal=100), None, engine=engine, columns={"first": 1})
+    (trajectory,) = episodes.trajectories
+    assert trajectory.reward >= 0.5 and trajectory.finish_reason == "length" and len(trajectory.token_ids) <= 300
+
+
+async def test_what_is_no_step_fails_its_episode_with_the_form(game: Any) -> None:
+    episodes, _ = await play(game("Wrong"), ["x"], columns={"first": 1})
+    assert "step() returns (observation, reward, done)" in str(episodes.failures[0])
+
+
+def test_it_is_found_by_its_methods(game: Any) -> None:
+    assert isinstance(game("Count")._inner, Stepped)

@@ -1,0 +1,218 @@
+"""Every kind of process of a real `asyncrl local`, killed and stopped: docs/failures.md, row by row.
+
+One run per host serves all kills and stops: the tests of a host go in the order they stand here, and the last ones end
+the run and resume it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from asyncrl.family import ProcessId
+from asyncrl.standstill import kind_of
+from tests.integration.conftest import LocalRun
+from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
+
+PATIENCE_S = 240.0
+ENVIRONMENT = """
+import subprocess, sys
+from asyncrl.environments.single_turn import SingleTurn
+class WithProcess(SingleTurn):
+    def __init__(self):
+        self.sandbox = subprocess.Popen([sys.executable, "-c", "import time  # sandbox\\nwhile True: time.sleep(1)"])
+"""
+COMMON = ["torchrun", "the rollout pool", "a rollout worker", "a reward process", "sandbox"]
+RAYS = ["Ray's raylet", "Ray's gcs_server", "ray::RuntimeEnvAgent"]
+ALONE = ["a learner rank", "the replay server", "a shard of the replay"]
+
+
+class Runs:
+    """The run of each host, as often as it is started."""
+
+    def __init__(self, task: dict[str, str], root: Path) -> None:
+        self._task, self._root = task, root
+        self.runs: dict[str, LocalRun] = {}
+        self._outputs = 0
+
+    def begin(self, host: str) -> None:
+        (self._root / "with_process.py").write_text(ENVIRONMENT)
+        self.start(host).wait_for_step(3, PATIENCE_S)
+
+    def of(self, host: str) -> LocalRun:
+        return self.runs[host]
+
+    def start(self, host: str, **settings: str) -> LocalRun:
+        directory = self._root / host
+        values = self._task | {
+            "run.dir": str(directory), "learner.steps": "100000", "learner.save_every": "3", "learner.ranks": "2",
+            "rollout.host": host, "rollout.workers": "2", "replay.shards": "1", "replay.heartbeat_timeout_s": "8",
+            "reward.timeout_s": "15", "learner.max_restarts": "20", "learner.max_tokens_per_microbatch": "1024",
+            "environment.name": f"{self._root / 'with_process.py'}:WithProcess",
+        } | settings  # fmt: skip
+        self._outputs += 1
+        output = self._root / f"{host}-{self._outputs}.log"
+        with output.open("w") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={value}" for key, value in values.items())],
+                stdout=sink, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        run = LocalRun(directory, process, output)
+        if host in self.runs:
+            run.seen = self.runs[host].seen
+        self.runs[host] = run
+        return run
+
+    def end(self) -> None:
+        for run in self.runs.values():
+            run.stop()
+
+
+@pytest.fixture(scope="class")
+def runs(
+    request: pytest.FixtureRequest, tiny_task: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
+    """Of a class: all its tests share the run, so none of them may be said to have left it behind."""
+    made = Runs(tiny_task, tmp_path_factory.mktemp("deaths"))
+    made.begin(request.cls.HOST)
+    yield made
+    made.end()
+
+
+def until(condition: Callable[[], object], run: LocalRun, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline or (run.process.poll() is not None and not condition()):
+            pytest.fail(f"{what} (run: {run.process.poll()}):\n{run.tail()}")
+        run.descendants()
+        time.sleep(0.1)
+
+
+def find(run: LocalRun, kind: str) -> psutil.Process:
+    """One that has been of this kind for long enough to work."""
+    found: list[psutil.Process] = []
+
+    def there() -> bool:
+        for process in run.descendants():
+            command = (ProcessId.of(process.pid) or ProcessId(0, "")).command()
+            known = kind_of(command)
+            if (known is not None and known.name == kind) or kind in " ".join(command[:3]):
+                found.append(process)
+        return bool(found)
+
+    until(there, run, f"there is no {kind}")
+    return found[0]
+
+
+def goes_on(run: LocalRun, steps: int = 4) -> None:
+    run.wait_for_step(run.rows()[-1]["step"] + steps, PATIENCE_S)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name in ("stopped", "killed"):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, metafunc.cls.KINDS[name])
+
+
+class Deaths:
+    """What is tested under each host."""
+
+    HOST: str
+    KINDS: ClassVar[dict[str, list[str]]]
+
+    def test_a_stopped_process_is_named_and_the_run_goes_on_when_it_does(self, runs: Runs, stopped: str) -> None:
+        run = runs.of(self.HOST)
+        victim = find(run, stopped)
+        victim.suspend()
+        try:
+            said = f"(pid {victim.pid}) stands still"
+            until(lambda: said in run.output.read_text(), run, f"nobody named {stopped}")
+        finally:
+            if victim.is_running():
+                victim.resume()
+        # A worker, or a reward process, that was replaced meanwhile does not come back.
+        back = f"(pid {victim.pid}) runs again"
+        until(lambda: back in run.output.read_text() or not victim.is_running(), run, f"{stopped} did not come back")
+        goes_on(run)
+
+    def test_a_killed_process_costs_nothing_but_time(self, runs: Runs, killed: str) -> None:
+        run = runs.of(self.HOST)
+        find(run, killed).kill()
+        time.sleep(1.0)
+        goes_on(run, 6)
+        assert_conserved(run.rows()[-1])
+
+    def test_a_stopped_asyncrl_local_is_named_by_the_roles_and_goes_on(self, runs: Runs) -> None:
+        run = runs.of(self.HOST)
+        logs = [run.directory / "logs" / name for name in ("replay.log", "rollout.log", "learner.log")]
+        before, shown = run.rows()[-1]["step"], run.output.read_text().count("\nstep ")
+        os.kill(run.process.pid, signal.SIGSTOP)
+        try:
+            said = f"asyncrl local (pid {run.process.pid}) stands still"
+            until(lambda: all(said in log.read_text() for log in logs), run, "a role did not note it")
+            run.wait_for_step(before + 2, PATIENCE_S)
+        finally:
+            os.kill(run.process.pid, signal.SIGCONT)
+        until(lambda: run.output.read_text().count("\nstep ") > shown, run, "it did not go on")
+        goes_on(run)
+
+    def test_nobody_outlives_a_killed_asyncrl_local_and_ctrl_c_saves_the_run_that_resumed(self, runs: Runs) -> None:
+        run = runs.of(self.HOST)
+        stopped = find(run, "a rollout worker")
+        stopped.suspend()  # it could not end by itself
+        family = run.descendants()
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        deadline = time.monotonic() + 60
+        while left := [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < deadline, [p.cmdline() for p in left]
+            time.sleep(0.1)
+        assert_trained_once(ledger(run))
+
+        old = run.rows()[-1]["step"]
+        again = runs.start(self.HOST, resume="auto")
+        again.wait_for_step(old + 3, PATIENCE_S)
+        shown = again.output.read_text()
+        (step,) = map(int, re.findall(r"^resumed from step (\d+)$", shown, re.MULTILINE))
+        printed = [int(number) for number in re.findall(r"^step (\d+) ", shown, re.MULTILINE)]
+        assert step <= old and min(printed) == step + 1, "an old step was printed"
+
+        run = again
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(PATIENCE_S) == 130, run.tail()
+        last, text = run.rows()[-1]["step"], run.output.read_text()
+        assert f"the newest checkpoint is that of step {last}" in text and "resume=auto" in text
+        assert (run.directory / "ckpt" / "latest").resolve().name == f"step_{last}"
+        assert_trained_once(ledger(run))
+        assert_conserved(run.rows()[-1])
+
+        more = runs.start(self.HOST, resume="auto", **{"learner.steps": str(last + 2)})
+        assert more.finish(PATIENCE_S) == 0, more.tail()
+        assert f"resumed from step {last}\n" in more.output.read_text()
+        finished = runs.start(self.HOST, resume="auto", **{"learner.steps": str(last + 2)})
+        assert finished.finish(PATIENCE_S) == 0, finished.tail()
+        assert f"nothing to do: {last + 2} steps are trained" in finished.output.read_text()
+        versions = [row["policy_version"] for row in more.rows()]
+        assert versions == sorted(set(versions)), "a policy version was used twice"
+
+
+class TestProcess(Deaths):
+    HOST = "process"
+    KINDS: ClassVar = {"stopped": [*COMMON, *ALONE], "killed": [*COMMON, *ALONE]}
+
+
+class TestRay(Deaths):
+    HOST = "ray"
+    KINDS: ClassVar = {"stopped": [*COMMON, "Ray's raylet"], "killed": [*COMMON, *RAYS]}

@@ -1,0 +1,61 @@
+"""A metric combines over micro-batches, updates and ranks as it says itself, whatever it is called."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from asyncrl.learner.metrics import Measured
+
+
+def test_each_kind_of_number_combines_in_its_own_way_and_none_by_its_name() -> None:
+    def rank(number: int) -> Measured:
+        mine = Measured()
+        for update in (1, 2):
+            mine.add(
+                Measured(
+                    ratios={"loss/a": (float(number), 2.0)},
+                    maxima={"loss/b": float(10 * number + update)},
+                    totals={"loss/c": 1.0},
+                    per_update={"d": float(update)},
+                    updates=float(number == 0),
+                )
+            )
+        return mine
+
+    together = Measured()
+    for number in (0, 1):
+        together.add(rank(number))
+    row = together.row()
+    assert row["loss/a"] == pytest.approx(2 / 8)
+    assert row["loss/b"] == 12
+    assert row["loss/c"] == 4, "a total stays one under a name like a loss"
+    assert row["d"] == pytest.approx((1 + 2) * 2 / 2), "added up over ranks, its mean over two updates"
+
+
+def test_a_spread_is_that_of_all_tokens_together() -> None:
+    values = torch.tensor([1.0, -2.0, 0.5, 7.0, 7.0], dtype=torch.float64)
+    together = Measured()
+    for part in (values[:2], values[2:], values[:0]):
+        moments = float(part.sum()), float(part.square().sum()), float(len(part))
+        together.add(Measured(spreads={"anything/": moments}))
+    row = together.row()
+    assert row["anything/mean"] == pytest.approx(values.mean().item())
+    assert row["anything/std"] == pytest.approx(values.std(correction=0).item())
+    assert Measured(spreads={"none/": (0.0, 0.0, 0.0)}).row() == {"none/mean": 0.0, "none/std": 0.0}
+
+
+def test_the_explained_variance_is_one_minus_that_of_the_residual() -> None:
+    spreads = {"critic/target_": (0.0, 8.0, 2.0), "critic/residual_": (0.0, 2.0, 2.0)}
+    assert Measured(spreads=spreads).row()["critic/explained_variance"] == pytest.approx(0.75)
+    alike = dict.fromkeys(spreads, (2.0, 2.0, 2.0))
+    assert "critic/explained_variance" not in Measured(spreads=alike).row()
+
+
+def test_scalars_of_a_micro_batch_keep_their_kind_and_an_unused_name_is_absent() -> None:
+    one = torch.tensor(1.0)
+    made = Measured.of({"r": (one, 2 * one)}, {"m": 3 * one}, {"p": 4 * one})
+    assert (made.ratios, made.maxima, made.per_update) == ({"r": (1.0, 2.0)}, {"m": 3.0}, {"p": 4.0})
+    assert not Measured.of({}, {}, {}).row() and math.isfinite(made.row()["p"])

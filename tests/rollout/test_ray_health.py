@@ -1,0 +1,93 @@
+"""A Ray that is gone is named, however it went; a real one is killed in tests/integration/test_deaths.py."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.rollout import ray_health
+from asyncrl.rollout.host import HostLostError
+from asyncrl.rollout.ray_health import RayHealth
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+ALIVE = {"Alive": True, "NodeManagerAddress": "10.0.0.1"}
+DEAD = {"Alive": False, "NodeManagerAddress": "10.0.0.2"}
+
+
+def loss(health: RayHealth) -> HostLostError:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            health.check()
+        except HostLostError as error:
+            return error
+        time.sleep(0.02)
+    pytest.fail("nobody noticed")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RayHealth]]:
+    made: list[RayHealth] = []
+
+    def watch(nodes: Callable[[], list[dict[str, object]]], address: str = "auto") -> RayHealth:
+        monkeypatch.setattr(ray_health.ray, "nodes", nodes)
+        monkeypatch.setattr(ray_health, "ASK_S", 0.02)
+        made.append(RayHealth(address))
+        return made[-1]
+
+    yield watch
+    for health in made:
+        health.close()
+
+
+def test_a_cluster_with_a_dead_node_goes_on_and_one_without_a_living_one_is_lost(watched) -> None:
+    nodes = [ALIVE, DEAD]
+    health = watched(lambda: nodes)
+    time.sleep(0.2)
+    health.check()
+    nodes = [DEAD]
+    error = loss(health)
+    assert "ray.address=auto: every node of the Ray cluster is dead (10.0.0.2)" in str(error)
+    assert not error.mendable
+
+
+def test_a_head_that_does_not_answer_is_lost_and_the_cluster_is_named(watched, monkeypatch) -> None:
+    monkeypatch.setattr(ray_health, "SILENCE_S", 0.5)
+    ended = threading.Event()
+
+    def nodes() -> list[dict[str, object]]:
+        ended.wait(30)
+        return [ALIVE]
+
+    error = loss(watched(nodes, "10.0.0.1:6379"))
+    ended.set()
+    assert "ray.address=10.0.0.1:6379: the head of the Ray cluster (gcs_server) has not answered" in str(error)
+
+
+def test_questions_that_fail_are_no_answers(watched, monkeypatch) -> None:
+    monkeypatch.setattr(ray_health, "SILENCE_S", 0.5)
+
+    def nodes() -> list[dict[str, object]]:
+        raise ConnectionError("no head")
+
+    assert "has not answered" in str(loss(watched(nodes)))
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_server_of_our_own_that_died_is_a_loss_that_can_be_mended(watched, tmp_path: Path, name: str) -> None:
+    program = shutil.copy(shutil.which("sleep") or "/bin/sleep", tmp_path / name)
+    with subprocess.Popen([program, "600"]) as server:
+        time.sleep(0.2)
+        health = watched(lambda: [ALIVE], "")
+        health.check()
+        server.kill()  # a zombie until it is waited for, as Ray leaves it
+        error = loss(health)
+        assert f"{name} (pid {server.pid}) of the Ray that this pool had started is gone" in str(error)
+        assert error.mendable

@@ -1,0 +1,41 @@
+"""Which checkpoint a resume goes on from, for whoever only looks and for the learner: one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import CheckpointError
+from asyncrl.storage.checkpoints import chosen, newest, trained_steps
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for steps in (8, 20):
+        saved = tmp_path / "ckpt" / f"step_{steps}"
+        saved.mkdir(parents=True)
+        (saved / "state.json").write_text(f'{{"step": {steps - 1}, "policy_version": {steps}}}')
+    (tmp_path / "ckpt" / "latest").symlink_to("step_8")
+    return tmp_path
+
+
+def test_the_setting_decides_and_a_missing_link_is_the_checkpoint_of_the_most_steps(run_dir: Path) -> None:
+    ckpt = run_dir / "ckpt"
+    assert chosen(run_dir, "never") is None and trained_steps(None) == 0
+    assert chosen(run_dir, "auto") == ckpt / "step_8"
+    assert chosen(run_dir, str(ckpt / "step_20")) == ckpt / "step_20"
+    (ckpt / "latest").unlink()
+    found = chosen(run_dir, "auto")
+    assert found == newest(ckpt)[0] == ckpt / "step_20" and trained_steps(found) == 20
+    assert "latest is missing: going on from step_20" in newest(ckpt)[1]
+    (ckpt / "latest").symlink_to("step_33")
+    assert trained_steps(chosen(run_dir, "auto")) == 20
+
+
+def test_a_checkpoint_that_does_not_say_is_refused_by_its_file_with_the_way_out(run_dir: Path) -> None:
+    state = run_dir / "ckpt" / "step_8" / "state.json"
+    for damaged in ("{", "[]", '{"step": 7}'):
+        state.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"step_8/state\.json cannot be read.*resume=PATH"):
+            trained_steps(chosen(run_dir, "auto"))

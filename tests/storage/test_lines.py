@@ -1,0 +1,71 @@
+"""Lines with checksums: whatever is changed or taken out is found, and the file stays plain JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines
+
+ROWS: list[Row] = [{"step": step, "text": f'a "quoted" ü {step}\n', "value": step / 7} for step in range(1, 6)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "metrics.jsonl"
+    LineFile(file, Patience()).append(ROWS[:2])
+    open_kept(file, lambda _: True, Patience()).append(ROWS[2:], ensure_ascii=False)
+    return file
+
+
+def keep_all(_: Row) -> bool:
+    return True
+
+
+def test_each_line_is_one_json_object_and_reads_back(path: Path) -> None:
+    plain = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{name: value for name, value in row.items() if name != "crc"} for row in plain] == ROWS
+    found = read_lines(path)
+    assert found.rows == ROWS and not found.damaged and not found.cut_off
+
+
+def test_no_flipped_bit_goes_unseen(path: Path) -> None:
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        found = read_lines(path)
+        assert found.damaged or found.cut_off, f"byte {place}: {whole[place : place + 1]!r}"
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_line_that_is_gone_is_found_by_the_next(path: Path, gone: int) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:gone] + lines[gone + 1 :]))
+    found = read_lines(path)
+    assert found.damaged == [gone + 1]
+    assert f"line {gone + 1} was changed" in found.problem(path)
+
+
+def test_rows_that_are_not_kept_and_half_a_line_are_cut_off_in_place(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"step": 6, "te')
+    inode = path.stat().st_ino
+    open_kept(path, lambda row: row["step"] <= 3, Patience()).append([{"step": 4, "again": True}])
+    assert path.stat().st_ino == inode  # a full disk has no room for a copy
+    found = read_lines(path)
+    assert found.rows == [*ROWS[:3], {"step": 4, "again": True}] and not found.damaged
+
+
+def test_damage_is_told_and_put_aside_and_the_rest_is_kept(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    damaged = path.read_bytes().replace(b'"step": 2', b'"step": ?')
+    path.write_bytes(damaged)
+    open_kept(path, keep_all, Patience()).append([{"step": 6}])
+    assert "metrics.jsonl: line 2 was changed" in caplog.text
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    found = read_lines(path)
+    assert found.rows == [ROWS[0], *ROWS[2:], {"step": 6}] and not found.damaged

@@ -1,0 +1,241 @@
+"""Every writer of the run folder on a file system that really is full: it waits, says with which path, and goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config import load_config
+from asyncrl.errors import DiskFullError
+from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.export import export_hf
+from asyncrl.learner.model import build_model
+from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.roles import Roles
+from asyncrl.replay.audit.ledger_file import LedgerFile
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.journal.disk import FolderDisk
+from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
+from asyncrl.replay.journal.sync_thread import SyncThread
+from asyncrl.schema import Config, LearnerConfig, ModelConfig
+from asyncrl.storage import sealed
+from asyncrl.storage.full_disk import Patience, make_board, read_board
+from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.metrics import MetricsLog
+from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.weights.files import FilesSender
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from tests.learner.feed import tiny_checkpoint
+from tests.small_disk import SmallDisk, small_disk
+from tests.weights.board import Board
+
+CPU = torch.device("cpu")
+TURNS = 3
+"""Of waiting, before there is space."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "small", 8) as disk:
+        make_board(disk.root / "waiting")
+        yield disk
+
+
+def patience(disk: SmallDisk, turns: int = TURNS, limit_s: float = 3600) -> Patience:
+    """Makes room after so many waits."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == turns:
+            disk.free()
+
+    return Patience(limit_s, disk.root / "waiting", sleep=sleep, clock=lambda: sum(slept))
+
+
+def metrics(disk: SmallDisk) -> Callable[[], None]:
+    log = MetricsLog(disk.root, "run", {}, False, False, None, patience(disk))
+
+    def write() -> None:
+        log.write(1, 1, {"x": 1.0})
+        log.samples(1, [{"prompt": "p" * 5000}])
+        log.close()
+        assert [row["step"] for row in read_lines(disk.root / "metrics.jsonl").rows] == [1]
+        assert len(read_lines(disk.root / "samples.jsonl").rows[0]["prompt"]) == 5000
+
+    return write
+
+
+def policy(disk: SmallDisk, source: Path):
+    return build_model(Config(model=ModelConfig(path=str(tiny_checkpoint(source)))), CPU, None)
+
+
+def checkpoint(disk: SmallDisk) -> Callable[[], None]:
+    model = policy(disk, disk.root.parent / "source")
+    roles = Roles(policy=model, optimizer=make_optimizer(model.parameters(), LearnerConfig()))
+    checkpoints = Checkpoints(disk.root / "ckpt", rank=0, keep=1, patience=patience(disk))
+    state = LearnerState(step=1, policy_version=2, skipped_steps=0)
+
+    def write() -> None:
+        path = checkpoints.save(state, roles, {"step": 1})
+        sealed.verify(path)
+        assert checkpoints.load(path, roles) == (state, {"step": 1})
+        assert sorted(path.name for path in (disk.root / "ckpt").iterdir()) == ["latest", "step_2"]
+
+    return write
+
+
+def export(disk: SmallDisk) -> Callable[[], None]:
+    model = policy(disk, disk.root.parent / "source")
+
+    def write() -> None:
+        export_hf(model, ModelConfig(path=str(disk.root.parent / "source")), disk.root / "hf", 0, patience(disk))
+        sealed.verify(disk.root / "hf")
+
+    return write
+
+
+def weights_file(disk: SmallDisk) -> Callable[[], None]:
+    sender = FilesSender(Board(), disk.root / "weights", patience=patience(disk))
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30)
+
+    def write() -> None:
+        publisher.publish(0, {"w": torch.ones(10_000)}.items())
+        publisher.publish(1, {"w": torch.ones(10_000)}.items())
+        publisher.close()
+        assert (disk.root / "weights" / "v00000000.safetensors").is_file()
+
+    return write
+
+
+def config(disk: SmallDisk) -> Callable[[], None]:
+    config = load_config(
+        ["model.path=m", "data.path=d", "reward.function=r.py:f", f"run.dir={disk.root}/run", "run.disk_patience_s=60"]
+    )
+
+    def write() -> None:
+        # The real clock: the settings make the patience.
+        threading.Timer(0.5, disk.free).start()
+        prepare_run_folder(config, "one")
+        assert "seed" in (disk.root / "run" / "config.yaml").read_text()
+
+    return write
+
+
+WRITERS = {
+    "metrics.jsonl": metrics,
+    "ckpt/step_2.tmp": checkpoint,
+    "hf": export,
+    "v00000000.safetensors": weights_file,
+    "run/logs/waiting": config,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_finds_no_space_is_written_when_there_is_some(
+    name: str, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    write = WRITERS[name](disk)
+    disk.fill()
+    write()
+    said = [record.getMessage() for record in caplog.records if "the disk is full" in record.getMessage()]
+    assert said and f"{name} needs" in said[0] and "bytes" in said[0]
+    assert "going on" in caplog.text
+
+
+def test_a_run_without_space_for_its_checkpoint_ends_resumable_when_its_patience_is_over(disk: SmallDisk) -> None:
+    model = policy(disk, disk.root.parent / "source")
+    roles = Roles(policy=model, optimizer=make_optimizer(model.parameters(), LearnerConfig()))
+    waiting = patience(disk, turns=10**9, limit_s=200)
+    checkpoints = Checkpoints(disk.root / "ckpt", rank=0, keep=2, patience=waiting)
+    first = checkpoints.save(LearnerState(step=1, policy_version=2, skipped_steps=0), roles, {"step": 1})
+    disk.fill()
+    with pytest.raises(DiskFullError, match=r"step_3\.tmp needs .* bytes.*resume=auto"):
+        checkpoints.save(LearnerState(step=2, policy_version=3, skipped_steps=0), roles, {"step": 2})
+    assert "resume=auto" in read_board(disk.root / "waiting")  # written where nothing else could be
+    disk.free()
+    assert Checkpoints(disk.root / "ckpt", rank=0, keep=2).choose("auto", restarted=False) == first
+
+
+def test_the_ledger_keeps_its_lines_in_memory_and_ends_the_server_only_when_the_patience_is_over(
+    disk: SmallDisk,
+) -> None:
+    now = [0.0]
+    ledger = LedgerFile(disk.root / "ledger.jsonl", Patience(100, None, clock=lambda: now[0]))
+    ledger(ev.Published(0, -1))
+    ledger(ev.Restored(-1, -1))
+    disk.fill()
+    for step in range(60):
+        now[0] += 1
+        ledger(ev.Sealed(step, step, 0, (step,)))
+        ledger(ev.Trained(step, step + 1))
+    disk.free()
+    now[0] += 2
+    ledger(ev.Committed(59))  # any event tries again
+    found = read_lines(disk.root / "ledger.jsonl")
+    assert [row["step"] for row in found.rows if row["event"] == "trained"] == list(range(60)) and not found.damaged
+    disk.fill()
+    with pytest.raises(DiskFullError, match=r"ledger\.jsonl needs"):
+        for step in range(60, 10_000):
+            now[0] += 1
+            ledger(ev.Sealed(step, step, 0, (step,)))
+            ledger(ev.Trained(step, step + 1))
+
+
+class PlainLog(SegmentLog):
+    def _opening(self, end: int) -> Opening:
+        return Opening([b"opening"], ())
+
+    def append(self, data: bytes) -> None:
+        self._append([data])
+
+
+def test_the_journal_names_path_and_bytes_goes_on_and_ends_its_server_when_the_patience_is_over(
+    disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = disk.root / "journal"
+    log = PlainLog(FolderDisk(folder, locked=True), JournalSettings(segment_bytes=1 << 16))
+    now = [0.0]
+    sync = SyncThread(log, 0.001, Patience(100, None, clock=lambda: now[0]), folder)
+
+    def wait(until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def fill_journal() -> None:
+        disk.fill()
+        for _ in range(4):
+            log.append(bytes(1 << 15))
+        sync.nudge()
+        wait(lambda: bool(log.problem))
+
+    fill_journal()
+    assert f"{folder}/0000000" in caplog.text and "bytes are free" not in caplog.text
+    disk.free()
+    wait(lambda: log.durable == log.promised)
+    assert not log.problem
+    fill_journal()
+    now[0] += 100
+    wait(lambda: sync.failure is not None)
+    with pytest.raises(DiskFullError, match=r"\.seg needs .* bytes .*resume=auto"):
+        sync.heard()
+    disk.free()
+    sync.stop()
+
+
+def test_json_of_the_ledger_stays_plain(disk: SmallDisk) -> None:
+    ledger = LedgerFile(disk.root / "ledger.jsonl")
+    ledger(ev.Published(0, -1))
+    ledger(ev.Finished())
+    rows = [json.loads(line) for line in (disk.root / "ledger.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["published", "finished"]

@@ -1,0 +1,102 @@
+"""What a resume may change is said and kept; what the run is made of may not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import learner_digest, load_config, read_config
+from asyncrl.errors import RunFolderError
+from asyncrl.schema import Config
+from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(bytes(3 << 20))
+    data.write_text('{"prompt": "a"}\n')
+    return [f"model.path={model}", f"data.path={data}", "reward.function=r.py:f", f"run.dir={tmp_path / 'run'}"]
+
+
+def resumed(task: list[str], *changes: str) -> Config:
+    return load_config([*task, "resume=auto", *changes])
+
+
+def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(task: list[str], tmp_path: Path) -> None:
+    prepare_run_folder(load_config(task), "one")
+    assert changes_in(resumed(task)) == []
+    assert changes_in(resumed(task, "replay.address=tcp://127.0.0.1:5999", "replay.keys=elsewhere")) == []
+    first = resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4")
+    lines = changes_in(first)
+    assert lines == ["learner.groups_per_step: 32 -> 4", "learner.lr: 1e-06 -> 0.0001"]
+    folder = prepare_run_folder(first, "two")
+    (folder / "ckpt" / "step_50").mkdir(parents=True)
+    (folder / "ckpt" / "latest").symlink_to("step_50")
+    prepare_run_folder(resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4", "loss=ppo"), "three")
+    text = (folder / "config.yaml").read_text().splitlines()
+    assert text[:2] == [f"# resumed from the start: {line}" for line in lines]
+    history = [line for line in text if line.startswith("# resumed")]
+    assert len(history) > 2 and all(line.startswith("# resumed from step_50: loss.") for line in history[2:])
+    config = read_config(folder / "config.yaml")
+    assert (config.learner.lr, config.learner.groups_per_step) == (1e-4, 4)
+
+
+@pytest.mark.parametrize("other", ["model", "data", "seed", "shuffle"])
+def test_what_the_run_is_made_of_is_refused_by_what_is_in_it(task: list[str], tmp_path: Path, other: str) -> None:
+    folder = prepare_run_folder(load_config(task), "one")
+    before = (folder / "config.yaml").read_text()
+    changes: tuple[str, ...] = ()
+    if other == "model":
+        with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
+            weights.seek(-5, 2)
+            weights.write(b"x")
+    elif other == "data":
+        with (tmp_path / "rows.jsonl").open("a") as rows:
+            rows.write('{"prompt": "b"}\n')
+    else:
+        changes = {"seed": ("seed=5",), "shuffle": ("data.shuffle=false",)}[other]
+    with pytest.raises(RunFolderError, match="is not what the run in") as refused:
+        prepare_run_folder(resumed(task, *changes), "two")
+    assert "run.name" in str(refused.value)
+    assert (folder / "config.yaml").read_text() == before
+
+
+def test_a_model_that_was_moved_is_the_same_one(task: list[str], tmp_path: Path) -> None:
+    prepare_run_folder(load_config(task), "one")
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    prepare_run_folder(resumed(task, f"model.path={tmp_path / 'elsewhere'}"), "two")
+
+
+def test_a_config_that_cannot_be_read_is_refused_by_name(task: list[str], tmp_path: Path) -> None:
+    folder = prepare_run_folder(load_config(task), "one")
+    (folder / "config.yaml").write_text("seed: [")
+    with pytest.raises(RunFolderError, match=r"config\.yaml cannot be read"):
+        changes_in(resumed(task))
+
+
+@pytest.mark.parametrize(
+    ("change", "another"),
+    [
+        ("learner.lr=1e-4", True),
+        ("learner.groups_per_step=4", True),
+        ("loss=ppo", True),
+        ("replay.max_staleness=8", True),
+        ("learner.weight_decay=0.1", True),
+        ("learner.steps=500", False),
+        ("learner.save_every=5", False),
+        ("learner.ranks=2", False),
+        ("replay.wait_timeout_s=60", False),
+        ("rollout.workers=3", False),
+    ],
+)
+def test_a_history_is_another_one_when_its_updates_are(task: list[str], change: str, another: bool) -> None:
+    assert (learner_digest(load_config(task)) != learner_digest(load_config([*task, change]))) == another
+
+
+def test_with_a_schedule_that_ends_the_number_of_steps_counts(task: list[str]) -> None:
+    first, second = (load_config([*task, "learner.schedule=linear", f"learner.steps={n}"]) for n in (100, 200))
+    assert learner_digest(first) != learner_digest(second)

@@ -1,0 +1,109 @@
+"""`asyncrl data check`: what a run would draw, and whether the reward knows the rows' own answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.cli.data_check import ground_truth, histogram
+from asyncrl.cli.main import main
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+
+REWARDS = """
+import re
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert type(extra_info) is dict and type(extra_info["index"]) is int
+    found = re.findall(r"#### (-?[0-9.,]+)", solution_str)
+    return 1.0 if found and found[-1] == ground_truth else 0.0
+def exact(completion, row):
+    return float(completion == row["answer"])
+def generous(completion, row):
+    return 1.0
+"""
+
+
+def task(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    save_byte_tokenizer(folder / "model")
+    (folder / "r.py").write_text(REWARDS)
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["model.path=model", "data.path=d.jsonl"]
+
+
+def test_verls_rows_with_verls_reward_are_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} apples and {'one ' * n}more?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"index": n, "level": n % 4},
+        }
+        for n in range(40)
+    ]
+    given = task(tmp_path, rows[:1])
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet")
+    settings = [*given, "data.path=train.parquet", "reward.function=r.py:compute_score", "data.max_prompt_tokens=120"]
+    assert main(["data", "check", *settings, "data.where.extra_info.level.min=1"]) == 0
+    said = capsys.readouterr().out
+    assert "train.parquet: 30 of 40 rows let through by data.where, all of a form that can be used" in said
+    assert "tokens of 30 prompts (data.max_prompt_tokens=120):" in said and "> 120" in said and "█" in said
+    assert "the first prompt (train.parquet[1])" in said and "user: 1 apples and one more?\nassistant: ▶1◀" in said
+    assert "the reward of 8 rows' own answers: 1, best as '#### ANSWER'; of an empty answer: 0" in said
+
+
+def test_a_row_whose_own_answer_the_reward_does_not_know_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows: list[dict[str, Any]] = [{"prompt": f"{n}?", "answer": str(n)} for n in range(6)]
+    given = task(tmp_path, [*rows[:3], {"prompt": "x", "answer": 7}, *rows[3:]])
+    assert main(["data", "check", *given, "reward.function=r.py:exact"]) == 1
+    said = capsys.readouterr().out
+    assert "d.jsonl:4: its own answer '7' is worth 0, and no answer at all 0" in said
+    assert "d.jsonl:3:" not in said and "own answers: 0 to 1, best as 'ANSWER'" in said
+    assert main(["data", "check", *given, "reward.function=r.py:generous"]) == 1
+    assert "d.jsonl:1: its own answer '0' is worth 1, and no answer at all 1" in capsys.readouterr().out
+
+
+def test_without_a_reward_rows_and_shares_are_shown_and_bad_data_is_refused_as_at_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, _ = task(tmp_path, [{"prompt": "a>", "answer": "b"}] * 3)
+    mixture = ["data.mixture.one=d.jsonl", "data.mixture.two.path=d.jsonl", "data.mixture.two.weight=3"]
+    assert main(["data", "check", model, *mixture]) == 0
+    said = capsys.readouterr().out
+    assert "of 1,000 prompts: 750 of two, 250 of one" in said and "no reward was given" in said
+    with Path("d.jsonl").open("a") as file:
+        file.write('{"text": 1}\n')
+    assert main(["data", "check", model, "data.path=d.jsonl"]) == 2
+    assert "d.jsonl:4 has no column `prompt`" in capsys.readouterr().err
+    assert main(["data", "check", model, "data.path=gone.jsonl"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "truth"),
+    [
+        ({"reward_model": {"ground_truth": "4"}, "answer": "long"}, "4"),
+        ({"reward_model": {"ground_truth": {"target": ["Paris", "paris"]}}}, "Paris"),
+        ({"answer": ["a", "b"]}, "a"),
+        ({"solution": 3}, "3"),
+        ({"other": 3}, None),
+    ],
+)
+def test_the_right_answer_is_found_where_people_keep_it(row: dict[str, Any], truth: str | None) -> None:
+    assert ground_truth(row) == truth
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 5, 5], [1, 2], list(range(100)), [50, 60], [9, 9, 200]])
+def test_every_length_is_in_one_bin_of_the_histogram(tokens: list[int]) -> None:
+    lines = histogram(tokens, limit=40)[1:]
+    assert sum(int(line.split()[-1].replace(",", "")) for line in lines) == len(tokens)

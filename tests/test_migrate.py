@@ -1,0 +1,176 @@
+"""`asyncrl migrate`: what it prints is a settings file that loads, and nothing that was given is passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.cli.settings_file import with_files
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.losses.config import resolve
+from asyncrl.schema import Config
+
+GSM8K = """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=~/data/gsm8k/train.parquet
+data.val_files=['gsm8k/test.parquet'] data.train_batch_size=1024 data.max_prompt_length=512
+data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
+actor_rollout_ref.model.path=Qwen/Qwen3-8B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.rollout.top_p=0.9 actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name=verl_grpo trainer.experiment_name='qwen3 8b' trainer.n_gpus_per_node=8 trainer.nnodes=1
+trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 trainer.total_training_steps=105 made.up=3
+custom_reward_function.path=my/gsm8k.py +actor_rollout_ref.actor.optim.betas=[0.9,0.95]
+"""
+PPO = """
+data.train_files=[a.parquet,b.parquet] data.max_prompt_length=1024 data.max_response_length=512 data.train_batch_size=64
+data.truncation=left data.prompt_key=question actor_rollout_ref.model.path=m
+actor_rollout_ref.actor.ppo_mini_batch_size=16
+actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm actor_rollout_ref.actor.entropy_coeff=0.001
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.3
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200
+algorithm.adv_estimator=gae algorithm.lam=0.98 critic.optim.lr=2e-5 critic.model.path=c critic.cliprange_value=0.4
+algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_ctrl.type=adaptive
+reward_model.enable=True reward_model.model.path=rm trainer.critic_warmup=3
+"""
+
+
+def migrated(
+    framework: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], *needed: str
+) -> tuple[Config, str]:
+    """The settings that what it prints makes, and the text."""
+    assert main(["migrate", framework, *arguments]) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "migrated.yaml"
+    file.write_text(text)
+    return load_config([*with_files([str(file)]), *needed]), text
+
+
+def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = migrated("verl", GSM8K.split("\n", 1)[1].replace("'qwen3 8b'", "qwen3/8b").split(), tmp_path, capsys)
+    assert config.data.path == str(Path("~/data/gsm8k/train.parquet").expanduser())
+    assert (config.eval.path, config.eval.every) == ("gsm8k/test.parquet", 5)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.overlong) == (512, 1024, "drop")
+    assert (config.learner.groups_per_step, config.learner.updates_per_batch, config.rollout.group_size) == (1024, 4, 5)
+    assert (config.learner.lr, config.learner.beta2, config.learner.weight_decay) == (1e-6, 0.95, 0.01)
+    assert config.learner.max_tokens_per_microbatch == 32 * 1536 and config.learner.steps == 105
+    loss = resolve(config.loss)
+    assert (loss.preset, loss.clip_low, loss.dual_clip) == ("dual_clip", 0.2, 3.0)
+    assert (loss.aggregation, loss.kl_coef, loss.kl) == ("token_mean", 0.001, "k3")
+    assert (config.advantage.estimator, config.advantage.std) == ("group", "group")
+    assert (config.engine.name, config.engine.tensor_parallel) == ("vllm", 2)
+    assert config.engine.vllm == {"gpu_memory_utilization": 0.6}
+    assert (config.reward.function, config.run.name) == ("my/gsm8k.py:compute_score", "qwen3-8b")
+    assert config.telemetry.wandb and config.model.activation_checkpointing and config.learner.save_every == 20
+    assert "learner.lr: 1.0e-06  # from actor_rollout_ref.actor.optim.lr\n" in text
+    assert "data.prompt_column: prompt  # from data.prompt_key (verl's default)\n" in text
+    for left, why in (
+        ("actor_rollout_ref.rollout.top_p=0.9", "biases every importance ratio"),
+        ("trainer.total_epochs=15", "learner.steps = rows * epochs"),
+        ("trainer.n_gpus_per_node=8", "learner.ranks"),
+        ("made.up=3", "unknown here"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=False", "FSDP2"),
+    ):
+        assert any(f"# no equivalent: {left}: " in line and why in line for line in text.splitlines()), left
+    given = {word.partition("=")[0].lstrip("+") for word in GSM8K.split() if "=" in word}
+    passed_over = {key for key in given if key not in text}
+    # Off, and what hangs on them with them.
+    assert passed_over <= {
+        "algorithm.use_kl_in_reward",
+        "actor_rollout_ref.actor.entropy_coeff",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "data.truncation",
+    }
+
+
+def test_a_ppo_command_of_verl_with_a_reward_model_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text = migrated("verl", PPO.split(), tmp_path, capsys)
+    assert (config.data.path, config.data.prompt_column) == (["a.parquet", "b.parquet"], "question")
+    assert (config.data.overlong, config.rollout.group_size) == ("truncate_left", 1)
+    assert (config.loss.aggregation, config.loss.constant_length) == ("constant", 512.0)
+    assert (config.loss.clip_low, config.loss.clip_high) == (0.1, 0.3)
+    assert (config.learner.max_tokens_per_microbatch, config.learner.warmup_steps) == (24000, 20)
+    assert (config.advantage.estimator, config.advantage.lam, config.advantage.gamma) == ("gae", 0.98, 1.0)
+    assert (config.advantage.kl_coef, config.advantage.kl_target) == (0.01, 0.1)
+    assert (config.critic.path, config.critic.lr, config.critic.value_clip, config.critic.warmup_steps) == (
+        "c",
+        2e-5,
+        0.4,
+        3,
+    )
+    assert (config.reward.model, config.reward.function) == ("rm", "asyncrl.rewards.reward_model:RewardModel")
+    assert "actor_rollout_ref.actor.entropy_coeff=0.001: there is no bonus for entropy" in text
+
+
+def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = tmp_path / "args.yaml"
+    theirs.write_text(
+        "model_name_or_path: Qwen/Qwen2-0.5B-Instruct\ndataset_name: trl-lib/DeepMath-103K\n"
+        "dataset_train_split: train\n"
+        "learning_rate: 1e-5\nnum_generations: 16\nmax_prompt_length: 1024\nmax_completion_length: 2048\n"
+        "per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nsteps_per_generation: 8\nbeta: 0.04\n"
+        "epsilon_high: 0.28\nloss_type: dr_grpo\nscale_rewards: false\ntop_p: 0.95\nmax_steps: 100\nsave_steps: 25\n"
+        "warmup_ratio: 0.1\nlr_scheduler_type: cosine\nbf16: true\nuse_vllm: true\nvllm_mode: colocate\n"
+        "vllm_gpu_memory_utilization: 0.5\nreport_to: [wandb]\noutput_dir: out\nlogging_steps: 1\nnum_iterations: 2\n"
+        "use_peft: true\nlora_r: 32\nlora_alpha: 64\nlora_target_modules: [q_proj, v_proj]\nsurprise: 1\n"
+    )
+    needed = ("reward.function=r.py:f",)
+    config, text = migrated("trl", [str(theirs), "num_processes=4"], tmp_path, capsys, *needed)
+    assert (config.model.path, config.data.path) == ("Qwen/Qwen2-0.5B-Instruct", "hf:trl-lib/DeepMath-103K:train")
+    assert (config.learner.groups_per_step, config.learner.updates_per_batch) == (8 * 4 * 8 // 16, 2)
+    assert (config.rollout.group_size, config.rollout.max_new_tokens, config.data.overlong) == (
+        16,
+        2048,
+        "truncate_left",
+    )
+    assert (config.loss.preset, config.loss.clip_high, config.loss.kl_coef) == ("dr_grpo", 0.28, 0.04)
+    assert (config.loss.constant_length, config.advantage.std) == (2048, "none")
+    assert (config.learner.lr, config.learner.schedule, config.learner.warmup_steps) == (1e-5, "cosine", 10)
+    assert (config.model.dtype, config.model.lora_rank, config.model.lora_targets) == (
+        "bfloat16",
+        32,
+        ["q_proj", "v_proj"],
+    )
+    assert config.engine.name == "vllm" and config.engine.vllm == {"gpu_memory_utilization": 0.5}
+    assert "# still needed: reward.function\n" in text
+    for left in ("top_p=0.95", "vllm_mode=colocate", "logging_steps=1", "num_iterations=2", "surprise=1"):
+        assert f"# no equivalent: {left}: " in text
+
+
+@pytest.mark.parametrize("framework", ["verl", "trl"])
+def test_a_framework_s_defaults_alone_load(framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With nothing but a seed: what differs from our defaults stands in what is printed."""
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f", "rollout.group_size=8")
+    config, _ = migrated(framework, ["data.seed=3" if framework == "verl" else "seed=3"], tmp_path, capsys, *needed)
+    assert config.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("grpo", "grpo"), ("dapo", "dapo"), ("bnpo", "dapo"), ("cispo", "cispo"), ("sapo", "sapo")]
+)
+def test_each_loss_of_trl_is_one_of_ours(
+    kind: str, loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
+    config, _ = migrated("trl", ["--loss_type", kind, "--bf16"], tmp_path, capsys, *needed)
+    assert (config.loss.preset, config.model.dtype) == (loss, "bfloat16")
+
+
+def test_arguments_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    for arguments, says in (([], "no settings"), ([str(tmp_path / "list.yaml")], "holds no settings")):
+        assert main(["migrate", "verl", *arguments]) == 2
+        assert says in capsys.readouterr().err
+    assert issubclass(ConfigError, ValueError)

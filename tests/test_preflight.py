@@ -1,0 +1,225 @@
+"""What is found out before anything is started, by the start and by `--dry-run` alike."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import local
+from asyncrl.cli.main import main
+from asyncrl.config import load_config, read_config
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.telemetry.run_folder import prepare_run_folder
+
+REWARDS = """
+import os, time
+def score(completion, row): return float(completion == row["answer"])
+def forgot(completion, row): row["answer"]
+def strict(completion, row):
+    if not completion: raise ValueError("an empty completion")
+    return 1.0
+def ends(completion, row): os._exit(7)
+def hangs(completion, row): time.sleep(600)
+"""
+BROKEN_TEMPLATE = "{% for message in messages %}{{ message['content'] }"
+
+
+def write_rows(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings of a whole task, in this directory; no test may start it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    save_byte_tokenizer("model")
+    Path("model/config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 1024})
+    )
+    Path("model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    Path("r.py").write_text(REWARDS)
+    rows = [{"prompt": [{"role": "user", "content": f"what is {n}?"}], "answer": str(n)} for n in range(50)]
+    write_rows(Path("d.jsonl"), *rows)
+
+    def started(*_: object) -> int:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(local, "_run", started)
+    return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the start says, which `--dry-run` has to say too."""
+    said = []
+    for mode in ([], ["--dry-run"]):
+        assert main(["local", *arguments, *mode]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert not Path("runs").exists()
+    return said[0]
+
+
+def test_the_plan_shows_a_rendered_prompt_the_reward_the_loss_and_the_rate(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["local", *task, "learner.lr=3e-5", "loss=ppo", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "d.jsonl: 50 rows, all of a form that can be used; of 50 prompts the longest has 29 tokens" in plan
+    assert "the first, 28 tokens: 'user: what is 0?\\nassistant: '" in plan
+    assert "r.py:score: called on the first rows with made-up completions, it gave 0" in plan
+    assert "learner.lr=3e-05" in plan
+    assert "loss: preset=ppo" in plan and "clip_low=0.2" in plan and "None" not in plan
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("forgot", ["d.jsonl:1", "returned None"]),
+        ("ends", ["d.jsonl:1", "exit code 7"]),
+        ("hangs", ["d.jsonl:1", "reward.timeout_s=2"]),
+        ("gone", ["r.py has no 'gone'"]),
+    ],
+)
+def test_a_reward_that_can_never_work_is_refused(
+    reward: str, says: list[str], task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*task, f"reward.function=r.py:{reward}", "reward.timeout_s=2"], capsys)
+    assert all(part in said for part in says)
+
+
+def test_a_column_that_the_reward_misses_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("d.jsonl"), {"prompt": "a"}, {"prompt": "b"})
+    assert "d.jsonl:1: r.py:score: KeyError: 'answer'" in refused(task, capsys)
+
+
+def test_several_rewards_are_called_together_and_what_needs_a_server_is_made_and_not_asked(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = [*task[:2], "reward.function=", "reward.functions.right=r.py:score", "reward.functions.form=format"]
+    judge = "reward.functions.judge={function: llm_judge, weight: 0.5, args: {url: 'http://127.0.0.1:1', model: m}}"
+    assert main(["local", *several, judge, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "judge: asyncrl.rewards.library.llm_judge:LlmJudge: not asked before the start" in plan
+    assert "right + form: called on the first rows with made-up completions, it gave 0, 0" in plan
+
+    assert "url must begin with http://" in refused([*several, judge.replace("http:", "ftp:")], capsys)
+
+
+def test_a_row_whose_data_source_has_no_reward_is_refused_by_its_line(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("d.jsonl"), *({"prompt": "p", "answer": "1", "data_source": source} for source in ("a", "b", "c")))
+    some = [*task[:2], "reward.function=", "reward.functions.one={function: r.py:score, data_source: [a, b]}"]
+    said = refused(some, capsys)
+    assert "d.jsonl:3: no reward of reward.functions is for data_source='c'; they are for a, b. Name it in" in said
+    assert main(["local", *some, "reward.functions.rest=format", "--dry-run"]) == 0
+
+
+def test_an_argument_that_the_reward_does_not_take_is_refused(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*task[:2], "reward=gsm8k", "reward.args.methd=flexible"], capsys)
+    assert (
+        "reward.args.methd" in said and "takes no such argument. It takes method, score, format_score, column" in said
+    )
+
+
+def test_a_reward_that_refuses_some_completions_is_told_of_and_not_refused(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["local", *task, "reward.function=r.py:strict", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "it failed for 3 of 6; d.jsonl:1: r.py:strict: ValueError: an empty completion" in plan
+
+
+def test_a_bad_row_anywhere_is_refused_by_its_line(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("d.jsonl").open("a") as file:
+        file.write('{"text": "no prompt"}\n')
+    assert "d.jsonl:51 has no column `prompt`" in refused(task, capsys)
+
+
+def test_a_template_with_a_syntax_error_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": BROKEN_TEMPLATE}))
+    assert "chat template cannot be rendered: TemplateSyntaxError" in refused(task, capsys)
+
+
+def test_the_longest_row_is_found_and_what_becomes_of_it_said(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "x" * (700 if n == 1234 else 5), "answer": ""} for n in range(2000)]
+    write_rows(Path("d.jsonl"), *rows)
+    assert main(["local", *task, "--dry-run"]) == 0
+    assert "(the longest: d.jsonl:1235, 700): data.overlong=drop" in capsys.readouterr().out
+    assert "d.jsonl:1235, 700" in refused([*task, "data.overlong=error"], capsys)
+    assert "have more than data.max_prompt_tokens=4" in refused([*task, "data.max_prompt_tokens=4"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["rollout.max_new_tokens=600"], ["= 1112, and the model of model.path has 1024 positions"]),
+        (["ray.gpus_per_worker=1"], ["ray.gpus_per_worker=1", "this machine has 0"]),
+        (["engine.device=cuda"], ["engine.device=cuda needs 1 GPU(s), and this machine has 0"]),
+        (["learner.device=cuda", "learner.ranks=2"], ["learner.device=cuda needs 2 GPU(s)"]),
+        (["weights.host=192.0.2.1"], ["weights.host=192.0.2.1 cannot be listened on"]),
+        (["run.dir=/proc/nothing/runs"], ["run.dir=/proc/nothing/runs cannot be written"]),
+    ],
+)
+def test_what_this_machine_or_model_cannot_give_is_refused(
+    settings: list[str], says: list[str], task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*task, *settings], capsys)
+    assert all(part in said for part in says)
+
+
+def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model/config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
+    assert "model.path=model is a BertForMaskedLM, which predicts no next token" in refused(task, capsys)
+
+
+def test_an_address_that_is_taken_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = refused([*task, f"replay.address=tcp://127.0.0.1:{port}"], capsys)
+    assert f"replay.address=127.0.0.1:{port}: something listens there already" in said
+
+
+def test_an_environment_that_scores_by_itself_needs_no_reward(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text("class Own:\n    async def run(self, prompt, size, tools): ...\n")
+    assert main(["local", *task[:2], "environment.name=own.py:Own", "--dry-run"]) == 0
+    assert "none: the environment scores by itself" in capsys.readouterr().out
+    assert "reward.function" in refused(task[:2], capsys)
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "ppo", "m2po_paper", "vcpo"])
+def test_the_settings_of_a_run_show_the_loss_as_it_is_and_are_read_back_as_the_same(loss: str, tmp_path: Path) -> None:
+    given = ["model.path=m", "data.path=d", "reward.function=m:f", f"run.dir={tmp_path / 'run'}", f"loss={loss}"]
+    config = load_config(given)
+    prepare_run_folder(config, "one")
+    written = (tmp_path / "run" / "config.yaml").read_text()
+    assert "null" not in written
+    first = read_config(tmp_path / "run" / "config.yaml")
+    prepared = tmp_path / "again"
+    first.run.dir = str(prepared)
+    prepare_run_folder(first, "two")
+    assert read_config(prepared / "config.yaml").loss == first.loss
+    assert first.loss.preset == loss
+
+
+def test_a_pool_that_is_started_alone_refuses_a_bad_row_before_it_begins(
+    task: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("asyncrl.rollout.__main__.run_pool", lambda _: pytest.fail("started"))
+    with Path("d.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert main(["rollout", *task]) == 2
+    assert "d.jsonl:51" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""`asyncrl settings`, its page, and settings that stand in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import local
+from asyncrl.cli.main import main, parser
+from asyncrl.cli.settings import as_markdown, catalogue, matching
+from asyncrl.cli.settings_file import with_files
+from asyncrl.config import choice_values, config_dir, config_keys, default_settings, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.losses.config import resolve
+from asyncrl.telemetry.run_folder import RUN_FILE, write_config
+
+ROOT = Path(__file__).resolve().parents[1]
+GIVEN = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
+
+
+def test_every_setting_is_listed_with_its_type_and_meaning() -> None:
+    settings = catalogue()
+    assert [setting.key for setting in settings] == config_keys()
+    assert [setting.key for setting in settings if not setting.meaning or not setting.kind] == []
+
+
+def test_the_page_of_settings_is_what_the_schema_makes() -> None:
+    said = "run: asyncrl settings --markdown > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == as_markdown(catalogue()), said
+
+
+def test_the_defaults_are_those_of_a_run_that_gives_nothing_else() -> None:
+    config = dataclasses.asdict(load_config(GIVEN))
+    for key, value in default_settings().items():
+        if value != "???" and "${" not in str(value):
+            room, _, name = key.rpartition(".")
+            held = config
+            for part in room.split(".") if room else []:
+                held = held[part]
+            assert held[name] == value, key
+
+
+@pytest.mark.parametrize("experiment", ["lora", "ppo_gae", "gpu_example", "gdpo"])
+def test_what_a_choice_is_said_to_change_is_what_it_changes(experiment: str) -> None:
+    paths = GIVEN[:2] if experiment != "gpu_example" else GIVEN
+    config = load_config([*paths, f"experiment={experiment}", "eval.path=e.jsonl"])
+    for key, value in choice_values("experiment", experiment).items():
+        held: object = config
+        for part in key.split("."):
+            held = held[part] if isinstance(held, dict) else getattr(held, part)
+        assert held == value, key
+
+
+def test_words_choose_by_key_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"replay.max_staleness", "replay.pipeline_depth"} <= {setting.key for setting in matching(["staleness"])}
+    assert [setting.key for setting in matching(["replay.max", "STALENESS"])] == ["replay.max_staleness"]
+    (setting,) = matching(["replay.max_staleness"])
+    assert (setting.kind, setting.default, setting.allowed) == ("int", "4", "at least 0")
+    assert setting.changed_by == ("replay=sync (0)",)
+    assert main(["settings", "replay.max_staleness"]) == 0
+    assert "default 4; at least 0" in capsys.readouterr().out
+    assert main(["settings", "max_stalenes_"]) == 2
+    assert "Did you mean `replay.max_staleness`?" in capsys.readouterr().err
+
+
+def test_help_shows_the_way_to_the_settings() -> None:
+    assert "asyncrl settings" in parser().format_help()
+
+
+def test_a_file_of_one_s_own_is_overruled_by_what_is_typed_after_it(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "loss: ppo\nlearner: {lr: 2.0e-6, steps: 7}\nrun.name: '12'\n"
+        "model:\n  lora_rank: 4\n  path: a b, c\n  lora_targets: [x, y]\n"
+        "engine:\n  name: vllm\n  vllm:\n    gpu_memory_utilization: 0.5\nrollout.temperature: 1.0\n"
+    )
+    arguments = with_files([*GIVEN[1:], "learner.steps=3", str(file), "learner.lr=1e-5"])
+    assert not any(text.startswith("rollout.temperature") for text in arguments), "that holds anyway"
+    config = load_config(arguments)
+    assert (config.loss.preset, config.learner.lr, config.learner.steps) == ("ppo", 1e-5, 7)
+    assert (config.run.name, config.model.path, config.model.lora_targets) == ("12", "a b, c", ["x", "y"])
+    assert config.engine.vllm == {"gpu_memory_utilization": 0.5}
+
+
+def test_a_file_that_is_not_there_or_no_settings_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no settings file .*mine\.yaml"):
+        with_files([str(tmp_path / "mine.yaml")])
+    for name, text in (("broken.yaml", "a: [1"), ("list.yaml", "- 1\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"settings file .*{name} cannot be read"):
+            with_files([str(tmp_path / name)])
+    (tmp_path / "typo.yaml").write_text("learner:\n  lrr: 1\n")
+    with pytest.raises(ConfigError, match=r"learner\.lrr"):
+        load_config(with_files([*GIVEN, str(tmp_path / "typo.yaml")]))
+
+
+def finished_run(folder: Path, *settings: str) -> Path:
+    """The folder of a run, as far as its `config.yaml` goes."""
+    folder.mkdir(parents=True)
+    (folder / RUN_FILE).write_text(json.dumps({"run_id": "r"}))
+    config = load_config([*GIVEN, f"run.name={folder.name}", f"run.dir={folder}", *settings])
+    write_config(config, folder)
+    return folder / "config.yaml"
+
+
+def test_the_config_of_a_run_repeats_it_in_a_new_folder(tmp_path: Path) -> None:
+    settings = ["loss=cispo", "loss.ratio_cap=4", "replay=sync", "experiment=gpu_example", "learner.steps=9"]
+    file = finished_run(tmp_path / "x", *settings, "replay.address=tcp://127.0.0.1:20001", "resume=auto")
+    again, first = load_config(with_files([str(file)])), load_config([*GIVEN, *settings])
+    assert Path(again.run.dir) == tmp_path / "x-2" and again.run.name == "x-2"
+    assert (again.resume, again.replay.address) == (first.resume, first.replay.address)
+    assert resolve(again.loss) == resolve(first.loss)
+    for config in (again, first):
+        config.run, config.loss = type(config.run)(), type(config.loss)()
+    assert again == first
+    (tmp_path / "x-2").mkdir()
+    assert load_config(with_files([str(file)])).run.name == "x-3"
+
+
+def test_what_is_typed_after_the_config_of_a_run_wins_groups_too(tmp_path: Path) -> None:
+    file = str(finished_run(tmp_path / "x", "loss=cispo", "loss.ratio_cap=4", "replay.max_staleness=8"))
+    config = load_config(with_files([file, "loss=ppo", "replay=sync", "run.name=mine"]))
+    assert (config.loss.preset, config.loss.ratio_cap) == ("ppo", None)
+    assert (config.replay.max_staleness, config.run.dir) == (0, "runs/mine")
+    resumed = load_config(with_files([file, "resume=auto"]))
+    assert (Path(resumed.run.dir), resumed.resume) == (tmp_path / "x", "auto")
+
+
+def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
+    file = finished_run(tmp_path / "x", "replay.keys=somewhere")
+    assert "'***'" in file.read_text()
+    assert not any("***" in text for text in with_files([str(file)]))
+
+
+def test_the_command_takes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(local, "main", lambda overrides: given.append(list(overrides)) or 0)
+    file = tmp_path / "my.yaml"
+    file.write_text("learner.lr: 2.0e-6\n")
+    assert main(["local", str(file), "seed=1"]) == 0
+    assert given == [["learner.lr=2e-06", "seed=1"]]
+    assert config_dir().is_dir()
