@@ -223,7 +223,8 @@ class Harness:
         """
         until = time.monotonic() + self.drain_s
         while not happened():
-            if self.seen("error"):
+            # The refusal itself may be what is waited for, and have come since.
+            if self.seen("error") and not happened():
                 raise LearnerRefused(f"{otherwise}: the learner was refused\n{self.tail()}")
             if time.monotonic() > until:
                 raise TimeoutError(f"{otherwise} within {self.drain_s:.0f} s\n{self.tail()}")
