@@ -36,7 +36,7 @@ def run(given: argparse.Namespace, max_staleness: int, folder: Path) -> list[dic
     """Its metrics without the first steps."""
     settings = (
         *(SMALL if given.smoke else ()),
-        *("eval.path=", f"learner.steps={given.steps}", f"replay.max_staleness={max_staleness}"),
+        *("eval.path=", "eval.every=0", f"learner.steps={given.steps}", f"replay.max_staleness={max_staleness}"),
         *(f"replay.pipeline_depth={min(2, max_staleness)}", *given.overrides),
     )
     return run_quickstart(folder / f"staleness{max_staleness}", settings, pin).rows[given.warm_up :]
