@@ -29,8 +29,8 @@ def no_template() -> ChatError:
 def unrenderable(what: str, error: Exception) -> ChatError:
     """For one list of messages: `what` was to render them and raised `error`."""
     return ChatError(
-        f"{what} cannot be rendered: {type(error).__name__}: {error}. Mend the template in the folder of model.path, or "
-        "the messages of the row"
+        f"{what} cannot be rendered: {type(error).__name__}: {error}. Mend the template in the folder of model.path, "
+        "or the messages of the row"
     )
 
 

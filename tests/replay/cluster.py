@@ -17,9 +17,8 @@ from asyncrl.replay.shards.__main__ import run_shard
 from asyncrl.replay.shards.store import open_store
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from tests.addresses import free_address
-
-from .helpers import group, replay_config, settings
-from .memory_disk import MemoryDisk
+from tests.replay.helpers import group, replay_config, settings
+from tests.replay.memory_disk import MemoryDisk
 
 ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
 

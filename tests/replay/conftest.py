@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from .cluster import Cluster
-from .helpers import replay_config, running_server, settings
-from .lives import Server
-from .served import Run
+from tests.replay.cluster import Cluster
+from tests.replay.helpers import replay_config, running_server, settings
+from tests.replay.lives import Server
+from tests.replay.served import Run
 
 
 @pytest.fixture

@@ -38,8 +38,7 @@ from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.protocol import Acquired
 from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, GroupHeader, StepPlan
-
-from .helpers import group, replay_config, running_server, settings
+from tests.replay.helpers import group, replay_config, running_server, settings
 
 ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version=2)
 VOCABULARY = 512

@@ -29,10 +29,9 @@ from asyncrl.errors import NoProgress, ReplayError
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.serving import run_server
 from asyncrl.types import NO_VERSION
-
-from .attacks import ATTACKS, DIGEST, RUN, attack
-from .helpers import group, replay_config, settings
-from .open_door import without_keys
+from tests.replay.attacks import ATTACKS, DIGEST, RUN, attack
+from tests.replay.helpers import group, replay_config, settings
+from tests.replay.open_door import without_keys
 
 SILENT_S = 20.0
 """Attackers and a busy machine hold up an honest peer for seconds: it is not to be taken for silent."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.serving import run_server
-
-from .helpers import close_all, replay_config, settings
-from .memory_disk import MemoryDisk
+from tests.replay.helpers import close_all, replay_config, settings
+from tests.replay.memory_disk import MemoryDisk
 
 ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
 

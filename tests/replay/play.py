@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.types import NO_VERSION
-
-from .helpers import Clock, header, settings
+from tests.replay.helpers import Clock, header, settings
 
 
 class Play:

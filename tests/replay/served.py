@@ -8,8 +8,7 @@ import threading
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.types import NO_VERSION
-
-from .helpers import close_all, settings
+from tests.replay.helpers import close_all, settings
 
 
 class Run:

@@ -30,8 +30,7 @@ from asyncrl.types import (
     StepPlan,
     TrajectoryHeader,
 )
-
-from .oracle import Oracle
+from tests.replay.oracle import Oracle
 
 FAILURES = (
     DropReason.FAILED_GENERATION,

@@ -27,10 +27,9 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, Trajectory, TrajectoryGroup
+from tests.replay.fuzz import TOO_DEEP, places, put
+from tests.replay.helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
 from tests.replay.inprocess import BYTES_PER_TOKEN, InProcessReplay
-
-from .fuzz import TOO_DEEP, places, put
-from .helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
 
 RUN = {"run_id": "r", "run_digest": "d", "boot": "b", "settings": {}}
 

@@ -7,9 +7,8 @@ import pytest
 
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.types import NO_VERSION, DropReason, EvalResult
+from tests.replay.helpers import Clock, group, settings
 from tests.replay.inprocess import InProcessReplay
-
-from .helpers import Clock, group, settings
 
 
 def started(**options) -> InProcessReplay:

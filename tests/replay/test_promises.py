@@ -18,11 +18,10 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.journal.log import Journal, JournalSettings
-
-from .cluster import begin, wait_until
-from .helpers import group
-from .lives import Server
-from .memory_disk import MemoryDisk
+from tests.replay.cluster import begin, wait_until
+from tests.replay.helpers import group
+from tests.replay.lives import Server
+from tests.replay.memory_disk import MemoryDisk
 
 
 class Watching(MemoryDisk):

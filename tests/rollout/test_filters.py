@@ -18,10 +18,10 @@ from asyncrl.rollout.process import REFUSALS
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
+from tests.replay.core.test_order import ORDER
 from tests.replay.helpers import group as replay_group
 from tests.replay.helpers import settings
 from tests.replay.inprocess import InProcessReplay
-from tests.replay.test_order import ORDER
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, prompt_source, rows_file
 
 PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.zeros(1, np.int32), text="p", columns={"prompt": "p"})

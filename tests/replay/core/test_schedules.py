@@ -1,0 +1,69 @@
+"""Random schedules of the whole replay, judged by an oracle; see `simulator.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.state import ReplayState
+from asyncrl.types import DropReason, StalePolicy
+from tests.replay.simulator import run_schedule
+from tests.seeds import run_seeds
+
+FAST, SLOW = 1_000, 100_000
+OUTSIDE = {ev.Finished, ev.Snapshotted, ev.Announced}
+"""Events that no schedule makes."""
+INSIDE = set(ev.Event.__args__) - OUTSIDE
+DROPPED = set(DropReason) - {DropReason.REJECTED, DropReason.SHUTDOWN}
+
+
+def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuck() -> None:
+    for seed in range(FAST):
+        run_schedule(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.unhurried
+@pytest.mark.timeout(3000)
+def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
+    run_seeds("tests.replay.simulator:run_schedule", range(SLOW), actions=100)
+
+
+def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
+    kinds: set[type] = set()
+    masked = ahead = held_back = short = 0
+    dropped: set[DropReason] = set()
+    for seed in range(FAST, FAST + 800):
+        simulation = run_schedule(seed, actions=100)
+        for event in simulation.events:
+            kinds.add(type(event))
+            ahead += event.ahead if isinstance(event, ev.Sealed) else 0
+        masked += simulation.core.meter.masked_tokens
+        short += simulation.core.meter.missing_members
+        dropped |= {reason for reason, count in simulation.core.state.ledger.dropped.items() if count}
+        held_back += "stale_wait" in simulation.core.meter.idle.seconds
+        if min(masked, ahead, short) > 50 and held_back > 5 and kinds == INSIDE and dropped == DROPPED:
+            return
+    raise AssertionError(f"{masked=} {ahead=} {short=} {held_back=} {INSIDE ^ kinds} {DROPPED ^ dropped}")
+
+
+def test_policy_wait_neither_drops_nor_masks_without_a_rollback() -> None:
+    """The oracle fails on the first stale drop or masked token."""
+    for seed in range(400):
+        run_schedule(seed, policy=StalePolicy.WAIT, rollbacks=False)
+
+
+def test_applying_the_events_again_gives_the_same_state() -> None:
+    """What a journal relies on: the state is a function of its events."""
+    for seed in range(200):
+        simulation = run_schedule(seed)
+        live = simulation.core.state
+        again = ReplayState()
+        for event in simulation.events:
+            again.apply(event)
+        assert again.snapshot() == live.snapshot()
+        assert list(again.buffer.waiting) == list(live.buffer.waiting)
+        assert simulation.journalled or again.buffer.nbytes == live.buffer.nbytes
+        assert {s: step.plan for s, step in again.buffer.untrained.items()} == {
+            s: step.plan for s, step in live.buffer.untrained.items()
+        }
