@@ -2,6 +2,7 @@
 # Everything a change has to pass: style, types, layers, tests, coverage of the parts that must not be wrong.
 #
 #   bash launchers/test.sh                    all of it
+#   bash launchers/test.sh --long             the tests that the first leaves out for their length, and no others
 #   bash launchers/test.sh -m "not slow"      arguments go to pytest, which then runs once, with them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +13,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 echo "== ruff"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
+[ "$*" != "--long" ] || set -- -m "long and not gpu"
 if [ $# -gt 0 ]; then
     echo "== pyright"
     "$PYTHON" -m pyright --pythonpath "$PYTHON"
@@ -47,7 +49,7 @@ tests() {
     "$PYTHON" -m pytest "${@:2}" || failed=1
 }
 
-fast="not slow and not gpu" slow="slow and not unhurried and not gpu"
+fast="not slow and not gpu" slow="slow and not unhurried and not long and not gpu"
 # Rooms whose tests compute; in the others there are threads, sockets and processes.
 sums=(tests/advantages tests/data tests/engines tests/environments tests/learner)
 # Of them and the losses, what judges results of arithmetic by a tolerance.
@@ -74,7 +76,7 @@ static_checks_and_sums() {
 engines_chaos_and_unhurried() {
     tests "slow: chaos, engines, weights" -m "$slow" tests/chaos tests/vllm tests/weights
     renice -n 10 "$BASHPID" >/dev/null
-    tests "slow and unhurried" -m "slow and unhurried and not gpu"
+    tests "slow and unhurried" -m "slow and unhurried and not long and not gpu"
     # A tolerance that holds with the instructions of this processor alone fails at somebody who has another.
     ATEN_CPU_CAPABILITY=default tests "numbers, with the plainest instructions" -m "$fast" "${numbers[@]}"
     return "$failed"

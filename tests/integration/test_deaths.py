@@ -34,7 +34,8 @@ class WithProcess(SingleTurn):
     def __init__(self):
         self.sandbox = subprocess.Popen([sys.executable, "-c", "import time  # sandbox\\nwhile True: time.sleep(1)"])
 """
-COMMON = ["torchrun", "the rollout pool", "a rollout worker", "a reward process", "sandbox"]
+POOLS, OUTSIDE_RAY = ["the rollout pool", "a rollout worker"], ["torchrun", "a reward process", "sandbox"]
+COMMON = [*POOLS, *OUTSIDE_RAY]
 RAYS = ["Ray's raylet", "Ray's gcs_server", "ray::RuntimeEnvAgent"]
 ALONE = ["a learner rank", "the replay server", "a shard of the replay"]
 
@@ -123,7 +124,9 @@ def goes_on(run: LocalRun, steps: int = 4) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in ("stopped", "killed"):
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, metafunc.cls.KINDS[name])
+            also = metafunc.cls.ALSO[name]
+            kinds = [*metafunc.cls.KINDS[name], *(pytest.param(kind, marks=pytest.mark.long) for kind in also)]
+            metafunc.parametrize(name, kinds)
 
 
 class Deaths:
@@ -131,6 +134,8 @@ class Deaths:
 
     HOST: str
     KINDS: ClassVar[dict[str, list[str]]]
+    ALSO: ClassVar[dict[str, list[str]]]
+    """Of these the other host's run says what there is to say."""
 
     def test_a_stopped_process_is_named_and_the_run_goes_on_when_it_does(self, runs: Runs, stopped: str) -> None:
         run = runs.of(self.HOST)
@@ -211,8 +216,10 @@ class Deaths:
 class TestProcess(Deaths):
     HOST = "process"
     KINDS: ClassVar = {"stopped": [*COMMON, *ALONE], "killed": [*COMMON, *ALONE]}
+    ALSO: ClassVar = {"stopped": [], "killed": []}
 
 
 class TestRay(Deaths):
     HOST = "ray"
-    KINDS: ClassVar = {"stopped": [*COMMON, "Ray's raylet"], "killed": [*COMMON, *RAYS]}
+    KINDS: ClassVar = {"stopped": ["a rollout worker", "Ray's raylet"], "killed": [*RAYS, *POOLS]}
+    ALSO: ClassVar = {"stopped": [kind for kind in COMMON if kind != "a rollout worker"], "killed": OUTSIDE_RAY}
