@@ -24,10 +24,13 @@ NOT_OF_A_SAMPLE = (
     *("model.dtype", "model.activation_checkpointing", "model.lora_rank", "model.lora_alpha", "model.lora_targets"),
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )
-FILES = ("model.path", "environment.name", "reward.function", "reward.model")
+FOLDERS = ("model.path", "data.path", "reward.model")
+"""Settings that may name a folder. In any other a word that is a folder here by chance means something else."""
 WHOLE_BYTES = 64 << 20
 """Larger files are known by both their ends and their length: every tensor of a trained model is another one."""
 END_BYTES = 1 << 20
+LONGEST_PATH = 1024
+"""A longer text is none, and the file system would say so by an error."""
 
 
 def identity(config: Config, rows: int) -> dict[str, Any]:
@@ -45,8 +48,8 @@ def identity(config: Config, rows: int) -> dict[str, Any]:
         for key, value in settings.items()
         if key in ALONE or (key.startswith(ROOMS) and key not in NOT_OF_A_SAMPLE)
     }
-    held = {f"{key} (what its files hold)": content for key in FILES if (content := _content(settings.get(key)))}
-    content = _content([place.path for source in sources(config.data) for place in places(source)])
+    held = {f"{key} (what its files hold)": content for key in kept if (content := _content(key, kept[key]))}
+    content = _content("data.path", [place.path for source in sources(config.data) for place in places(source)])
     held |= {"data.path (what its files hold)": content} if content else {}
     return {**kept, **held, "eval.rows": rows}
 
@@ -66,17 +69,22 @@ def digest(made_of: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _content(given: Any) -> str:
-    """Hash of the files at a path, of code by its path (`file.py:name`), or of several; empty where none is here."""
+def _content(key: str, given: Any) -> str:
+    """Hash of the files at a path, of code by its path (`file.py:name`), or of all that a list or the arguments of
+    something name; empty where none is here."""
+    if isinstance(given, dict):
+        given = list(given.values())
     if isinstance(given, list):
-        return " ".join(filter(None, map(_content, given)))
-    if not isinstance(given, str) or not given:
+        return " ".join(filter(None, (_content(key, one) for one in given)))
+    if not isinstance(given, str) or not given or len(given) > LONGEST_PATH:
         return ""
     place = given.rpartition(":")[0]
     path = Path(place if place.endswith(".py") else given)
     if path.is_file():
         return _hash([path])
-    return _hash(sorted(file for file in path.rglob("*") if file.is_file())) if path.is_dir() else ""
+    if key not in FOLDERS or not path.is_dir():
+        return ""
+    return _hash(sorted(file for file in path.rglob("*") if file.is_file()))
 
 
 def _hash(files: Iterable[Path]) -> str:

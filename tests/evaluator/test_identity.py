@@ -52,6 +52,22 @@ def test_other_content_under_the_same_path_is_another_evaluation(given: list[str
     assert digest(before) != digest(made_of(given))
 
 
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("reward.functions.style={function: 'r.py:score'}", "reward.functions"),
+        ("reward.functions.style='r.py:score'", "reward.functions"),
+        ("environment.args.functions=['r.py:score']", "environment.args"),
+    ],
+)
+def test_code_named_by_several_rewards_or_by_arguments_counts_too(given: list[str], setting: str, key: str) -> None:
+    rest = [one for one in given if not (one.startswith("reward.") and setting.startswith("reward."))]
+    before = made_of([*rest, setting])
+    Path("r.py").write_text("def score(completion, row): return 0.0\n")
+    found = [one.partition(" (what its files hold)")[0] for one in differences(before, made_of([*rest, setting]))]
+    assert key in found
+
+
 def test_of_large_files_both_ends_and_the_length_count(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WHOLE_BYTES", 8)
     monkeypatch.setattr(module, "END_BYTES", 4)
