@@ -90,6 +90,11 @@ def parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help=text, description=text)
     data.add_argument("what", choices=("check",))
     data.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
+    text = "a small retriever for environment=search: BM25 over a file of passages, on loopback"
+    retriever = commands.add_parser("retriever", help=text, description=text)
+    retriever.add_argument("corpus", metavar="CORPUS.jsonl", help="a passage per line: contents, or title and text")
+    retriever.add_argument("--host", default="127.0.0.1", help="other than loopback lets others read the corpus")
+    retriever.add_argument("--port", type=int, default=8000, help="0 is any that is free")
     text = "what the settings of verl or TRL are here, as a settings file, with what has no equivalent and why"
     migrate = commands.add_parser("migrate", help=text, description=text)
     migrate.add_argument("framework", choices=("verl", "trl"))
@@ -102,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command in ("keys", "audit", "settings")):
+    if options or (rest and given.command in ("keys", "audit", "settings", "retriever")):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -145,6 +150,9 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "audit":
         code = importlib.import_module("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
         return max(code, importlib.import_module("asyncrl.cli.folder_check").tell(given.run))
+    if given.command == "retriever":
+        server = importlib.import_module("asyncrl.environments.search.server")
+        return server.serve(given.corpus, given.host, given.port)
     if given.command == "migrate":
         return importlib.import_module("asyncrl.cli.migrate.command").main(given.framework, given.arguments)
     if given.command == "settings":

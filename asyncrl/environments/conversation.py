@@ -33,7 +33,7 @@ class Conversation:
     def __init__(self, prompt: Prompt, tools: EpisodeTools, engine: Together, specs: Sequence[ToolSpec] = ()) -> None:
         assert tools.chat is not None  # `ChatEnvironment` looked
         self._chat: Chat = tools.chat
-        self._decode, self._engine = tools.decode, engine
+        self._decode, self._encode, self._engine = tools.decode, tools.encode, engine
         self.specs = list(specs)
         self.messages: list[Message] = opening(prompt)
         """All so far. To be read: messages are added by `add` and its sisters."""
@@ -42,6 +42,8 @@ class Conversation:
         """Whether the context's end cut it."""
         self._new: list[Message] = []
         """Added since the last reply."""
+        self._inserted: list[int] = []
+        """Likewise, into the policy's own turn."""
         self._transcript: Transcript | None = None
         self._last: tuple[list[int], Completion] | None = None
         """What the last reply was sampled from, and the reply."""
@@ -65,7 +67,32 @@ class Conversation:
 
     def result(self, call: ToolCall, text: str) -> None:
         """What a call of the last reply gave. Markers in it are broken: a page that was fetched is nobody's turn."""
-        self.add({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self._chat.spell(text)})
+        self.add({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.spell(text)})
+
+    def insert(self, text: str) -> None:
+        """Into the policy's own turn, behind what it wrote: its next reply goes on from there. Outside the loss.
+
+        Markers that are written out in `text` count: give what a stranger said through `spell`.
+
+        Raises:
+            ValueError: there is no turn that is open.
+        """
+        if not self.turn_open:
+            raise ValueError("the policy's turn has ended, or has not begun: add a message instead")
+        self._inserted += self._encode(text).tolist()
+
+    def spell(self, text: str) -> str:
+        """A stranger's text with its markers broken."""
+        return self._chat.spell(text)
+
+    @property
+    def turn_open(self) -> bool:
+        """Whether the last reply ended by one of its `stop` texts and by nothing else: it can be gone on with."""
+        if self._last is None or self._new:
+            return False
+        sampled = self._last[1]
+        ended = {*sampled.token_ids[-1:].tolist()} & {*self._chat.stop_token_ids}
+        return sampled.finish_reason == "stop" and not ended
 
     def reward(self, value: float, name: str = "turn") -> None:
         """Add to the reward of the episode, under this name in the metrics."""
@@ -101,17 +128,17 @@ class Conversation:
         """All that the next turn is sampled from, and what of it is new."""
         if self._transcript is None or self._last is None:
             return self._chat.render(self.messages, self.specs), []
-        if not self._new:
+        if not self._new and not self._inserted:
             raise ValueError("add a message before the next reply: two turns of the policy in a row are one")
         prompt, completion = self._last
-        before = completion.token_ids.tolist()
+        before = [*completion.token_ids.tolist(), *self._inserted]
         try:
-            follows = self._chat.extend(prompt, before, self._new, self.specs)
+            follows = self._chat.extend(prompt, before, self._new, self.specs) if self._new else []
         except ChatError as error:
             if self._chat.why_single:
                 raise
             raise EpisodeOver(str(error)) from error
-        return [*prompt, *before, *follows], follows
+        return [*prompt, *before, *follows], [*self._inserted, *follows]
 
     def _take(self, prompt: list[int], observed: list[int], completion: Completion) -> None:
         if self._transcript is None:
@@ -122,7 +149,7 @@ class Conversation:
             self._transcript.add_completion(completion)
         else:
             self._transcript.add_observation(completion.token_ids)
-        self._last, self._new = (prompt, completion), []
+        self._last, self._new, self._inserted = (prompt, completion), [], []
         reply = self._chat.parse(
             completion.token_ids.tolist(), prompt=prompt, tools=self.specs, finish_reason=completion.finish_reason
         )

@@ -11,9 +11,11 @@ from asyncrl.environments.base import Environment
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.reasoning.environment import ReasoningGym
+from asyncrl.environments.search.environment import Search
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.environments.stepped import Stepped, is_stepped
 from asyncrl.environments.tools.environment import Tools
+from asyncrl.environments.tools.interpreter import Python
 from asyncrl.errors import ConfigError
 from asyncrl.own_code import load_function
 from asyncrl.replay.codec.group import MAX_VOCABULARY
@@ -23,6 +25,8 @@ SETTING = "environment.name"
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "single_turn": SingleTurn,
     "tools": Tools,
+    "python": Python,
+    "search": Search,
     "reasoning_gym": ReasoningGym,
 }
 

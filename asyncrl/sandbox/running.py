@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from asyncrl.errors import SandboxError
+from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandbox.level import Level, Reason
 from asyncrl.sandbox.limits import Limits, Outcome
 
@@ -99,6 +99,29 @@ def unavailable(level: Level = Level.NAMESPACES) -> str:
     except SandboxError as error:
         return str(error)
     return "" if outcome.stdout == "42\n" else f"a program that prints 42 gave {outcome.stdout!r}, {outcome.told()}"
+
+
+def chosen_level(isolation: str, who: str, setting: str) -> Level:
+    """The level that a setting names.
+
+    Args:
+        who: wants to run programs, for the refusal.
+
+    Raises:
+        ConfigError: there is no such level, or this machine does not have it.
+    """
+    if isolation not in [level.value for level in Level]:
+        raise ConfigError(
+            f"{who}: isolation must be namespaces or rlimits; got {isolation!r}. Programs never run without any"
+        )
+    level = Level(isolation)
+    if why := unavailable(level):
+        raise ConfigError(
+            f"{who}: this machine cannot keep programs apart by {isolation}: {why}. Allow user namespaces (in a "
+            f"container: --security-opt seccomp=unconfined, or the capability SYS_ADMIN). Or {setting}=rlimits: "
+            "programs that the model writes then run as you, with your files and your network"
+        )
+    return level
 
 
 @functools.cache

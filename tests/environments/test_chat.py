@@ -166,6 +166,32 @@ async def test_what_fails_is_one_member(what: str) -> None:
     assert says[what] in str(episodes.failures[0])
 
 
+async def test_what_is_inserted_stands_in_the_policy_s_own_turn_outside_the_loss() -> None:
+    class Inserting(ChatEnvironment):
+        async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
+            with pytest.raises(ValueError, match="has ended, or has not begun"):
+                chat.insert("!")
+            await chat.reply(stop=["?"])
+            chat.insert(" <b>")
+            await chat.reply()
+            with pytest.raises(ValueError, match="has ended, or has not begun"):
+                chat.insert("!")
+            chat.user("and?")
+            await chat.reply(stop=["?"])
+            chat.insert("&")
+            chat.user("then end")  # ends the open turn first
+            await chat.reply()
+            return 1.0
+
+    turns = iter(["why? oh", "so", "how? oh", "well"])
+    episodes, engine = await play(Inserting(), lambda _: next(turns))
+    assert sampled_texts(episodes) == ["why?", "so<|im_end|>", "how?", "well<|im_end|>"]
+    text = TOKENIZER.decode(episodes.trajectories[0].token_ids.tolist())
+    assert "assistant\nwhy? <b>so<|im_end|>" in text
+    assert "assistant\nhow?&<|im_end|>\n<|im_start|>user\nthen end<|im_end|>" in text
+    exact(episodes, engine)
+
+
 async def test_two_turns_in_a_row_are_a_mistake_with_a_name() -> None:
     async def episode(chat: Conversation, row: dict[str, Any]) -> float:
         await chat.reply()

@@ -13,6 +13,7 @@ import pytest
 from asyncrl.environments.tools.environment import Tools
 from asyncrl.environments.tools.host import Toolbox
 from asyncrl.environments.tools.schema import CallFault, tool_of
+from asyncrl.environments.tools.sessions import Functions
 from asyncrl.errors import ConfigError
 from tests.environments import toolset
 from tests.environments.talk import TOKENIZER, call, exact, play, sampled_texts
@@ -30,6 +31,12 @@ def tools() -> Iterator[Tools]:
     made = Tools(functions=NAMES, timeout_s=20.0, max_calls=6, max_calls_per_turn=4, max_turns=4, max_result=100)
     yield made
     made.close()
+
+
+def functions_of(tools: Tools) -> Functions:
+    (source,) = tools._sources
+    assert isinstance(source, Functions)
+    return source
 
 
 def observed(engine: Any, turn: int = 1) -> str:
@@ -135,11 +142,12 @@ async def test_a_tool_that_ends_its_process_is_one_result(tools: Tools, how: str
 
 async def test_a_tool_that_hangs_is_killed_with_all_that_it_started(tools: Tools) -> None:
     before = set(psutil.Process().children(recursive=True))
-    tools._timeout_s, usual = 2.0, tools._timeout_s
+    functions = functions_of(tools)
+    functions.timeout_s, usual = 2.0, functions.timeout_s
     try:
         _, engine = await play(tools, [call("fail", how="loop"), "ok"])
     finally:
-        tools._timeout_s = usual
+        functions.timeout_s = usual
     assert "took longer than 2 s and was ended" in observed(engine)
     left = [each for each in set(psutil.Process().children(recursive=True)) - before if _loops(each)]
     assert left == []
@@ -156,9 +164,10 @@ def _loops(process: psutil.Process) -> bool:
 async def test_a_host_that_was_lost_is_started_anew() -> None:
     tools = Tools(functions=NAMES[:1])
     try:
-        assert tools._host is not None and tools._host._process is not None
-        tools._host._process.kill()
-        tools._host._process.wait()
+        process = functions_of(tools).host._process
+        assert process is not None
+        process.kill()
+        process.wait()
         episodes, _ = await play(tools, [call("add", a=41), "42"], columns={"answer": "42"})
         assert episodes.trajectories[0].reward == 1.0
     finally:

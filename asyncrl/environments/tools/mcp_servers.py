@@ -16,6 +16,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from mcp import ClientSession, StdioServerParameters
@@ -23,6 +24,7 @@ from mcp.client.stdio import stdio_client
 from mcp_types import PaginatedRequestParams
 
 from asyncrl.chat.base import ToolSpec
+from asyncrl.environments.tools.calling import Call
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,14 @@ MOST_PAGES = 100
 
 
 class Servers:
-    """Starts all servers and knows which tool is whose.
+    """Starts all servers and knows which tool is whose. Implements `calling.Source`.
 
     Raises:
         ConfigError: a server did not come up, or named no tools.
     """
 
     def __init__(self, commands: Sequence[str], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
@@ -58,9 +60,11 @@ class Servers:
             self.close()
             raise
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether it did its work, and what the policy is told of it."""
-        future = self._submit(self._owner[name].call(name, dict(arguments), self._timeout_s))
+    def episode(self) -> AbstractAsyncContextManager[Call]:
+        return contextlib.nullcontext(self._call)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        future = self._submit(self._owner[name].call(name, dict(arguments), self.timeout_s))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -121,7 +125,8 @@ class _Server:
         finally:
             self._session = None
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[bool, str]:
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
+        """What the policy is told."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._session is None:
@@ -129,12 +134,12 @@ class _Server:
                 assert self._session is not None
                 result = await self._session.call_tool(name, arguments)
         except TimeoutError:
-            return False, f"Error: the call took longer than {timeout_s:g} s"
+            return f"Error: the call took longer than {timeout_s:g} s"
         # Whatever the server or the library says of a call is told to the policy, and ends no worker.
         except Exception as error:
-            return False, f"Error: {type(error).__name__}: {error}"
+            return f"Error: {type(error).__name__}: {error}"
         text = "\n".join(part.text for part in result.content if part.type == "text")
-        return not result.is_error, f"Error: {text}" if result.is_error else text
+        return f"Error: {text}" if result.is_error else text
 
     async def _restart(self) -> None:
         async with self._starting:

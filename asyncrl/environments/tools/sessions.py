@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.base import ToolSpec
+from asyncrl.environments.tools.calling import Call
 from asyncrl.errors import ConfigError, EpisodeError, WireError
 from asyncrl.rewards.process import describe_exit
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
@@ -189,3 +190,43 @@ class SharedSessions:
             finally:
                 if not session.dead:
                     self._idle.append(session)
+
+
+class Functions:
+    """Typed functions of the user, in processes of their own. Implements `calling.Source`.
+
+    Args:
+        processes: in which functions without state run, side by side.
+        timeout_s: of one call; past it its process is ended, and the policy told.
+
+    Raises:
+        ConfigError: see `ToolHost`.
+    """
+
+    def __init__(self, functions: Sequence[str], processes: int, timeout_s: float) -> None:
+        self.host, self.timeout_s = ToolHost(functions), timeout_s
+        self._shared = SharedSessions(self.host, processes)
+        self.specs = self.host.specs
+
+    @contextlib.asynccontextmanager
+    async def episode(self) -> AsyncIterator[Call]:
+        own: list[Session] = []
+        turn = asyncio.Lock()
+
+        async def call(name: str, arguments: dict[str, Any]) -> str:
+            if name not in self.host.stateful:
+                async with self._shared.lent() as session:
+                    return (await session.call(name, arguments, self.timeout_s))[1]
+            async with turn:  # one object per episode: the first call makes its process, all others use it
+                if not own:
+                    own.append(await self.host.open())
+            return (await own[0].call(name, arguments, self.timeout_s))[1]
+
+        try:
+            yield call
+        finally:
+            for session in own:
+                session.kill()
+
+    def close(self) -> None:
+        self.host.close()

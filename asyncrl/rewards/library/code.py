@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import ConfigError, RewardError, SandboxError
+from asyncrl.errors import RewardError, SandboxError
 from asyncrl.rewards.library.answers import ground_truth
-from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.limits import Limits, Outcome
-from asyncrl.sandbox.running import run, unavailable
+from asyncrl.sandbox.running import chosen_level, run
 
 FENCED = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
@@ -83,15 +82,7 @@ class Code:
         wrong: float = 0.0,
         column: str = "",
     ) -> None:
-        if isolation not in [level.value for level in Level]:
-            raise ConfigError(f"code: isolation must be namespaces or rlimits; got {isolation!r}")
-        self._level = Level(isolation)
-        if why := unavailable(self._level):
-            raise ConfigError(
-                f"code: this machine cannot keep programs apart by {isolation}: {why}. Allow user namespaces (in a "
-                "container: --security-opt seccomp=unconfined, or the capability SYS_ADMIN). Or reward.args.isolation="
-                "rlimits: programs that the model writes then run as you, with your files and your network"
-            )
+        self._level = chosen_level(isolation, "code", "reward.args.isolation")
         self._limits = Limits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb)
         self._partial, self._max_tests, self._column = partial, max_tests, column
         self._score, self._wrong = score, wrong

@@ -1,0 +1,111 @@
+"""`environment.name=search`: the policy asks a retriever, reads passages, and answers, as in Search-R1."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import Any
+
+from asyncrl.environments.search.corpus import Corpus
+from asyncrl.environments.tools.calling import Budget, Calling, check_positive
+from asyncrl.environments.tools.styles import Native, Style, Tagged
+from asyncrl.errors import ConfigError, DataError, EpisodeError
+
+STYLES: dict[str, tuple[Style, str]] = {
+    "tag": (
+        Tagged(tool="search", argument="query", tag="search", result="information", final="answer"),
+        "Think before you answer. Where you lack a fact, write <search>what to look for</search>: passages that were "
+        "found follow at once, between <information> and </information>, and you go on. Search as often as it helps. "
+        "Then give the answer alone, in as few words as it takes, between <answer> and </answer>.",
+    ),
+    "tool": (
+        Native(),
+        "Think before you answer, and search where you lack a fact. Then give the answer alone, in as few words as it "
+        "takes, between <answer> and </answer>.",
+    ),
+}
+"""What `environment.args.call` may be: how queries are written, and what the policy is told of it."""
+
+
+class Search(Calling):
+    """Scored by `reward.function`, which gets the last reply: `qa_exact_match` and `f1` read its `<answer>`.
+
+    Args:
+        url: of a retriever; see `search.server` for what it is asked and answers.
+        corpus: instead, a JSONL file of passages, for which each worker starts a retriever of its own.
+        call: `tag`, `<search>` in the policy's own turn, `<information>` behind it; `tool`, as chat templates have it.
+        topk: passages per query.
+        max_turns, max_calls, max_calls_per_turn, max_result: see `Budget`.
+        request_timeout_s, retries, backoff_s: of a query; see `Asking`.
+        tell: whether the policy is told how to search; `system` says so in other words.
+    """
+
+    def __init__(
+        self,
+        url: str = "",
+        corpus: str = "",
+        call: str = "tag",
+        topk: int = 3,
+        max_turns: int = 5,
+        max_calls: int = 8,
+        max_calls_per_turn: int = 2,
+        max_result: int = 4000,
+        request_timeout_s: float = 30.0,
+        retries: int = 4,
+        backoff_s: float = 0.5,
+        tell: bool = True,
+        system: str = "",
+    ) -> None:
+        check_source(url, corpus)
+        if call not in STYLES:
+            raise ConfigError(f"environment.args.call must be one of {', '.join(STYLES)}; got {call!r}")
+        check_positive(topk=topk, request_timeout_s=request_timeout_s, backoff_s=backoff_s)
+        budget = Budget(
+            max_turns=max_turns, max_calls=max_calls, max_calls_per_turn=max_calls_per_turn, max_result=max_result
+        )
+        asking = {"request_timeout_s": request_timeout_s, "retries": retries, "backoff_s": backoff_s}
+        room = late_import()
+        self.retriever = room.OwnRetriever(corpus, topk, **asking) if corpus else room.Retriever(url, topk, **asking)
+        style, said = STYLES[call]
+        super().__init__(
+            [self.retriever], style=style, budget=budget, tell=tell, system=system or (said if tell else "")
+        )
+
+    @staticmethod
+    def check(**args: Any) -> None:
+        """Before a start, in a process of its own: is there a retriever, or a corpus? Raises ConfigError."""
+        url, corpus = args.get("url", ""), args.get("corpus", "")
+        check_source(url, corpus)
+        if corpus:
+            late_import()
+            try:
+                Corpus(corpus)
+            except DataError as error:
+                raise ConfigError(f"environment.args.corpus: {error}") from error
+            return
+        try:
+            asyncio.run(Search(**{**args, "retries": 1}).retriever.found("is anybody there?"))
+        except EpisodeError as error:
+            raise ConfigError(
+                f"environment.args.url: {error}. Start one (asyncrl retriever corpus.jsonl), or give "
+                "environment.args.corpus=FILE.jsonl"
+            ) from error
+
+
+def check_source(url: str, corpus: str) -> None:
+    """Raises ConfigError unless one of them is given."""
+    if bool(url) == bool(corpus):
+        raise ConfigError(
+            "environment.name=search needs environment.args.url, where a retriever answers, or "
+            f"environment.args.corpus, a JSONL file of passages: one of them; got url={url!r} and corpus={corpus!r}"
+        )
+
+
+def late_import() -> Any:
+    """`asyncrl.environments.search.retriever`, imported now: what it needs is an extra."""
+    try:
+        return importlib.import_module("asyncrl.environments.search.retriever")
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.name=search needs the package httpx: pip install 'asyncrl[search]' ({error})"
+        ) from error

@@ -1,0 +1,131 @@
+"""The worker's side of a retriever: asks it over HTTP, and starts one of our own where only a corpus is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from asyncrl.chat.base import ToolSpec
+from asyncrl.environments.search.corpus import passage
+from asyncrl.environments.search.server import READY
+from asyncrl.environments.tools.calling import Call, sound
+from asyncrl.errors import ConfigError, EpisodeError, RewardError
+from asyncrl.rewards.library.asking import Asking
+from asyncrl.rewards.process import describe_exit
+
+TOOL, ARGUMENT = "search", "query"
+SPEC: ToolSpec = {
+    "type": "function",
+    "function": {
+        "name": TOOL,
+        "description": "Search for passages that share words with a query.",
+        "parameters": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {ARGUMENT: {"type": "string", "description": "What to look for."}},
+            "required": [ARGUMENT],
+        },
+    },
+}
+START_S = 600.0
+"""For our own to read a corpus and make its index."""
+
+
+class Retriever:
+    """Implements `calling.Source`.
+
+    Args:
+        topk: passages per query.
+        request_timeout_s, retries, backoff_s: see `Asking`.
+    """
+
+    specs = (SPEC,)
+
+    def __init__(self, url: str, topk: int, *, request_timeout_s: float, retries: int, backoff_s: float) -> None:
+        self._topk = topk
+        self._asking = Asking(
+            url,
+            who="retriever",
+            key_env="",
+            request_timeout_s=request_timeout_s,
+            retries=retries,
+            backoff_s=backoff_s,
+        )
+
+    def episode(self) -> AbstractAsyncContextManager[Call]:
+        return contextlib.nullcontext(self._call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        query = arguments.get(ARGUMENT)
+        if not isinstance(query, str) or len(arguments) > 1:
+            return f"Error: wrong arguments: {name} takes {ARGUMENT!r}, a text, and nothing else"
+        if not query.strip():
+            return "Error: there is no query"
+        return await self.found(query)
+
+    async def found(self, query: str) -> str:
+        """What the policy reads. Raises EpisodeError: the retriever did not answer, or not as one."""
+        try:
+            said = await self._asking.post({"queries": [sound(query)], "topk": self._topk, "return_scores": True})
+        except RewardError as error:  # `Asking` speaks for rewards
+            raise EpisodeError(str(error)) from error
+        try:
+            (results,) = said["result"]
+            passages = [passage(each.get("document", each)) for each in results]
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise EpisodeError(
+                f"the retriever at {self._asking.url} answered what is no list of passages: {said!r:.200}"
+            ) from error
+        told = [f"[{place}] " + "\n".join(filter(None, one)) for place, one in enumerate(passages[: self._topk], 1)]
+        return "\n".join(told) or "[nothing was found]"
+
+    def close(self) -> None:
+        """The server is another's."""
+
+
+class OwnRetriever(Retriever):
+    """With a server of its own, which ends with this process.
+
+    Raises:
+        ConfigError: the corpus cannot be used, or the server did not come up.
+    """
+
+    def __init__(self, corpus: str, topk: int, **asking: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.environments.search.server", corpus, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            super().__init__(self._url(corpus), topk, **asking)
+        except BaseException:
+            self.close()
+            raise
+
+    def _url(self, corpus: str) -> str:
+        """waits for: the index; unblocked by: the server's first line, its end, or START_S."""
+        assert self._process.stdout is not None
+        deadline, said = time.monotonic() + START_S, b""
+        while not said.endswith(b"\n"):
+            if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                raise ConfigError(f"environment.args.corpus={corpus}: no index was made within {START_S:g} s")
+            if not (more := os.read(self._process.stdout.fileno(), 1 << 12)):
+                break
+            said += more
+        first = said.decode(errors="replace").strip()
+        if not first.startswith(READY):
+            why = first or f"the retriever ended ({describe_exit(self._process.wait(START_S))})"
+            raise ConfigError(f"environment.args.corpus={corpus}: {why}")
+        return first.rpartition(" ")[2]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

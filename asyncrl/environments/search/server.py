@@ -1,0 +1,140 @@
+"""A small retriever: `asyncrl retriever corpus.jsonl`. BM25 over HTTP, on loopback unless told otherwise.
+
+`POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}` is answered by `{"result": [[{"document": ROW,
+"score": 1.5}, ...], ...]}`, rows as they stand in the file and no `score` where none is wanted: what the retrievers of
+Search-R1 understand and say, so that the one may take the place of the other.
+
+consumes:     queries
+waits for:    the next of them, without a deadline
+unblocked by: a request, a signal; started by a worker (`python -m` with CORPUS PARENT_PID), by its end too
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from asyncrl.checks.addresses import is_loopback
+from asyncrl.environments.search.bm25 import Bm25
+from asyncrl.environments.search.corpus import Corpus
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.family import die_with_parent
+
+LOOPBACK = "127.0.0.1"
+PATH = "/retrieve"
+READY = "retriever: "
+"""Begins the line that says where it listens."""
+MOST_BYTES = 1 << 20
+"""Of a request."""
+MOST_QUERIES, MOST_RESULTS = 1024, 1000
+IDLE_S = 300.0
+"""A connection on which nothing comes for so long is closed."""
+
+
+class Retriever:
+    def __init__(self, corpus: Corpus) -> None:
+        """Raises DataError for a line that is no passage."""
+        self.corpus = corpus
+        self._index = Bm25(corpus.texts())
+
+    def answer(self, asked: Any) -> dict[str, Any]:
+        """Raises ValueError for what is no request."""
+        if not isinstance(asked, dict):
+            raise ValueError("a request is a JSON object with `queries`")
+        queries, most = asked.get("queries"), asked.get("topk") or 3
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+            raise ValueError("`queries` is a list of texts")
+        if not isinstance(most, int) or not 0 < most <= MOST_RESULTS or len(queries) > MOST_QUERIES:
+            raise ValueError(f"at most {MOST_QUERIES} queries, and `topk` from 1 to {MOST_RESULTS}")
+        scored = bool(asked.get("return_scores"))
+        return {"result": [self._found(query, most, scored) for query in queries]}
+
+    def _found(self, query: str, most: int, scored: bool) -> list[Any]:
+        found = [(self.corpus[place], score) for place, score in self._index.search(query, most)]
+        return [{"document": row, "score": score} if scored else row for row, score in found]
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, retriever: Retriever, host: str, port: int) -> None:
+        """Raises ConfigError when the address cannot be had."""
+        self.retriever = retriever
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            said = f"the retriever cannot listen at {host}:{port}: {error}"
+            raise ConfigError(f"{said}. Give --host or --port") from error
+
+    def server_bind(self) -> None:
+        # That of `HTTPServer` asks the name service who we are, which can take long and is used by nobody.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host!s}]' if ':' in str(host) else host}:{port}{PATH}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            self.close_connection = True  # the body is not read
+            return self._say(413, {"error": f"a request has a Content-Length of at most {MOST_BYTES}"})
+        body = self.rfile.read(int(length))
+        if self.path != PATH:
+            return self._say(404, {"error": f"there is {PATH} alone"})
+        try:
+            said = self.server.retriever.answer(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            return self._say(400, {"error": str(error)})
+        self._say(200, said)
+
+    def _say(self, status: int, said: dict[str, Any]) -> None:
+        data = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A line per query helps nobody."""
+
+
+def serve(corpus: str, host: str, port: int) -> int:
+    """Until a signal. Raises AsyncRLError: the corpus cannot be used, or the address cannot be had."""
+    held = Corpus(corpus)
+    with Server(Retriever(held), host, port) as server:
+        if not is_loopback(host):
+            print(f"whoever reaches {host} can read the corpus: no key is asked for", file=sys.stderr)
+        print(f"{READY}{len(held)} passages at {server.url}", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def main(corpus: str, parent: int) -> int:
+    """As a child, which ends with its parent; at any port of loopback that is free."""
+    die_with_parent(parent)
+    try:
+        return serve(corpus, LOOPBACK, 0)
+    except AsyncRLError as error:
+        print(error, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

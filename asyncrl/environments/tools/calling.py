@@ -1,0 +1,140 @@
+"""Episodes in which the policy calls something and reads what that gave, until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from asyncrl.chat.base import ToolCall, ToolSpec
+from asyncrl.environments.chat import ChatEnvironment
+from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.tools.styles import Style
+from asyncrl.errors import ConfigError
+
+Call = Callable[[str, dict[str, Any]], Awaitable[str]]
+"""A tool's name and its arguments -> what the policy is told, of failures too. Raises EpisodeError where the tool is
+not to be had at all, which is no doing of the policy."""
+
+
+class Source(Protocol):
+    """Where tools come from: processes with functions, servers, a sandbox, a retriever."""
+
+    @property
+    def specs(self) -> Sequence[ToolSpec]: ...
+
+    def episode(self) -> AbstractAsyncContextManager[Call]:
+        """What calls the tools for one episode; what it holds for that is let go at the end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """All positive."""
+
+    max_turns: int
+    """Replies of an episode."""
+    max_calls: int
+    """Calls of an episode; what is asked for beyond is refused, and the policy told."""
+    max_calls_per_turn: int
+    max_result: int
+    """Letters of a result; the middle of a longer one is left out."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        check_positive(**{each.name: getattr(self, each.name) for each in fields(self)})
+
+
+class Calling(ChatEnvironment):
+    """Scored by `reward.function`, which gets the last reply.
+
+    Args:
+        style: how the policy writes a call, and where it reads the result.
+        tell: whether the policy is told of the tools before it begins, where the style is that of the chat template.
+        system: message that goes to the front; empty is none.
+    """
+
+    reward_when_over = None
+
+    def __init__(
+        self, sources: Sequence[Source], *, style: Style, budget: Budget, tell: bool = True, system: str = ""
+    ) -> None:
+        self._sources, self._style, self._budget, self._system = tuple(sources), style, budget, system
+        self._told = [spec for source in sources for spec in source.specs] if tell and style.native else []
+        self.several_turns = budget.max_turns > 1 and not style.one_turn
+        names = [name for source in sources for name in _names(source)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            self.close()
+            raise ConfigError(f"environment.args: there are two tools named {twice[0]}. Leave one out")
+        self._names = ", ".join(sorted(names))
+
+    def specs(self, row: dict[str, Any]) -> Sequence[ToolSpec]:
+        return self._told
+
+    async def episode(self, chat: Conversation, row: dict[str, Any]) -> None:
+        if self._system:
+            chat.system(self._system)
+        made = 0
+        async with contextlib.AsyncExitStack() as stack:
+            tools: dict[str, Call] = {}
+            for source in self._sources:
+                tools |= dict.fromkeys(_names(source), await stack.enter_async_context(source.episode()))
+            for turns in range(1, self._budget.max_turns + 1):
+                reply = await chat.reply(stop=self._style.stop)
+                calls = self._style.calls(reply, chat)
+                if not calls or turns == self._budget.max_turns:
+                    return
+                allowed = min(self._budget.max_calls_per_turn, self._budget.max_calls - made)
+                made += len(calls)
+                self._style.answer(chat, calls, await self._results(calls, allowed, tools))
+
+    async def _results(self, calls: Sequence[ToolCall], allowed: int, tools: dict[str, Call]) -> list[str]:
+        """What each call gave, side by side, in the order of the calls."""
+        async with asyncio.TaskGroup() as together:
+            tasks = [
+                together.create_task(self._result(call, place < allowed, tools)) for place, call in enumerate(calls)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _result(self, call: ToolCall, allowed: bool, tools: dict[str, Call]) -> str:
+        if call.error:
+            return f"Error: the call cannot be read: {call.error}"
+        if call.name not in tools:
+            return f"Error: there is no tool {call.name!r}. There are: {self._names}"
+        if not allowed:
+            return "Error: no more calls are allowed"
+        return shortened(await tools[call.name](call.name, call.arguments), self._budget.max_result)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many letters of it: the beginning, and the end, where an error says what it is."""
+    if len(text) <= most:
+        return text
+    tail = most // 2
+    return f"{text[: most - tail]}\n[{len(text) - most} letters left out]\n{text[len(text) - tail :]}"
+
+
+def sound(text: str) -> str:
+    """Without halves of letters, which JSON can spell and no file or request can hold."""
+    return text.encode(errors="replace").decode()
+
+
+def check_positive(**given: float) -> None:
+    """Raises ConfigError."""
+    for key, value in given.items():
+        if not value > 0:
+            raise ConfigError(f"environment.args.{key} must be above 0; got {value}")
+
+
+def _names(source: Source) -> list[str]:
+    return [spec["function"]["name"] for spec in source.specs]
