@@ -173,7 +173,7 @@ class Deaths:
         until(lambda: run.output.read_text().count("\nstep ") > shown, run, "it did not go on")
         goes_on(run)
 
-    def test_nobody_outlives_a_killed_asyncrl_local_and_ctrl_c_saves_the_run_that_resumed(self, runs: Runs) -> None:
+    def test_nobody_outlives_a_killed_asyncrl_local(self, runs: Runs) -> None:
         run = runs.of(self.HOST)
         stopped = find(run, "a rollout worker")
         stopped.suspend()  # it could not end by itself
@@ -186,6 +186,8 @@ class Deaths:
             time.sleep(0.1)
         assert_trained_once(ledger(run))
 
+    def test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(self, runs: Runs) -> None:
+        run = runs.of(self.HOST)
         old = run.rows()[-1]["step"]
         again = runs.start(self.HOST, resume="auto")
         again.wait_for_step(old + 3, PATIENCE_S)
@@ -223,3 +225,7 @@ class TestRay(Deaths):
     HOST = "ray"
     KINDS: ClassVar = {"stopped": ["a rollout worker", "Ray's raylet"], "killed": [*RAYS, *POOLS]}
     ALSO: ClassVar = {"stopped": [kind for kind in COMMON if kind != "a rollout worker"], "killed": OUTSIDE_RAY}
+
+    @pytest.mark.long
+    def test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(self, runs: Runs) -> None:
+        super().test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(runs)

@@ -42,7 +42,7 @@ def assert_trained_once(events: list[dict[str, Any]]) -> None:
     assert len(everything) == len(set(everything)), "a group was trained in two steps"
 
 
-@pytest.mark.parametrize("max_staleness", [0, 4])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 4])
 def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     start_local: StartLocal, max_staleness: int
 ) -> None:
@@ -80,6 +80,7 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     assert tokens.shape[1] > 4
 
 
+@pytest.mark.long
 def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal) -> None:
     run = start_local({"learner.steps": 40, "rollout.workers": 2, "replay.heartbeat_timeout_s": 6})
     run.wait_for_step(5, 300)
@@ -95,6 +96,7 @@ def test_a_killed_rollout_worker_costs_nothing_but_time(start_local: StartLocal)
     assert_trained_once(ledger(run))
 
 
+@pytest.mark.long
 def test_a_killed_learner_rank_resumes_from_the_checkpoint(start_local: StartLocal) -> None:
     run = start_local(
         {

@@ -15,7 +15,10 @@ from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, re
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
 
-CASES = [("llama", 1), ("qwen3_moe", 1), ("qwen3_tied", 2), ("qwen3_moe", 2)]
+CASES = [
+    *(("llama", 1), ("qwen3_moe", 2)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3_moe", 1), ("qwen3_tied", 2))),
+]
 """`qwen3` is served exactly in test_updates.py, `qwen2` in test_recompute.py."""
 
 
