@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from asyncrl.checks.architecture import foreign_maths
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.resources import missing_devices, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
@@ -109,6 +110,9 @@ def _unfit_model(config: Config) -> Iterator[str]:
             f"model.path={config.model.path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
+    problem = foreign_maths(settings)
+    if problem:
+        yield f"model.path={config.model.path}: {problem}"
     text = settings.get("text_config") or settings
     positions = text.get("max_position_embeddings") or text.get("n_positions")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

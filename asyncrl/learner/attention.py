@@ -40,6 +40,10 @@ FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Since torch 2.12; before, keys and values are repeated for each query head."""
 
 
+class UnpackedCall(ConfigError):
+    """A model calls the packed attention without the packing, or with a mask of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
     """How packed tokens become rows, and back."""
@@ -62,6 +66,8 @@ class Packing:
     blocks: tuple[tuple[int, int], ...]
     """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
     padded: Gather
+    windows: set[int | None] | None = None
+    """Where given, every layer's attention notes here the sliding window that it is called with."""
 
 
 def plan_packing(
@@ -117,17 +123,31 @@ def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, devi
     return Gather(index=torch.from_numpy(index).to(to), owner=torch.from_numpy(owner).to(to))
 
 
+def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Tensor, " tokens"]]:
+    """Each sequence as a row, padded at its end: the packed token of every slot, and the slot of every packed token.
+
+    A slot of padding names its row's first token; what is causal hides it from the real ones.
+    """
+    device, total = packing.cu_seqlens.device, len(packing.rows.index)
+    starts, lengths = packing.cu_seqlens[:-1].long(), packing.cu_seqlens.diff().long()
+    column = torch.arange(packing.max_length, device=device)
+    place = starts[:, None] + torch.where(column < lengths[:, None], column, 0)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
+    slot = torch.arange(total, device=device) - starts[row] + row * packing.max_length
+    return packing.rows.index[place], slot[packing.rows.owner]
+
+
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads tokens head_dim"],
     key: Float[Tensor, "1 kv_heads tokens head_dim"],
-    value: Float[Tensor, "1 kv_heads tokens head_dim"],
+    value: Float[Tensor, "1 kv_heads tokens value_dim"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     packing: Packing | None = None,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
+) -> tuple[Float[Tensor, "1 tokens heads value_dim"], None]:
     """Attention function with the signature transformers calls. Dropout is never applied: the behavior policy had none.
 
     Raises:
@@ -136,10 +156,12 @@ def packed_attention(
     refused = [name for name in REFUSED_KWARGS if kwargs.get(name) is not None]
     if packing is None or attention_mask is not None or refused:
         cause = ", ".join(refused) or ("an attention mask" if packing is not None else "a forward without packing")
-        raise ConfigError(
+        raise (ConfigError if refused else UnpackedCall)(
             f"packed attention does not support {cause}, which {type(module).__name__} asks for; "
             "use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral)"
         )
+    if packing.windows is not None:
+        packing.windows.add(sliding_window)
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     gather = packing.rows if half else packing.padded
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
@@ -150,32 +172,37 @@ def packed_attention(
 def _flash(
     q: Float[Tensor, "slots heads head_dim"],
     k: Float[Tensor, "slots kv_heads head_dim"],
-    v: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads value_dim"],
     packing: Packing,
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "slots heads head_dim"]:
+) -> Float[Tensor, "slots heads value_dim"]:
     edges, longest = packing.cu_seqlens, packing.max_length
     band = (-1 if window is None else window - 1, 0)
-    options: dict[str, Any] = {"scale": scaling, "window_size": band}
-    groups = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    options: dict[str, Any] = {"scale": scale, "window_size": band}
+    groups, value_dim = q.shape[1] // k.shape[1], v.shape[-1]
+    # The kernel knows one width for all three (multi-head latent attention has another for its values): zeros add
+    # nothing to a product.
+    widest = max(q.shape[-1], value_dim)
+    q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
     if groups > 1 and FLASH_TAKES_GROUPS:
         options["enable_gqa"] = True
     elif groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
     out = varlen_attn(q, k, v, edges, edges, longest, longest, **options)
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :value_dim]
 
 
 def _blockwise(
     q: Float[Tensor, "slots heads head_dim"],
     k: Float[Tensor, "slots kv_heads head_dim"],
-    v: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads value_dim"],
     packing: Packing,
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "slots heads head_dim"]:
+) -> Float[Tensor, "slots heads value_dim"]:
     outputs, grouped = [], q.shape[1] != k.shape[1]
     sizes = [rows * length for rows, length in packing.blocks]
     parts = zip(packing.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
@@ -185,7 +212,7 @@ def _blockwise(
         out = functional.scaled_dot_product_attention(
             bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-        outputs.append(out.transpose(1, 2).reshape(rows * length, *q.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

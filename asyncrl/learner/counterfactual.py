@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel, reshard
 from asyncrl.learner.plan import plan_minibatches
 from asyncrl.learner.ranks import sum_over_ranks
@@ -66,7 +67,8 @@ class Probe:
     def _look(self, lease: Lease) -> dict[str, float]:
         budget = self._config.learner.max_tokens_per_microbatch
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        for minibatch in plan_minibatches(lease.plan, rank=self._rank, updates=1, budget=budget):
+        in_rows = self._policy.layout is Layout.ROWS
+        for minibatch in plan_minibatches(lease.plan, rank=self._rank, updates=1, budget=budget, in_rows=in_rows):
             for members in minibatch.micro_batches:
                 batch = pack(lease, members, self._device)
                 logprobs, _ = score(self._config, self._policy, batch)  # empty ones too: ranks meet in the forward

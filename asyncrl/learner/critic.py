@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.layout import agree_on_layout
 from asyncrl.learner.loading import REFUSALS, load_on_rank_zero, load_proven
-from asyncrl.learner.model import PackedModel, place, prepare
+from asyncrl.learner.model import PackedModel, longest_sequence, place, prepare
 from asyncrl.schema import Config
 
 HEADS = ("score", "classifier")
@@ -38,6 +39,20 @@ class CriticModel(PackedModel):
         bias = None if head.bias is None else head.bias.float()
         values = functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
         return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
+
+    def seen(
+        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, "tokens width"]:
+        """Hidden states of unit size, since a new head's values are all 0 (see `layout.Probed`)."""
+        return _of_unit_size(self.hidden_states(ids, positions, packing))
+
+    def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
+        """The same by nothing but transformers."""
+        return _of_unit_size(self.body(input_ids=ids[None], use_cache=False).last_hidden_state[0])
+
+
+def _of_unit_size(hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+    return functional.rms_norm(hidden.float(), hidden.shape[-1:])
 
 
 def value_head(hf: PreTrainedModel) -> nn.Linear:
@@ -68,7 +83,9 @@ def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) 
             "a token classifier with num_labels=1"
         ) from error
     value_head(hf)
-    return place(CriticModel(prepare(hf, config.model)), config.model, device, mesh)
+    model = CriticModel(prepare(hf, config.model))
+    agree_on_layout(model, f"critic.path={path}", "float32", longest_sequence(config), mesh)
+    return place(model, config.model, device, mesh)
 
 
 OPTIONS: dict[str, Any] = {

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from asyncrl.errors import CheckpointError, DiskFullError
 from asyncrl.learner.critic import CriticModel
+from asyncrl.learner.layout import own_attention
 from asyncrl.learner.lora import merged, save_adapter
 from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PackedModel, PolicyModel
 from asyncrl.schema import ModelConfig
@@ -73,7 +74,7 @@ def refilled(
 ) -> PreTrainedModel:
     """A model like `hf`, without what the learner changed in it, that holds `weights`."""
     settings = copy.deepcopy(hf.config)
-    settings._attn_implementation = "sdpa"  # ours exists in the learner only
+    settings._attn_implementation = own_attention(hf)  # ours exists in the learner only
     with torch.device("meta"):
         plain = kind.from_config(settings, dtype=dtype)
     plain.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)

@@ -42,7 +42,7 @@ def load_on_rank_zero(load: Callable[[], Model], blank: Callable[[], Model], mes
     """
     if mesh is None or mesh.size() == 1:
         return load()
-    device, refusal, model = _device_of(mesh), None, None
+    device, refusal, model = device_of(mesh), None, None
     if dist.get_rank() == 0:
         try:
             model = load()
@@ -65,7 +65,7 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     if mesh.size() == 1:
         return
-    device, filled = _device_of(mesh), {}
+    device, filled = device_of(mesh), {}
     for table, name, tensor in _unsharded(module):
         if tensor not in filled:
             whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.data.to(device)
@@ -78,7 +78,7 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor.data, src=0)
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
     """On which the ranks meet."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.checks.architecture import foreign_maths
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.attention import PACKED_ATTENTION, Packing, as_rows
+from asyncrl.learner.layout import Layout, agree_on_layout
 from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero, load_proven
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters
 from asyncrl.schema import Config, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-"""Config fields of models whose logits are more than `lm_head(hidden)`; our head would compute other log-probs."""
 WRAPPER_PREFIX = "hf."
 Packed = TypeVar("Packed", bound="PackedModel")
 
@@ -33,18 +33,32 @@ Packed = TypeVar("Packed", bound="PackedModel")
 class PackedModel(nn.Module):
     """A Hugging Face model over packed tokens. The FSDP root, so the head's weight is whole in `forward`."""
 
+    layout: Layout = Layout.PACKED
+    """Set at load (`agree_on_layout`)."""
+
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+
+    @property
+    def body(self) -> nn.Module:
+        """All but the head."""
+        # Of a model of text that was taken out of one with pictures (Llama 4) `base_model` is itself.
+        return self.hf.get_submodule("model") if self.hf.base_model is self.hf else self.hf.base_model
 
     def hidden_states(
         self, input_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
         """Of the last layer, in the compute dtype."""
-        body = self.hf.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
-        )
-        return body.last_hidden_state[0]
+        if self.layout is Layout.PACKED:
+            out = self.body(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
+            )
+            return out.last_hidden_state[0]
+        # All rows at once, whatever their lengths: every rank must run every layer equally often.
+        rows, slots = as_rows(packing)
+        out = self.body(input_ids=input_ids[rows], use_cache=False)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, slots)
 
 
 class PolicyModel(PackedModel):
@@ -81,6 +95,19 @@ class PolicyModel(PackedModel):
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         return zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
 
+    def seen(
+        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, " tokens"]:
+        """Log-prob of every token but the first of each sequence (0) at temperature 1; see `layout.Probed`."""
+        chosen = positions.nonzero()[:, 0]
+        return self(ids, positions, chosen, chosen - 1, packing, 1.0)[0]
+
+    def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """The same by nothing but transformers."""
+        logits = self.hf(input_ids=ids[None], use_cache=False).logits[0].float()
+        scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        return torch.cat([scored.new_zeros(1), scored])
+
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What is published: `(Hugging Face name, parameter or its DTensor)`; a tied parameter once, under its first
         name. With LoRA the adapters alone (`weights.adapter`)."""
@@ -107,8 +134,10 @@ def build_model(
     """
     settings = replace(config.model, path=path or config.model.path)
     adapted = settings.lora_rank > 0 and not frozen
-    hf = prepare(load_hf(settings, DTYPES[settings.dtype] if adapted else torch.float32, mesh), settings)
+    kept = settings.dtype if adapted else "float32"
+    hf = prepare(load_hf(settings, DTYPES[kept], mesh), settings)
     model = PolicyModel(hf)
+    agree_on_layout(model, f"model.path={settings.path}", kept, longest_sequence(config), mesh)
     if frozen:
         model.requires_grad_(False)
     if adapted:
@@ -116,14 +145,25 @@ def build_model(
     return place(model, settings, device, mesh)
 
 
+def longest_sequence(config: Config) -> int:
+    """Tokens."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
 def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Ready to train: no dropout, activation checkpointing where asked for."""
+    """Ready to train: nothing drawn at random, activation checkpointing where asked for.
+
+    The behaviour policy drops and draws nothing: what this one did would be noise in every log-ratio.
+    """
+    hf.eval()  # routers, too, draw when they are told that they are trained
+    if not config.activation_checkpointing:
+        return hf
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the behaviour policy has none: dropout would make every log-ratio noise
-    hf.train()
-    if config.activation_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # asked by whoever keeps no activations; what is inside it stays as it is
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # OPT and others drop by hand
     return hf
 
 
@@ -145,12 +185,9 @@ def load_hf(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Devic
     """
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-        transforms = [name for name in LOGIT_TRANSFORMS if _field(hf_config, name) not in (None, 1.0)]
-        if transforms:
-            raise ConfigError(
-                f"model.path={config.path}: {hf_config.model_type} applies {', '.join(transforms)} to its logits, "
-                "which the learner does not; use a model whose logits are lm_head(hidden)"
-            )
+        problem = foreign_maths(hf_config.to_dict())
+        if problem:
+            raise ConfigError(f"model.path={config.path}: {problem}")
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED_ATTENTION, "trust_remote_code": False}
         return load_on_rank_zero(
             lambda: load_proven(config.path, lambda: _load_whole(config.path, options)),
@@ -175,10 +212,6 @@ def _load_whole(path: str, options: dict[str, Any]) -> PreTrainedModel:
         some = ", ".join(missing[:4]) + (" ..." if len(missing) > 4 else "")
         raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
     return model
-
-
-def _field(hf_config: Any, name: str) -> Any:
-    return hf_config.to_dict().get(name)
 
 
 def shard(model: PackedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:

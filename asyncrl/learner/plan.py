@@ -38,24 +38,26 @@ class _Unit:
     tokens: int
 
 
-def plan_minibatches(plan: StepPlan, *, rank: int, updates: int, budget: int) -> tuple[MinibatchPlan, ...]:
+def plan_minibatches(
+    plan: StepPlan, *, rank: int, updates: int, budget: int, in_rows: bool = False
+) -> tuple[MinibatchPlan, ...]:
     """Split a step into at most `updates` minibatches of whole groups, and those into micro-batches of `budget` tokens.
 
     Trajectories without a fresh loss token are left out; a single one longer than the budget gets a micro-batch of its
     own. Groups without any fresh token count in no denominator.
+
+    Args:
+        in_rows: every trajectory runs in a row of its own (`layout.Layout.ROWS`): the budget is of rows times longest.
     """
     fresh = [[plan.fresh_tokens(trajectory) for trajectory in group.trajectories] for group in plan.groups]
     useful = [position for position, counts in enumerate(fresh) if any(counts)]
     minibatches = []
     for positions in np.array_split(useful, min(updates, len(useful))) if useful else []:
         chosen = {int(position) for position in positions}
-        shares = [
-            _units(plan, [(g, t) for g, t in shard if g in chosen and fresh[g][t]], budget) for shard in plan.shards
-        ]
-        count = max(_bins_needed(units, budget) for units in shares)
+        mine = [[(g, t) for g, t in shard if g in chosen and fresh[g][t]] for shard in plan.shards]
         minibatches.append(
             MinibatchPlan(
-                micro_batches=_fill(shares[rank], count),
+                micro_batches=_in_rows(plan, mine, rank, budget) if in_rows else _packed(plan, mine, rank, budget),
                 denominators=Denominators(
                     tokens=float(sum(sum(fresh[g]) for g in chosen)),
                     sequences=float(sum(count > 0 for g in chosen for count in fresh[g])),
@@ -64,6 +66,36 @@ def plan_minibatches(plan: StepPlan, *, rank: int, updates: int, budget: int) ->
             )
         )
     return tuple(minibatches)
+
+
+def _packed(
+    plan: StepPlan, shares: Sequence[Sequence[Member]], rank: int, budget: int
+) -> tuple[tuple[Member, ...], ...]:
+    """Micro-batches of `rank`, as many as the rank needs that has most."""
+    units = [_units(plan, members, budget) for members in shares]
+    return _fill(units[rank], max(_bins_needed(each, budget) for each in units))
+
+
+def _in_rows(
+    plan: StepPlan, shares: Sequence[Sequence[Member]], rank: int, budget: int
+) -> tuple[tuple[Member, ...], ...]:
+    """The same of rows that are padded to their longest: those of like length together."""
+    cuts = [_cut(plan, members, budget) for members in shares]
+    return (*cuts[rank], *((),) * (max(1, *map(len, cuts)) - len(cuts[rank])))
+
+
+def _cut(plan: StepPlan, members: Sequence[Member], budget: int) -> list[tuple[Member, ...]]:
+    """Longest first, cut where one more row would be over the budget."""
+
+    def length(member: Member) -> int:
+        return plan.groups[member[0]].trajectories[member[1]].length
+
+    parts: list[list[Member]] = []
+    for member in sorted(members, key=lambda member: (-length(member), member)):
+        if not parts or (len(parts[-1]) + 1) * length(parts[-1][0]) > budget:
+            parts.append([])
+        parts[-1].append(member)
+    return [tuple(part) for part in parts]
 
 
 def _units(plan: StepPlan, members: Sequence[Member], budget: int) -> list[_Unit]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.learner.critic import CriticModel, build_critic
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PackedModel, PolicyModel, build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.losses.config import required_inputs
@@ -47,6 +48,12 @@ class Roles:
             self.kl_control.coefficient = self.kl_coef
             self.kl_control.update(kl, sequences)
             self.kl_coef = self.kl_control.coefficient
+
+    @property
+    def in_rows(self) -> bool:
+        """One of the models cannot be packed: micro-batches are planned for rows."""
+        others = (self.reference, self.average, self.critic and self.critic.model)
+        return any(model is not None and model.layout is Layout.ROWS for model in (self.policy, *others))
 
     def trained(self) -> Iterator[tuple[str, PackedModel, torch.optim.Optimizer]]:
         """`(name, model, optimizer)` of what is learned."""

@@ -47,7 +47,11 @@ def train_step(
     """
     plan, settings = lease.plan, config.learner
     minibatches = plan_minibatches(
-        plan, rank=rank, updates=settings.updates_per_batch, budget=settings.max_tokens_per_microbatch
+        plan,
+        rank=rank,
+        updates=settings.updates_per_batch,
+        budget=settings.max_tokens_per_microbatch,
+        in_rows=roles.in_rows,
     )
     batches = [
         pack(lease, members, device, reference=roles.reference_comes)

@@ -12,6 +12,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.model import build_model, load_hf
 from asyncrl.schema import Config, ModelConfig, RunConfig
+from tests.learner.families import siblings, tiny_family, trained_logprobs
 from tests.learner.feed import FAMILIES, tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -100,3 +101,20 @@ def test_a_model_that_transforms_its_logits_is_refused(tmp_path: Path):
 def test_a_missing_model_is_refused_with_its_path(tmp_path: Path):
     with pytest.raises(ConfigError, match="nothing_here"):
         load_hf(ModelConfig(path=str(tmp_path / "nothing_here")))
+
+
+@pytest.mark.parametrize(("asked", "runs"), [(False, 1), (True, 2)])
+def test_activation_checkpointing_runs_every_layer_again_in_the_backward_pass_and_drops_nothing(
+    tmp_path: Path, asked: bool, runs: int
+):
+    tiny_family("OPT").save_pretrained(tmp_path)  # a model with dropout, which it applies by hand
+    config = config_for(tmp_path)
+    config.model.activation_checkpointing = asked
+    model = build_model(config, CPU, None)
+    layer = model.hf.model.decoder.layers[0]
+    calls: list[int] = []
+    layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    batch = siblings()
+    trained_logprobs(model, batch).sum().backward()
+    assert len(calls) == runs
+    assert torch.equal(trained_logprobs(model, batch), trained_logprobs(model, batch))

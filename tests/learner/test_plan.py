@@ -103,6 +103,30 @@ def test_a_micro_batch_is_over_budget_only_if_one_trajectory_is(plan: StepPlan, 
                 assert len(members) == 1 or tokens <= budget or _prompts_differ(headers)
 
 
+@settings(max_examples=100, deadline=None)
+@given(step_plans(), st.integers(1, 4), st.integers(4, 60))
+def test_in_rows_a_micro_batch_is_bounded_by_rows_times_the_longest_and_nothing_is_lost(
+    plan: StepPlan, updates: int, budget: int
+):
+    shapes, trained = set(), []
+    for rank in range(len(plan.shards)):
+        minibatches = plan_minibatches(plan, rank=rank, updates=updates, budget=budget, in_rows=True)
+        shapes.add(tuple(len(minibatch.micro_batches) for minibatch in minibatches))
+        for members in (members for minibatch in minibatches for members in minibatch.micro_batches):
+            lengths = [plan.groups[g].trajectories[t].length for g, t in members]
+            assert len(members) < 2 or len(members) * max(lengths) <= budget
+            trained += members
+    packed = [
+        member
+        for rank in range(len(plan.shards))
+        for minibatch in plan_minibatches(plan, rank=rank, updates=updates, budget=budget)
+        for members in minibatch.micro_batches
+        for member in members
+    ]
+    assert len(shapes) == 1
+    assert sorted(trained) == sorted(packed)
+
+
 def _prompts_differ(headers: list[tuple[int, TrajectoryHeader]]) -> bool:
     """Drawn siblings may disagree on their prompt's length, which no real group does."""
     lengths: dict[int, set[int]] = {}

@@ -1,0 +1,210 @@
+"""How sequences go through a model: end to end in one pack, or each in a row of its own. Decided at load, by scoring.
+
+Packing is right where attention alone carries anything from token to token. Recurrent and convolutional layers, and
+attention that does not go through transformers' interface, run on across the border between two sequences and say
+nothing. So the model itself is asked, before its weights are sharded: plain transformers, one sequence at a time,
+against the same sequences as training would run them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.attention import PACKED_ATTENTION, Packing, UnpackedCall, plan_packing
+from asyncrl.learner.loading import device_of
+from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, random_probes, tolerance
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (9, 14, 5)
+"""Of the sequences that are scored: short, since what runs over a border fades with the distance from it."""
+PACKABLE = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
+"""Kinds in a config's `layer_types` that a pack is right for. Of any other nothing short proves that it does:
+chunked attention, say, differs beyond its first chunk of 8,192 tokens."""
+CARRIES = re.compile(r"mamba|conv|rwkv|recurrent|rglru|delta|lightning|lstm|mixer", re.IGNORECASE)
+"""In the class names of layers that carry something from token to token beside the attention..."""
+CARRIES_NOT = re.compile(r"norm|block|decoder|mlp|conv\dd$", re.IGNORECASE)
+"""... and of what stands in and around them."""
+WAY_OUT = "Use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral), see docs/models.md"
+BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What a forward that somebody else wrote raises of tensors and arguments that it was not written for."""
+
+
+class Layout(str, Enum):
+    PACKED = "packed"
+    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences apart."""
+    ROWS = "rows"
+    """[B, L], padded at the end, with transformers' own attention: right wherever the model is causal."""
+
+
+class Probed(Protocol):
+    """What `choose_layout` asks of a model (`model.PackedModel`)."""
+
+    hf: PreTrainedModel
+    layout: Layout
+
+    def seen(self, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """[T, ...] what is compared, as training computes it in `layout`."""
+        ...
+
+    def seen_alone(self, ids: Tensor) -> Tensor:
+        """[T, ...] the same of one sequence [T], as transformers computes it."""
+        ...
+
+
+def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
+    """Set the layout of `model`, which is whole on rank 0 and not sharded yet. Collective.
+
+    Args:
+        name: of the setting and its value, for messages.
+        dtype: of the weights.
+        longest: tokens of the longest sequence that is trained.
+
+    Raises:
+        ConfigError: neither layout computes what transformers does.
+    """
+    told, refusal = "", None
+    if not any(parameter.is_meta for parameter in model.hf.parameters()):  # the other ranks have nothing to score with
+        try:
+            told = choose_layout(model, name, dtype, longest).value
+        except ConfigError as error:
+            told, refusal = str(error), error
+    if mesh is not None:
+        told = text_of_rank_zero(told, device_of(mesh))
+    if told not in {layout.value for layout in Layout}:
+        raise refusal or ConfigError(told)
+    use_layout(model, Layout(told))
+
+
+def use_layout(model: Probed, layout: Layout) -> None:
+    model.layout = layout
+    # Not by set_attn_implementation: it leaves models alone whose attention knows no interface, and their masks too.
+    model.hf.config._attn_implementation = PACKED_ATTENTION if layout is Layout.PACKED else own_attention(model.hf)
+
+
+def own_attention(hf: PreTrainedModel) -> str:
+    """What transformers computes attention with in this model, where the learner does not."""
+    return "sdpa" if hf._supports_sdpa else "eager"
+
+
+@torch.no_grad()
+def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
+    """The layout in which `model` computes what transformers does; PACKED if both do.
+
+    Raises:
+        ConfigError: neither does, or the attention is of a kind that is refused.
+    """
+    probes = probes_for(model.hf)
+    use_layout(model, Layout.ROWS)
+    try:
+        alone = tuple(_flat(model.seen_alone(torch.from_numpy(ids).long())) for ids in probes)
+    except BROKEN as error:
+        raise ConfigError(
+            f"{name}: transformers itself cannot score a sequence with it: {error!r}. {WAY_OUT}"
+        ) from error
+    canary = Canary(sequences=probes, logprobs=alone, learner_dtype=dtype, wire_dtype=dtype)
+    reason = unpackable(model, canary, longest)
+    if not reason:
+        return Layout.PACKED
+    kind = type(model.hf).__name__
+    try:
+        found = apart(model, Layout.ROWS, canary)
+    except BROKEN as error:
+        raise ConfigError(f"{name}: the learner cannot run a {kind}: {error!r}. {WAY_OUT}") from error
+    if not fits(found, dtype):
+        raise ConfigError(
+            f"{name}: the learner does not compute what transformers does with a {kind}: scores of single sequences "
+            f"differ by up to {found.max:.3g}, packed or not. Its logits are more than lm_head(hidden), or it draws at "
+            f"random while it trains. {WAY_OUT}"
+        )
+    log.warning(
+        "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is right and costs more: a "
+        "prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
+        "their micro-batch",
+        *(name, kind, reason),
+    )
+    return Layout.ROWS
+
+
+def probes_for(hf: PreTrainedModel) -> tuple[NDArray[np.int32], ...]:
+    """[T] token ids each, within the model's vocabulary and positions."""
+    settings = hf.config.get_text_config(decoder=True)
+    longest = min(getattr(settings, "max_position_embeddings", None) or max(PROBE_LENGTHS), max(PROBE_LENGTHS))
+    drawn = random_probes(int(settings.vocab_size), 0, count=len(PROBE_LENGTHS), length=longest)
+    return tuple(ids[:length] for ids, length in zip(drawn, PROBE_LENGTHS, strict=True))
+
+
+def unpackable(model: Probed, canary: Canary, longest: int) -> str:
+    """Why `model` cannot be packed; empty if it can. Raises ConfigError for attention of a kind that is refused."""
+    settings = model.hf.config.get_text_config(decoder=True)
+    kinds = set(getattr(settings, "layer_types", None) or ())
+    if kinds - set(PACKABLE):
+        return f"it has layers of the kinds {', '.join(sorted(kinds - set(PACKABLE)))}"
+    windows: set[int | None] = set()
+    try:
+        found = apart(model, Layout.PACKED, canary, windows)
+    except UnpackedCall:
+        return f"{_carriers(model.hf)} is not told where they begin"
+    except ConfigError:
+        raise
+    except BROKEN as error:
+        return f"a pack fails in it ({type(error).__name__}: {str(error)[:120]})"
+    if not fits(found, canary.learner_dtype):
+        return (
+            f"{_carriers(model.hf)} sees across their borders (scores packed and alone are up to {found.max:.3g} apart)"
+        )
+    window = getattr(settings, "sliding_window", None) or longest
+    slides = "sliding_attention" in kinds or not kinds
+    if slides and window < longest and windows <= {None}:
+        return f"only its attention mask knows the sliding window of {window} tokens"
+    return ""
+
+
+def apart(model: Probed, layout: Layout, canary: Canary, windows: set[int | None] | None = None) -> Difference:
+    """How far `layout` is from `canary`, the sequences alone.
+
+    Args:
+        windows: filled with the sliding windows that the packed attention is called with.
+    """
+    use_layout(model, layout)
+    lengths = np.array([len(ids) for ids in canary.sequences])
+    total = int(lengths.sum())
+    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    packing = replace(plan_packing(np.arange(total), lengths, total), windows=windows)
+    ids = torch.from_numpy(np.concatenate(canary.sequences)).long()
+    seen = model.seen(ids, torch.from_numpy(positions), packing)
+    return compare(canary, [_flat(part) for part in seen.split(lengths.tolist())], _allowed(canary.learner_dtype).max)
+
+
+def fits(found: Difference, dtype: str) -> bool:
+    """Whether a difference is rounding."""
+    return _allowed(dtype).admits(found)
+
+
+def _allowed(dtype: str) -> Tolerance:
+    # In bfloat16 rounding may choose other experts; this bound is that of a mixture, and not much wider than the other.
+    return tolerance(dtype, routed=True)
+
+
+def _flat(scores: Tensor) -> NDArray[np.float32]:
+    return scores.float().flatten().numpy()
+
+
+def _carriers(hf: PreTrainedModel) -> str:
+    """Class names of the layers that are to blame: those beside the attention, or else the attention itself."""
+    names = {type(module).__name__ for module in hf.modules() if not isinstance(module, PreTrainedModel)}
+    beside = {name for name in names if CARRIES.search(name) and not CARRIES_NOT.search(name)}
+    return ", ".join(sorted(beside or {name for name in names if "Attention" in name} or {type(hf).__name__}))

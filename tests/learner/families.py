@@ -1,0 +1,188 @@
+"""Tiny random models of many families; `python -m tests.learner.families` writes the table of docs/models.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.layout import Layout
+from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from tests.learner.feed import VOCABULARY, make_lease, make_step
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim"), 8),
+    **dict.fromkeys(("ssm_state_size", "state_size", "linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("num_shared_experts", "n_shared_experts"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    **{"num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "mamba_expand": 2},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "sliding_window": 6, "mamba_d_ssm": 64},
+    **{"vocab_size": VOCABULARY, "initializer_range": 0.2, "attention_chunk_size": 8, "tie_word_embeddings": False},
+    **{"expand": 2, "logits_scaling": 1.0, "logit_scale": 1.0},
+}
+"""Taken by whichever config has the field."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen2-MoE": ("qwen2_moe", {}),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    "Mistral": ("mistral", {}),
+    "Mixtral": ("mixtral", {}),
+    "Gemma 3 (text)": ("gemma3_text", {}),
+    "Phi-3": ("phi3", {}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", {}),
+    "GLM-4": ("glm4", {}),
+    "GLM-4-MoE": ("glm4_moe", {}),
+    "SmolLM3": ("smollm3", {}),
+    "Granite": ("granite", {}),
+    "Cohere 2": ("cohere2", {}),
+    "EXAONE 4": ("exaone4", {}),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "Apertus": ("apertus", {}),
+    "StarCoder2": ("starcoder2", {}),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "GPT-2": ("gpt2", {}),
+    "OPT": ("opt", {}),
+    "DeepSeek-V3": ("deepseek_v3", {"num_key_value_heads": 4, "head_dim": 4}),
+    "Llama 4 (text)": ("llama4_text", {}),
+    "Qwen3-Next": ("qwen3_next", {}),
+    "Qwen3.5 (text)": ("qwen3_5_text", {}),
+    "Granite 4 hybrid": ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2}),
+    "MiniMax": ("minimax", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    "Mamba": ("mamba", {}),
+    "Mamba 2": ("mamba2", {"num_heads": 8}),
+    "Jamba": (
+        "jamba",
+        {
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+            **{"mamba_dt_rank": 4, "use_mamba_kernels": False},
+        },
+    ),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "Falcon-H1": ("falcon_h1", {}),
+    "Bamba": ("bamba", {"attn_layer_indices": [1, 3]}),
+    "Nemotron-H": ("nemotron_h", {"hybrid_override_pattern": "M*M-", "layers_block_type": None}),
+    "OLMo hybrid": ("olmo_hybrid", {}),
+    "BLOOM": ("bloom", {}),
+    "MPT": ("mpt", {}),
+    "RWKV": ("rwkv", {}),
+    "StableLM": ("stablelm", {}),
+    "Phi-3.5-MoE": ("phimoe", {}),
+    "Gemma 2": ("gemma2", {}),
+    "Cohere": ("cohere", {"logit_scale": 0.0625}),
+    "GPT-OSS": ("gpt_oss", {}),
+    "ModernBERT decoder": ("modernbert-decoder", {}),
+}
+"""Name -> (transformers' model type, settings of its own)."""
+BEGIN, END = "<!-- families: begin (written by python -m tests.learner.families) -->", "<!-- families: end -->"
+
+
+def tiny_family(name: str) -> PreTrainedModel:
+    """With weights so large that every layer shows in the log-probs."""
+    kind, own = FAMILIES[name]
+    default = AutoConfig.for_model(kind)
+    fields = {key: value for key, value in SIZES.items() if hasattr(default, key)} | own
+    settings = type(default)(**fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+def settings_for(folder: Path) -> Config:
+    return Config(
+        run=RunConfig(name="t"),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(path="rows.jsonl", max_prompt_tokens=10),
+        rollout=RolloutConfig(max_new_tokens=12),
+    )
+
+
+def build(name: str, folder: Path) -> PolicyModel:
+    """As a run would. Raises ConfigError."""
+    tiny_family(name).save_pretrained(folder)
+    return build_model(settings_for(folder), torch.device("cpu"), None)
+
+
+def siblings() -> MicroBatch:
+    """Two groups of three, their prompts shared."""
+    plan, groups = make_step(3, groups=2, size=3, max_staleness=4)
+    return pack(make_lease(plan, groups), plan.shards[0], torch.device("cpu"))
+
+
+def trained_logprobs(model: PolicyModel, batch: MicroBatch) -> Tensor:
+    """[chosen] of the tokens that are trained, in the order of the sequences."""
+    scored = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)[0]
+    return scored[batch.loss_positions]
+
+
+def logprobs_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """The same by transformers, one sequence at a time."""
+    parts = []
+    index, edges = batch.packing.rows.index, batch.packing.cu_seqlens.tolist()
+    for first, last in pairwise(edges):
+        places = index[first:last]
+        ids = batch.input_ids[places]
+        logits = hf(input_ids=ids[None], use_cache=False).logits[0].float()
+        scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        parts.append(scored[batch.loss_mask[places][1:]])
+    return torch.cat(parts)
+
+
+def outcome(name: str, folder: Path) -> str:
+    """The cell of the table."""
+    try:
+        model = build(name, folder)
+    except ConfigError as error:
+        return f"refused: {_reason(str(error))}"
+    return "packed" if model.layout is Layout.PACKED else "a row each"
+
+
+def _reason(text: str) -> str:
+    return text.partition(": ")[2].partition("; ")[0].partition(": ")[0]
+
+
+def table(outcomes: Mapping[str, str]) -> str:
+    lines = ["| family | `model_type` | sequences |", "|---|---|---|"]
+    lines += [f"| {name} | `{FAMILIES[name][0]}` | {outcomes[name]} |" for name in FAMILIES]
+    return "\n".join(lines)
+
+
+def main(page: Path) -> None:
+    outcomes = {}
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes[name] = outcome(name, Path(folder))
+            print(name, outcomes[name], flush=True)
+    text = page.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n\n{table(outcomes)}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/models.md"))

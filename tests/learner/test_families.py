@@ -1,0 +1,150 @@
+"""Every family of docs/models.md: log-probs and gradients are those of transformers, or the model is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.checks.architecture import foreign_maths
+from asyncrl.learner.critic import build_critic
+from asyncrl.learner.export import export_hf
+from asyncrl.learner.layout import Layout
+from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
+from tests.learner.families import (
+    BEGIN,
+    END,
+    FAMILIES,
+    build,
+    logprobs_alone,
+    outcome,
+    settings_for,
+    siblings,
+    table,
+    tiny_family,
+    trained_logprobs,
+)
+from tests.learner.rank_process import train_on_ranks
+from tests.learner.smooth_steps import EQUAL, RATE, apart
+
+PAGE = Path("docs/models.md")
+FAST = ("OPT", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE")
+"""One of each way to be wrong: dropout by hand, a value width of its own, recurrent layers beside attention and alone,
+attention that knows no interface, a window that only a mask knows."""
+REFUSED = ("Gemma 2", "Cohere", "GPT-OSS", "ModernBERT decoder")
+
+
+def rows_of_the_page() -> dict[str, str]:
+    """Family -> cell."""
+    part = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    cells = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")][2:]
+    return {name: cell for name, _, cell in cells}
+
+
+def agrees(name: str, folder: Path) -> None:
+    model = build(name, folder)
+    assert rows_of_the_page()[name] == ("packed" if model.layout is Layout.PACKED else "a row each")
+    batch = siblings()
+    assert len(batch.input_ids) < len(batch.packing.rows.index)  # prompts are shared
+    alone = AutoModelForCausalLM.from_pretrained(folder).eval()
+    mine, theirs = trained_logprobs(model, batch), logprobs_alone(alone, batch)
+    order = torch.argsort(batch.sequence_ids[batch.loss_positions], stable=True)
+    torch.testing.assert_close(mine[order], theirs, atol=2e-5, rtol=0)
+    direction = torch.randn(len(theirs), generator=torch.Generator().manual_seed(0))
+    (mine[order] * direction).sum().backward()
+    (theirs * direction).sum().backward()
+    wanted = {key: parameter.grad for key, parameter in alone.named_parameters() if parameter.grad is not None}
+    found = {key: parameter.grad for key, parameter in model.hf.named_parameters() if key in wanted}
+    whole = torch.nn.utils.get_total_norm(wanted.values())
+    for key, grad in wanted.items():
+        assert found[key] is not None, key
+        torch.testing.assert_close(found[key] / whole, grad / whole, atol=1e-5, rtol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_is_trained_is_what_transformers_computes(name: str, tmp_path: Path):
+    agrees(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.unhurried
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*FAST, *REFUSED)])
+def test_so_it_is_of_every_other_family_of_the_page(name: str, tmp_path: Path):
+    agrees(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_learner_would_compute_otherwise_is_refused(name: str, tmp_path: Path):
+    said = outcome(name, tmp_path)
+    assert said.startswith("refused: ")
+    assert rows_of_the_page()[name] == said
+
+
+def test_the_table_of_the_page_names_every_family_and_no_other():
+    page = rows_of_the_page()
+    assert list(page) == list(FAMILIES)
+    assert table(page) in PAGE.read_text()
+
+
+def test_a_warning_says_which_layers_keep_a_model_from_being_packed_and_what_that_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING, "asyncrl.learner"):
+        build("Qwen3-Next", tmp_path)
+    assert "layers of the kinds linear_attention" in caplog.text
+    assert "once per completion" in caplog.text
+
+
+def test_a_model_is_asked_itself_where_its_config_names_no_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "asyncrl.learner"):
+        build("RWKV", tmp_path)
+    assert "RwkvSelfAttention sees across their borders" in caplog.text
+
+
+def test_a_critic_of_such_a_model_runs_in_rows_too(tmp_path: Path):
+    tiny_family("Qwen3-Next").save_pretrained(tmp_path)
+    assert build_critic(settings_for(tmp_path), torch.device("cpu"), None).layout is Layout.ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_ranks_learn_the_same_weights_in_rows_as_one(tmp_path: Path):
+    tiny_family("LFM2").save_pretrained(tmp_path / "model")
+
+    def learned(run: str, world: int) -> dict[str, torch.Tensor]:
+        config = Config(
+            run=RunConfig(dir=str(tmp_path / run)),
+            model=ModelConfig(path=str(tmp_path / "model")),
+            learner=LearnerConfig(steps=1, lr=RATE, max_tokens_per_microbatch=60),
+        )
+        return train_on_ranks(config, world)
+
+    one, two = learned("one", 1), learned("two", 2)
+    assert apart(one, two, load_file(tmp_path / "one" / "first.safetensors")) < EQUAL
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "BLOOM"])
+def test_a_model_in_rows_is_exported_as_transformers_loads_it(name: str, tmp_path: Path):
+    model = build(name, tmp_path / "source")
+    export_hf(model, ModelConfig(path=str(tmp_path / "source")), tmp_path / "hf", rank=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.arange(9)[None]
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    assert torch.equal(loaded(input_ids=ids).logits, first(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "x", "text_config": {"model_type": "falcon_h1", "lm_head_multiplier": 0.04}}, "lm_head"),
+    ],
+)
+def test_what_a_config_tells_is_refused_before_anything_starts(settings: dict[str, object], named: str):
+    assert named in foreign_maths(settings)
+    assert not foreign_maths({"model_type": "qwen3", "lm_head_multiplier": 1.0})
