@@ -21,7 +21,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 LOOK_S = 1.0
-"""Between two looks of who is remembered as a descendant."""
+"""Between two looks of who is remembered as a descendant, or stands still: each reads the whole process table."""
 STOPPED = ("T", "t")
 ENDED = ("Z", "X", "x")
 """States as in /proc/PID/stat."""
@@ -77,23 +77,45 @@ class _Stat:
 def _read_stat(pid: int) -> _Stat | None:
     """From /proc; None when the process is gone (or where there is no /proc)."""
     try:
-        # The name is in parentheses and may hold spaces and parentheses itself.
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            # The name is in parentheses and may hold spaces and parentheses itself.
+            rest = file.read(4096).rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return _Stat(parent=int(rest[1]), started=rest[19], state=rest[0])
+    return _Stat(parent=int(rest[1]), started=rest[19].decode(), state=rest[0].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTable:
+    """All processes of this machine at one moment. To make one costs milliseconds: several questions share it."""
+
+    stats: dict[int, _Stat]
+
+    @classmethod
+    def now(cls) -> ProcessTable:
+        """Empty where there is no /proc."""
+        pids = (
+            [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.exists("/proc/self/stat") else []
+        )
+        return cls({pid: stat for pid in pids if (stat := _read_stat(pid)) is not None})
+
+    def holds(self, process: ProcessId) -> bool:
+        stat = self.stats.get(process.pid)
+        return stat is not None and stat.started == process.started
+
+    def descendants(self, *pids: int) -> set[ProcessId]:
+        """All processes below `pids`, whatever group or session they are in."""
+        found: set[ProcessId] = set()
+        front = set(pids)
+        while front:
+            front = {child for child, stat in self.stats.items() if stat.parent in front}
+            found |= {ProcessId(child, self.stats[child].started) for child in front}
+        return found
 
 
 def descendants(*pids: int) -> set[ProcessId]:
-    """All processes below `pids`, whatever group or session they are in. Empty where there is no /proc."""
-    folders = Path("/proc").iterdir() if Path("/proc/self/stat").exists() else []
-    stats = {int(folder.name): _read_stat(int(folder.name)) for folder in folders if folder.name.isdigit()}
-    found: set[ProcessId] = set()
-    front = set(pids)
-    while front:
-        front = {child for child, stat in stats.items() if stat is not None and stat.parent in front}
-        found |= {ProcessId(child, stat.started) for child in front if (stat := stats[child]) is not None}
-    return found
+    """All processes below `pids` now. Empty where there is no /proc."""
+    return ProcessTable.now().descendants(*pids)
 
 
 def ancestors(pid: int) -> Iterator[ProcessId]:
@@ -114,18 +136,19 @@ class Family:
         self._root = ProcessId.of(root)
         self._looked_at = 0.0
 
-    def look(self, *, now: bool = False) -> None:
-        """At most every `LOOK_S`, unless `now`."""
-        if not now and time.monotonic() - self._looked_at < LOOK_S:
-            return
-        self._looked_at = time.monotonic()
+    def look(self, table: ProcessTable | None = None) -> None:
+        """Remember who lives below in `table`; without one in that of now, at most every `LOOK_S`."""
+        if table is None:
+            if time.monotonic() - self._looked_at < LOOK_S:
+                return
+            self._looked_at, table = time.monotonic(), ProcessTable.now()
         roots = {self._root, *self.members} if self._root else self.members
         # Of one that is gone the pid may be another's.
-        found = descendants(*(root.pid for root in roots if root.alive()))
-        self.members = {member for member in self.members | found if member.alive()}
+        found = table.descendants(*(root.pid for root in roots if table.holds(root)))
+        self.members = {member for member in self.members | found if table.holds(member)}
 
     def kill(self, spared: Iterable[ProcessId] = ()) -> None:
-        self.look(now=True)
+        self.look(ProcessTable.now())
         for member in self.members - set(spared):
             member.kill()
 

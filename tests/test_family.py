@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.family import Family, ProcessId
+from asyncrl.family import Family, ProcessId, ProcessTable
 from asyncrl.standstill import Standstills, kind_of, watched_supervisors, who
 from asyncrl.storage.occupancy import alone_in, holders
 from tests.test_supervisor import until
@@ -92,7 +92,7 @@ def test_an_undertaker_kills_what_a_killed_pool_left_in_sessions_of_their_own() 
     pool = python(POOL)
     grandchild = identity(int(first_line(pool)))
     family = Family(pool.pid)
-    until(lambda: family.look(now=True) or len(family.members) >= 3)
+    until(lambda: family.look(ProcessTable.now()) or len(family.members) >= 3)
     # It looks every half second, and knows of whom it has seen.
     undertakers = [member for member in family.members if "after" in member.command()]
     assert len(undertakers) == 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.family import Family, ProcessId, bound
+from asyncrl.family import LOOK_S, Family, ProcessId, ProcessTable, bound
 from asyncrl.standstill import Standstills
 
 TAIL_LINES = 30
@@ -71,6 +71,7 @@ class Supervisor:
         self._families: list[tuple[str, Family]] = []
         """Role and what one of its lives started."""
         self._standstills = Standstills()
+        self._looked_at = 0.0
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Role:
         """Start one process; its output goes to `<log_dir>/<name>.log`, appended across restarts of the run."""
@@ -109,10 +110,13 @@ class Supervisor:
         return [role for role in self.roles.values() if role.failed]
 
     def observe(self, *, now: bool = False) -> list[str]:
-        """Remember every descendant, about once a second, or `now`. Returns who stands still, in words for the user."""
-        members: set[ProcessId] = set()
+        """Remember every descendant, once in `LOOK_S`, or `now`. Returns who stands still, in words for the user."""
+        if not now and time.monotonic() - self._looked_at < LOOK_S:
+            return []
+        self._looked_at = time.monotonic()
+        table, members = ProcessTable.now(), set[ProcessId]()
         for name, family in self._families:
-            family.look(now=now)
+            family.look(table)
             own = ProcessId.of(self.roles[name].process.pid)
             members |= family.members | ({own} if own else set())
         return self._standstills.look(members)
