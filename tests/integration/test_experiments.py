@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
     ("experiment", "ranks", "names"),
     [
         ("ppo_gae", 2, ("critic/loss", "critic/target_mean", "critic/grad_norm", "advantage/std")),
-        ("reinforce_pp", 1, ("kl/coef", "kl/in_reward", "kl/reference", "advantage/std")),
+        pytest.param(
+            *("reinforce_pp", 1, ("kl/coef", "kl/in_reward", "kl/reference", "advantage/std")), marks=pytest.mark.long
+        ),
     ],
 )
 def test_an_experiment_runs_to_its_end_with_its_numbers_in_every_row(

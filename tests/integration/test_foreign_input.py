@@ -46,7 +46,7 @@ SHAPE = {
 @pytest.mark.parametrize(
     ("task", "model_config"),
     [
-        ("chain_sum", Qwen3Config(**SHAPE, tie_word_embeddings=True)),
+        pytest.param("chain_sum", Qwen3Config(**SHAPE, tie_word_embeddings=True), marks=pytest.mark.long),
         ("spell_backward", LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     ],
     ids=["chain_sum-qwen3", "spell_backward-llama"],
