@@ -17,8 +17,8 @@ from tests.seeds import run_seeds
 from .simulate import World, run_seed
 from .virtual import Request
 
-FAST, SLOW, ENOUGH = 250, 10_000, 200
-"""Seeds of the two runs, and within which a planted mistake must show."""
+FAST, SLOW, LONG, ENOUGH = 250, 3_000, 10_000, 200
+"""Seeds of the runs, and within which a planted mistake must show."""
 
 
 def test_faulty_runs_lose_nothing_and_train_nothing_twice() -> None:
@@ -29,8 +29,9 @@ def test_faulty_runs_lose_nothing_and_train_nothing_twice() -> None:
 @pytest.mark.slow
 @pytest.mark.unhurried
 @pytest.mark.timeout(3000)
-def test_ten_thousand_faulty_runs_lose_nothing_and_train_nothing_twice() -> None:
-    run_seeds("tests.chaos.simulate:run_seed", range(FAST, FAST + SLOW))
+@pytest.mark.parametrize("seeds", [range(FAST, SLOW), pytest.param(range(SLOW, LONG), marks=pytest.mark.long)], ids=len)
+def test_many_faulty_runs_lose_nothing_and_train_nothing_twice(seeds: range) -> None:
+    run_seeds("tests.chaos.simulate:run_seed", seeds)
 
 
 def test_the_faults_happen_and_the_runs_go_on() -> None:

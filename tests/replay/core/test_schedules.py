@@ -10,7 +10,7 @@ from asyncrl.types import DropReason, StalePolicy
 from tests.replay.simulator import run_schedule
 from tests.seeds import run_seeds
 
-FAST, SLOW = 1_000, 100_000
+FAST, SLOW, LONG = 1_000, 10_000, 100_000
 OUTSIDE = {ev.Finished, ev.Snapshotted, ev.Announced}
 """Events that no schedule makes."""
 INSIDE = set(ev.Event.__args__) - OUTSIDE
@@ -25,8 +25,9 @@ def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuc
 @pytest.mark.slow
 @pytest.mark.unhurried
 @pytest.mark.timeout(3000)
-def test_no_schedule_of_a_hundred_thousand_breaks_a_promise() -> None:
-    run_seeds("tests.replay.simulator:run_schedule", range(SLOW), actions=100)
+@pytest.mark.parametrize("seeds", [range(FAST, SLOW), pytest.param(range(SLOW, LONG), marks=pytest.mark.long)], ids=len)
+def test_no_schedule_of_many_breaks_a_promise(seeds: range) -> None:
+    run_seeds("tests.replay.simulator:run_schedule", seeds, actions=100)
 
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
