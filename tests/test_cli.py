@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from asyncrl.cli import local, quickstart, verify
 from asyncrl.cli.dry_run import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.data.warmup_recipe import CalculatorRecipe, WarmupRecipe
 
 
 @pytest.fixture
@@ -249,8 +250,9 @@ def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:
     assert kv_values({}) == 0
 
 
+@pytest.mark.parametrize("typed", [[], ["experiment=tools_quickstart"]])
 def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
     made: list[Path] = []
@@ -260,12 +262,14 @@ def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
         made.append(target)
 
     monkeypatch.setattr(quickstart, "warm_up", fake_warm_up)
-    first = quickstart.prepare(WarmupRecipe())
-    assert quickstart.prepare(WarmupRecipe()) == first
+    recipe = quickstart.recipe_of(typed)
+    first = quickstart.prepare(recipe)
+    assert quickstart.prepare(recipe) == first
     assert len(made) == 1
     assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"}
     assert list(tmp_path.iterdir()) == [first], "nothing half-made is left"
-    assert quickstart.cache_folder(WarmupRecipe(seed=1)) != first
+    others = [replace(recipe, seed=1), CalculatorRecipe() if type(recipe) is WarmupRecipe else WarmupRecipe()]
+    assert first not in [quickstart.cache_folder(other) for other in others]
 
 
 @pytest.mark.parametrize("cache", ["~nobody-of-this-name/x", "d.jsonl/x"])

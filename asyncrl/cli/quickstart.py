@@ -2,7 +2,7 @@
 
 The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
 `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
-another `experiment=NAME` gets them too.
+another `experiment=NAME` gets them too, and `experiment=tools_quickstart` those of its own task.
 """
 
 from __future__ import annotations
@@ -15,21 +15,51 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.cli import dry_run
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.local import run_local
+from asyncrl.data import calculator
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
-from asyncrl.data.warmup_recipe import RewardRecipe, WarmupRecipe
+from asyncrl.data.warmup_recipe import CalculatorRecipe, RewardRecipe, WarmupRecipe
 from asyncrl.errors import AsyncRLError
 
 WARMUP_TIMEOUT_S = 900.0
 REWARD_MODEL = frozenset({"reward=model", "experiment=reward_model"})
 """What asks for the quickstart's own reward model, unless `reward.model` names another."""
 NAMES_A_RUN = ("run.", "resume=", "overwrite=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a recipe is for."""
+
+    write: Callable[..., Any]
+    """Writes `train.jsonl` and `heldout.jsonl` into a folder."""
+    module: str
+    """Makes the base model."""
+    stamp: tuple[Any, ...]
+    """What of the task is no part of the recipe: with another one the model is another."""
+
+
+TASKS: dict[type[WarmupRecipe], Task] = {
+    WarmupRecipe: Task(write=write_modes, module="asyncrl.learner.warmup", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE)),
+    CalculatorRecipe: Task(
+        write=calculator.write_sums,
+        module="asyncrl.learner.tools_warmup",
+        stamp=(*calculator.PHRASES, calculator.GUESS_SHARE, calculator.OTHER_SHARE, calculator.HEDGE_SHARE),
+    ),
+}
+
+
+def recipe_of(overrides: Sequence[str]) -> WarmupRecipe:
+    """Of the task that the experiment is for."""
+    return CalculatorRecipe() if "experiment=tools_quickstart" in overrides else WarmupRecipe()
 
 
 def cache_folder(recipe: WarmupRecipe) -> Path:
@@ -42,7 +72,7 @@ def cache_folder(recipe: WarmupRecipe) -> Path:
         root = Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser()
     except RuntimeError as error:
         raise AsyncRLError(f"no folder for the quickstart's model: {error}. Set ASYNCRL_CACHE=DIR") from error
-    text = json.dumps([dataclasses.asdict(recipe), LETTERS, WORD_LENGTH, REVERSE_SHARE], sort_keys=True)
+    text = json.dumps([dataclasses.asdict(recipe), *TASKS[type(recipe)].stamp], sort_keys=True)
     return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -56,7 +86,7 @@ def prepare(recipe: WarmupRecipe) -> Path:
     if folder.is_dir():
         return folder
     with scratch_beside(folder) as made:
-        write_modes(made, seed=recipe.seed)
+        TASKS[type(recipe)].write(made, seed=recipe.seed)
         warm_up(made / "model", recipe)
     return folder
 
@@ -99,7 +129,7 @@ def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
 
 def warm_up(target: Path, recipe: WarmupRecipe) -> None:
     print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
-    make("asyncrl.learner.warmup", str(target), json.dumps(dataclasses.asdict(recipe)))
+    make(TASKS[type(recipe)].module, str(target), json.dumps(dataclasses.asdict(recipe)))
 
 
 def make(module: str, *arguments: str) -> None:
@@ -132,11 +162,11 @@ def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def main(overrides: Sequence[str]) -> int:
-    folder = prepare(WarmupRecipe())
+    folder = prepare(recipe_of(overrides))
     typed = ["bash", "launchers/quickstart.sh", *overrides]
     return run_local(quickstart_overrides(folder, overrides), typed=typed)
 
 
 def plan(overrides: Sequence[str]) -> int:
     """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
-    return dry_run.main("local", quickstart_overrides(prepare(WarmupRecipe()), overrides))
+    return dry_run.main("local", quickstart_overrides(prepare(recipe_of(overrides)), overrides))

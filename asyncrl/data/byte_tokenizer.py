@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -17,21 +18,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """The `tokenizers` object. Decoding valid UTF-8 gives back the text; invalid bytes become U+FFFD."""
+def byte_tokenizer(phrases: Sequence[str] = ()) -> Tokenizer:
+    """The `tokenizers` object. Decoding valid UTF-8 gives back the text; invalid bytes become U+FFFD.
+
+    Args:
+        phrases: texts that are one token each, with the ids from VOCAB_SIZE up.
+    """
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _special_names()])
+    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in phrases])
     return tokenizer
 
 
-def save_byte_tokenizer(directory: str | Path) -> None:
+def save_byte_tokenizer(directory: str | Path, phrases: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> None:
     """Write the files from which `AutoTokenizer.from_pretrained(directory)` loads it."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    byte_tokenizer().save(str(target / "tokenizer.json"))
+    byte_tokenizer(phrases).save(str(target / "tokenizer.json"))
     pad, bos, eos = _special_names()[:3]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -40,7 +46,7 @@ def save_byte_tokenizer(directory: str | Path) -> None:
         "eos_token": eos,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

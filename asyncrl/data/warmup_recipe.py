@@ -27,6 +27,14 @@ class WarmupRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorRecipe(WarmupRecipe):
+    """The same model, trained on conversations with a calculator, of which a ninth are right throughout."""
+
+    lr: float = 2e-3
+    min_sampled_accuracy: float = 0.105
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRecipe:
     """A classifier on that base model, trained to tell reversed words from other answers."""
 

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -24,10 +25,30 @@ PROBES = 256
 ANSWER_TOKENS = 10
 
 
-def build_model(recipe: WarmupRecipe) -> Qwen2ForCausalLM:
+class WarmupTask(Protocol):
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and labels, both [size, longest]; labels are IGNORED on all that the model does not write."""
+        ...
+
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        """Share of answers that are right."""
+        ...
+
+
+class Modes:
+    """Words, answered in one of several ways."""
+
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(rng, size)
+
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        return accuracy(model, greedy=greedy)
+
+
+def build_model(recipe: WarmupRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             hidden_size=recipe.hidden_size,
             intermediate_size=recipe.intermediate_size,
             num_hidden_layers=recipe.layers,
@@ -51,6 +72,11 @@ def make_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tenso
         head, tail = list(prompt.encode()), [*answer.encode(), EOS_ID]
         rows.append(head + tail)
         labels.append([IGNORED] * len(head) + tail)
+    return padded(rows, labels)
+
+
+def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as [rows, longest]."""
     longest = max(map(len, rows))
     # Right padding: attention is causal, so the padded end changes nothing before it and needs no mask.
     ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
@@ -58,11 +84,18 @@ def make_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tenso
     return ids, targets
 
 
-def train(model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random) -> tuple[int, float, float]:
-    """Steps taken, sampled and greedy accuracy. Ends when samples are right often enough."""
+def train(
+    model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask | None = None
+) -> tuple[int, float, float]:
+    """Steps taken, sampled and greedy accuracy. Ends when samples are right often enough.
+
+    Args:
+        task: other than the modes.
+    """
+    task = task or Modes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, recipe.max_steps + 1):
-        ids, labels = make_batch(rng, recipe.batch_size)
+        ids, labels = task.batch(rng, recipe.batch_size)
         logits = model(input_ids=ids[:, :-1]).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -70,9 +103,9 @@ def train(model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random) -> 
         optimizer.step()
         optimizer.zero_grad()
         if step % recipe.check_every == 0:
-            sampled = accuracy(model, greedy=False)
+            sampled = task.accuracy(model, greedy=False)
             if sampled >= recipe.min_sampled_accuracy:
-                return step, sampled, accuracy(model, greedy=True)
+                return step, sampled, task.accuracy(model, greedy=True)
     raise SystemExit(
         f"after {recipe.max_steps} steps fewer than {recipe.min_sampled_accuracy:.0%} of the samples are right: too "
         "few for reinforcement learning to start from. Raise max_steps"

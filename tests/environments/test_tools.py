@@ -75,6 +75,26 @@ def test_a_function_that_nobody_can_be_told_of_is_refused_with_the_way_out(name:
         Toolbox([f"{HERE}:{name}"])
 
 
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("6 * (3 + 4)", "42"),
+        (" -7 // 2", "-4"),
+        ("1/4", "0.25"),
+        ("2**9999", "only numbers, + - "),
+        ("exit()", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1 +", "is no arithmetic"),
+        ("1/0", "ZeroDivisionError"),
+        ("9" * 201, "at most 200 letters"),
+    ],
+)
+def test_the_calculator_that_ships_works_out_arithmetic_and_nothing_else(expression: str, says: str) -> None:
+    box = Toolbox(["asyncrl.environments.tools.calculator:calculate"])
+    done, said = box.call("calculate", {"expression": expression})
+    assert says in said and done == (not said.startswith("Error"))
+
+
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two tools named add"):
         Toolbox([f"{HERE}:add", f"{HERE}:add"])
