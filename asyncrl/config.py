@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
 from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.rewards import reward_terms
@@ -200,14 +201,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
             *(config.data.order_by, config.data.shuffle, config.data.max_prompt_tokens, config.data.overlong),
         ],
         "environment": [Path(config.environment.name).name, config.reference.from_rollout],
-        "reward": [
-            *(
-                [term.name, Path(term.function).name, term.weight, term.args, term.data_source, Path(term.model).name]
-                for term in reward_terms(config.reward)
-            ),
-            config.reward.metric,
-            config.reward.timeout_s,
-        ],
+        "reward": _reward_of(config),
         "rollout": [
             config.rollout.group_size,
             config.rollout.min_group_size,
@@ -218,8 +212,24 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         "weights": [config.weights.transport, config.weights.wire_dtype],
         "learner": config.learner.groups_per_step,
-        "eval": asdict(config.eval) | {"path": Path(config.eval.path).name, "every": 0, "chunk": 0},
+        "eval": [
+            [
+                asdict(each.config.eval) | {"path": "", "every": 0, "chunk": 0},
+                _settings_of(each.source),
+                Path(each.config.environment.name).name,
+                _reward_of(each.config),
+            ]
+            for each in eval_sets(config)
+        ],
     }
+
+
+def _reward_of(config: Config) -> list[Any]:
+    terms = (
+        [term.name, Path(term.function).name, term.weight, term.args, term.data_source, Path(term.model).name]
+        for term in reward_terms(config.reward)
+    )
+    return [*terms, config.reward.metric, config.reward.timeout_s]
 
 
 def _settings_of(source: Source) -> dict[str, Any]:
@@ -238,8 +248,8 @@ def disk_patience(config: Config) -> Patience:
 
 
 NOT_OF_THE_UPDATE = (
-    *("ranks", "device", "save_every", "keep_checkpoints", "max_restarts", "max_nonfinite_steps"),
-    *("max_tokens_per_microbatch", "steps"),
+    *("ranks", "device", "save_every", "keep_checkpoints", "keep_best", "keep_best_by"),
+    *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "steps"),
 )
 """Settings of the learner that change nothing of what a batch makes of the weights."""
 

@@ -303,7 +303,12 @@ class LearnerConfig:
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
-    """Older ones are deleted."""
+    """Older ones are deleted, but for the best."""
+    keep_best: str = ""
+    """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`.
+    Of an evaluation it is the one whose weights the evaluation was asked for."""
+    keep_best_by: str = "max"
+    """`max` or `min`: which value of `keep_best` is better."""
     max_restarts: int = 3
     """How often torchrun restarts the ranks after one of them died."""
 
@@ -311,7 +316,7 @@ class LearnerConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     every: int = 0
-    """Steps between evaluations on the workers' engines. With `path` the first and the last weights are
+    """Steps between evaluations on the workers' engines. With `path` or `sets` the first and the last weights are
     evaluated too, and with 0 they alone. Evaluations run beside the training, across updates, and hold nothing back."""
     path: str = ""
     """Rows as in `data.path`, of one file, folder, dataset or class; empty is no evaluation."""
@@ -325,11 +330,17 @@ class EvalConfig:
     """Completions of each row. With several there are pass@k, best@k and majority votes: `eval/<name>/pass@8`."""
     temperature: float = 0.0
     """That rows are sampled at; 0 is greedy."""
+    max_new_tokens: int = 0
+    """Longest completion; 0 is as long as `rollout.max_new_tokens`."""
     pass_score: float = 1.0
     """A sample passes with at least this score."""
     answer: str = "auto"
     """Where a majority vote finds the answer in a completion: the last `boxed`, `tag` (`<answer>`),
     `hash` (`####`), `number`, the whole `text`; `auto` is the first there is of tag, box and hash, `none` no vote."""
+    sets: dict[str, Any] = field(default_factory=dict)
+    """Sets by name, any number of them, beside that of `path`: each with `path` and, where it differs from the settings
+    here, `every`, `rows`, `samples` ..., `environment`, `reward`, `prompt_column`, `where` and `args` of its own:
+    `eval.sets.aime.path=FILE eval.sets.aime.samples=16 eval.sets.aime.reward=math`. See docs/evaluation.md."""
 
 
 @dataclass(kw_only=True, slots=True)

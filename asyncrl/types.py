@@ -216,7 +216,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalAssignment:
-    """An order to score rows `[start, stop)` of an evaluation set, greedily, on what the engine serves meanwhile."""
+    """An order to score rows `[start, stop)` of an evaluation set, on what the engine serves meanwhile."""
 
     job_id: int
     chunk: int

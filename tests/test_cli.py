@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import local, quickstart, verify
+from asyncrl.cli import local, quickstart, smoke, verify
 from asyncrl.cli.dry_run import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir
@@ -36,7 +36,10 @@ def test_help_and_import_load_no_torch_and_no_ray() -> None:
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])
-@pytest.mark.parametrize("experiment", ["null", *(file.stem for file in config_dir().glob("experiment/*.yaml"))])
+@pytest.mark.parametrize(
+    "experiment",
+    ["null", *(file.stem for file in config_dir().glob("experiment/*.yaml") if file.stem not in smoke.SMOKES)],
+)
 def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
     command: str,
     experiment: str,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.problem import Problems
-from asyncrl.checks.sources import eval_source, sources
+from asyncrl.checks.sources import sources
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -19,8 +20,11 @@ def sources_are_some(config: Config) -> Problems:
     except ConfigError as error:
         yield str(error)
         return
-    evaluated = eval_source(config)
-    if data.args and not any(source.runs_own_code for source in (*found, *filter(None, [evaluated]))):
+    try:
+        evaluated = [each.source for each in eval_sets(config)]
+    except ConfigError:
+        return  # refused by evaluation_has_rows
+    if data.args and not any(source.runs_own_code for source in (*found, *evaluated)):
         yield "data.args are given to a class of your own, and no path names one (file.py:Name). Leave them out"
 
 

@@ -26,7 +26,7 @@ REFUSED_ON_PURPOSE = {
 
 FREE_FORM = (
     *("engine.vllm", "advantage.components", "model.chat", "environment.args", "reward.args", "reward.functions"),
-    *("data.mixture", "data.where", "data.args"),
+    *("data.mixture", "data.where", "data.args", "eval.sets"),
 )
 """Settings that are mappings with keys of somebody else's."""
 
@@ -106,7 +106,7 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
         elif not equals:
             problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
         elif key in groups:
-            if not re.fullmatch(r"[A-Za-z_]\w*", value):
+            if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value):  # a folder inside, as smoke/NAME
                 problems.append(f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}")
         elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
             problems.append(_unknown_key(key.lstrip("+"), text, known, groups))

@@ -6,9 +6,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl.checks.evaluations import eval_sets
+from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
+from asyncrl.evaluation.table import figures_for
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config
@@ -210,6 +213,37 @@ def adapters_have_a_use(config: Config) -> Problems:
         )
 
 
+def best_is_measured(config: Config) -> Problems:
+    """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
+    learner = config.learner
+    if not learner.keep_best and learner.keep_best_by != "max":
+        yield f"learner.keep_best_by={learner.keep_best_by} does nothing without learner.keep_best. Name a metric there"
+    if not learner.keep_best.startswith("eval/"):
+        return
+    try:
+        sets = {each.name: each.config for each in eval_sets(config)}
+    except ConfigError:
+        return  # refused by evaluation_has_rows
+    _, name, figure = [*learner.keep_best.split("/", 2), ""][:3]
+    if name not in sets:
+        known = ", ".join(sets) or "none: give eval.path or eval.sets"
+        yield f"learner.keep_best={learner.keep_best}: the evaluated sets are {known}.{nearest(name, sets)}"
+        return
+    own = sets[name]
+    figures = [own.reward.metric, *(figures_for(own.eval.samples, votes=own.eval.answer != "none"))]
+    if figure not in figures:
+        yield (
+            f"learner.keep_best={learner.keep_best}: {name} is measured by {', '.join(figures)} (see eval.samples, "
+            f"reward.metric).{nearest(figure, figures)}"
+        )
+    if own.eval.every < 1 or learner.save_every % own.eval.every:
+        yield (
+            f"learner.keep_best={learner.keep_best}: every checkpoint must be measured, and learner.save_every="
+            f"{learner.save_every} is no multiple of the {own.eval.every} steps between evaluations of {name}. Set "
+            f"eval.every={learner.save_every}, or one that divides it"
+        )
+
+
 RULES = (
     groups_have_siblings,
     batch_divides,
@@ -218,4 +252,5 @@ RULES = (
     advantage_is_consistent,
     critic_has_a_use,
     adapters_have_a_use,
+    best_is_measured,
 )

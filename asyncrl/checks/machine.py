@@ -9,10 +9,11 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl.checks.architecture import foreign_maths
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.resources import missing_devices, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
-from asyncrl.checks.sources import eval_source, places, sources
+from asyncrl.checks.sources import places, sources
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.schema import Config
 
@@ -25,8 +26,11 @@ def check_machine(config: Config, role: str) -> None:
     """
     problems: list[str] = []
     if role in ("local", "rollout"):
-        problems += _missing_files(config)
-        problems += _missing_of_rewards(config)
+        problems += _missing_rows(config)
+        # Sets that have no rewards or environment of their own miss what the training misses.
+        for each in (config, *(one.config for one in eval_sets(config))):
+            found = [*_missing_code("environment.name", each.environment.name), *_missing_of_rewards(each)]
+            problems += [problem for problem in found if problem not in problems]
         problems += _missing_vllm(config)
     if role in ("local", "learner", "rollout"):
         problems += _missing_model("model.path", config.model.path)
@@ -47,23 +51,18 @@ def check_machine(config: Config, role: str) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Raises ConfigError: rows of the data, or of `eval.path`, are not here."""
+    """Raises ConfigError: rows of the data, or of an evaluated set, are not here."""
     problems = list(_missing_rows(config))
     if problems:
         raise ConfigError(join_problems(problems))
 
 
 def _missing_rows(config: Config) -> Iterator[str]:
-    for source in filter(None, (*sources(config.data), eval_source(config))):
+    for source in (*sources(config.data), *(each.source for each in eval_sets(config))):
         try:
             places(source)
         except DataError as error:
             yield str(error)
-
-
-def _missing_files(config: Config) -> Iterator[str]:
-    yield from _missing_rows(config)
-    yield from _missing_code("environment.name", config.environment.name)
 
 
 def _missing_code(key: str, spec: str) -> Iterator[str]:
@@ -115,13 +114,17 @@ def _unfit_model(config: Config) -> Iterator[str]:
         yield f"model.path={config.model.path}: {problem}"
     text = settings.get("text_config") or settings
     positions = text.get("max_position_embeddings") or text.get("n_positions")
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if isinstance(positions, int) and longest > positions and config.engine.name != "fake":
-        yield (
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {longest}, and the model of model.path has {positions} positions. "
-            "Lower one of them"
-        )
+    if not isinstance(positions, int) or config.engine.name == "fake":
+        return
+    prompt = config.data.max_prompt_tokens
+    wanted = {"rollout": config.rollout.max_new_tokens}
+    wanted |= {each.key: each.config.rollout.max_new_tokens for each in eval_sets(config)}
+    for key, tokens in wanted.items():
+        if prompt + tokens > positions and (key == "rollout" or tokens != wanted["rollout"]):
+            yield (
+                f"data.max_prompt_tokens={prompt} + {key}.max_new_tokens={tokens} = {prompt + tokens}, and the model "
+                f"of model.path has {positions} positions. Lower one of them"
+            )
 
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from asyncrl.chat.names import AUTO, RENDERERS
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
@@ -43,6 +44,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "weights.delta": (config.weights.delta, ("never", "always", "auto")),
         "weights.on_update": (config.weights.on_update, ("keep", "recompute")),
         "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
+        "learner.keep_best_by": (config.learner.keep_best_by, ("max", "min")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear", "cosine")),
     }
 
@@ -101,6 +103,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "eval.chunk": (config.eval.chunk, 1),
         "eval.samples": (config.eval.samples, 1),
         "eval.temperature": (config.eval.temperature, 0),
+        "eval.max_new_tokens": (config.eval.max_new_tokens, 0),
         "telemetry.samples_per_step": (config.telemetry.samples_per_step, 0),
         "run.disk_patience_s": (config.run.disk_patience_s, 0),
         "ray.gpus_per_worker": (config.ray.gpus_per_worker, 0),
@@ -242,11 +245,25 @@ def filters_name_functions(config: Config) -> Problems:
 
 
 def evaluation_has_rows(config: Config) -> Problems:
-    if config.eval.every > 0 and not config.eval.path:
+    if config.eval.every > 0 and not config.eval.path and not config.eval.sets:
         yield (
-            f"eval.every={config.eval.every} needs eval.path, a JSONL file of held-out rows. Give eval.path=..., or "
-            "eval.every=0"
+            f"eval.every={config.eval.every} needs eval.path, a JSONL file of held-out rows, or eval.sets. Give "
+            "eval.path=..., or eval.every=0"
         )
+    yield from _evaluation_is_one(config)
+    try:
+        sets = eval_sets(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    known = {problem for rule in OF_A_SET for problem in rule(config)}
+    for each in sets:
+        found = (problem for rule in OF_A_SET for problem in rule(each.config))
+        yield from (f"{each.key}: {problem}" for problem in found if problem not in known)
+
+
+def _evaluation_is_one(config: Config) -> Problems:
+    """By its own settings."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield (
             f"eval.samples={config.eval.samples} at eval.temperature=0 are so many times the same completion. Give "
@@ -257,6 +274,9 @@ def evaluation_has_rows(config: Config) -> Problems:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.eval.name):
         yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {config.eval.name!r}"
 
+
+OF_A_SET = (known_words, numbers_in_range, reward_is_whole, environment_is_one, _evaluation_is_one)
+"""Rules that an entry of `eval.sets` can break by itself."""
 
 RULES = (
     known_words,

@@ -1,4 +1,4 @@
-"""Where rows come from: `data.path`, `data.mixture` and `eval.path` as sources, and what of them lies on this machine.
+"""Where rows come from: `data.path` and `data.mixture` as sources, and what of them lies on this machine.
 
 a file     FILE.jsonl, FILE.parquet        a list of any of them, or a glob: `data.path='data/*.parquet'`
 a folder   made by `save_to_disk`, or of JSONL or parquet files
@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.checks.conditions import Condition, conditions
 from asyncrl.checks.hints import nearest
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.schema import Config, DataConfig
+from asyncrl.schema import DataConfig
 
 HUB = "hf:"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -81,18 +81,6 @@ def sources(data: DataConfig) -> tuple[Source, ...]:
     if not data.mixture:
         return (_source("data.path", "", {"path": data.path}, data),)
     return tuple(_entry(name, given, data) for name, given in data.mixture.items())
-
-
-def eval_source(config: Config) -> Source | None:
-    """Of `eval.path`; its rows are neither mixed nor filtered."""
-    if not config.eval.path:
-        return None
-    return Source(
-        key="eval.path",
-        specs=(config.eval.path,),
-        prompt_column=config.data.prompt_column,
-        args=dict(config.data.args),
-    )
 
 
 def _entry(name: str, given: Any, data: DataConfig) -> Source:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_data
-from asyncrl.checks.sources import eval_source, sources
+from asyncrl.checks.sources import sources
 from asyncrl.cli.preflight import survey_lines
 from asyncrl.config import load_config
 from asyncrl.data.mixture import source_names
@@ -25,7 +26,7 @@ from asyncrl.errors import RewardError
 from asyncrl.plain_text import plain
 from asyncrl.rewards.score import Outcome
 from asyncrl.rewards.trial import score_texts
-from asyncrl.schema import Config
+from asyncrl.schema import Config, RewardConfig
 from asyncrl.telemetry.console import PlainConsole
 
 COUNTED = 4096
@@ -51,10 +52,10 @@ def main(overrides: Sequence[str]) -> int:
     console = PlainConsole(highlight=False, soft_wrap=True)
     limit = config.data.max_prompt_tokens
     train = sources(config.data)
-    evaluated = eval_source(config)
+    sets = eval_sets(config)
     found = [
         look_over(source, config.model.path, limit=limit, counted=COUNTED, first=SCORED)
-        for source in (*train, *([evaluated] if evaluated else ()))
+        for source in (*train, *(each.source for each in sets))
     ]
     for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:
         console.print(line, markup=False)
@@ -68,10 +69,17 @@ def main(overrides: Sequence[str]) -> int:
     if not config.reward.function and not config.reward.functions:
         console.print("the environment scores by itself: no reward was called")
         return 0
-    said, wrong = judged(config, [row for each in found for row in each.first_rows])
-    for line in [*said, *wrong]:
-        console.print(line, markup=False, style="bold red" if line in wrong else None)
-    return 1 if wrong else 0
+    rewards = [config.reward] * len(train) + [each.config.reward for each in sets]
+    mended = True
+    for place, reward in enumerate(rewards):
+        if reward in rewards[:place] or not (reward.function or reward.functions):
+            continue
+        rows = [row for mine, each in zip(rewards, found, strict=True) if mine == reward for row in each.first_rows]
+        said, wrong = judged(reward, rows)
+        mended = mended and not wrong
+        for line in [*said, *wrong]:
+            console.print(line, markup=False, style="bold red" if line in wrong else None)
+    return 0 if mended else 1
 
 
 def _shares(config: Config) -> Iterator[str]:
@@ -123,7 +131,7 @@ def ground_truth(row: Row) -> str | None:
     return None
 
 
-def judged(config: Config, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
+def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
     """What the reward says of each row's own answer and of none: lines for the screen, and those about wrong rows.
 
     Raises:
@@ -134,7 +142,7 @@ def judged(config: Config, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], 
     if not known:
         return [f"no row has one of the columns {', '.join(TRUTHS)}: the reward was not called"], []
     asked = [(row, ["", *(form.format(truths[where]) for form in FORMS)]) for where, row in known]
-    scores = [[_value(each) for each in found] for found in score_texts(config.reward, asked)]
+    scores = [[_value(each) for each in found] for found in score_texts(reward, asked)]
     best = [max(found[1:]) for found in scores]
     top = max(best)
     if top == -np.inf:

@@ -15,9 +15,8 @@ from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.cli.commands import learner_command, local_commands, replay_command, rollout_command, shard_command
-from asyncrl.cli.preflight import Preflight, look_ahead
+from asyncrl.cli.preflight import Preflight, check_environments, look_ahead
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
-from asyncrl.environments.probe import check_environment
 from asyncrl.losses.config import required_inputs
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.rollout.concurrency import sequences_per_engine
@@ -281,7 +280,7 @@ def main(command: str, overrides: Sequence[str]) -> int:
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
     check_machine(config, command)
     if command in ("local", "rollout"):
-        check_environment(config.environment)
+        check_environments(config)
     if command in ("local", "learner"):
         refuse_used_folder(config)
         for change in changes_in(config):

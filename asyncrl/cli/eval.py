@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.preflight import look_ahead
@@ -87,14 +88,31 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     # No Ray is started here; and rows come in the order of the file.
     config.reward = replace(config.reward, host="worker", gpus=0.0)
     typed = any(text.startswith(CHOOSES_ROWS) for text in overrides)
-    path_of_rows = config.data.path if typed else config.eval.path or config.data.path
-    if not path_of_rows:
+    found = None if typed else _chosen_set(config)
+    if found is None and not config.data.path:
         raise ConfigError("a mixture has no order to evaluate it in. Give its sources one at a time: data.path=FILE")
-    # Filters of the training are none of eval.path.
-    filters = config.data.where if typed or not config.eval.path else {}
-    config.data = replace(config.data, path=path_of_rows, mixture={}, where=filters, order_by="", shuffle=False)
-    config.eval = replace(config.eval, path="")
+    if found is None:
+        config.data = replace(config.data, mixture={}, order_by="", shuffle=False)
+        tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+        config.rollout = replace(config.rollout, max_new_tokens=tokens)
+    else:
+        config = found.config
+    config.eval = replace(config.eval, path="", sets={})
     return config, any(text.startswith("eval.rows=") for text in given)
+
+
+def _chosen_set(config: Config) -> EvalSet | None:
+    """That which `eval.name` names, or the only one; None where nothing is evaluated.
+
+    Raises:
+        ConfigError: which of several is not said.
+    """
+    sets = eval_sets(config)
+    named = [each for each in sets if each.name == config.eval.name]
+    if not named and len(sets) > 1:
+        names = ", ".join(each.name for each in sets)
+        raise ConfigError(f"there are the sets {names}, and one is evaluated at a time. Give eval.name=NAME")
+    return next(iter(named or sets), None)
 
 
 def _model_of(given: Path) -> Path:

@@ -25,10 +25,9 @@ from rich.console import Console
 from asyncrl.checks.machine import check_machine
 from asyncrl.cli.commands import RESTARTED, Command, local_commands
 from asyncrl.cli.folder_check import refuse_damaged
-from asyncrl.cli.preflight import look_ahead
+from asyncrl.cli.preflight import check_environments, look_ahead
 from asyncrl.cli.supervisor import Role, Supervisor
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
-from asyncrl.environments.probe import check_environment
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config
@@ -69,7 +68,7 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     """
     config = load_config(overrides)
     check_machine(config, "local")
-    check_environment(config.environment)
+    check_environments(config)
     refuse_used_folder(config)
     seen = look_ahead(config)
     for line in (*seen.prompts, *seen.reward):

@@ -160,6 +160,8 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "rerun":
         return importlib.import_module("asyncrl.cli.rerun").main(given.run, given.overrides)
     given.overrides = importlib.import_module("asyncrl.cli.settings_file").with_files(given.overrides)
+    if given.command == "local":
+        given.overrides = importlib.import_module("asyncrl.cli.smoke").filled(given.overrides)
     if given.command == "data":
         return importlib.import_module("asyncrl.cli.data_check").main(given.overrides)
     if given.dry_run and given.command != "quickstart":

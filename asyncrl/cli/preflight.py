@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.rewards import RewardTerm, reward_terms
-from asyncrl.checks.sources import eval_source, sources
+from asyncrl.checks.sources import sources
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
-from asyncrl.data.rows.base import Row
 from asyncrl.data.survey import Survey
+from asyncrl.environments.probe import check_environment
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import try_reward
@@ -44,8 +45,9 @@ def look_ahead(config: Config) -> Preflight:
     """
     limit = config.data.max_prompt_tokens
     train = [look_over(source, config.model.path, limit=limit) for source in sources(config.data)]
-    evaluated = eval_source(config)
-    found = [*train, *([look_over(evaluated, config.model.path, limit=limit)] if evaluated else ())]
+    sets = eval_sets(config)
+    evaluated = [look_over(each.source, config.model.path, limit=limit) for each in sets]
+    found = [*train, *evaluated]
     lines = [line for each in found for line in survey_lines(config, each)]
     if not train[0].tokens:
         lines.append(f"model.path={config.model.path} has no tokenizer.json here: no prompt was tokenized yet")
@@ -53,8 +55,28 @@ def look_ahead(config: Config) -> Preflight:
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
         of = f" of {each.title}" if len(train) > 1 else ""
         lines.append(f"the first{of}, {each.tokens[0]} tokens: {each.first_prompt[:PROMPT_SHOWN]!r}{ending}")
-    rows = [row for each in train for row in each.first_rows[:TRIED_ROWS]]
-    return Preflight(tuple(lines), tuple(_reward_lines(config, rows, found)))
+    rewarded = {"": (config, list(train))}
+    for each, survey in zip(sets, evaluated, strict=True):
+        if each.config.reward == config.reward:
+            refuse_uncovered(reward_terms(config.reward), [survey])
+        else:
+            rewarded[each.name] = each.config, [survey]
+    said = [
+        f"eval {name}: {line}" if name else line
+        for name, (settings, surveys) in rewarded.items()
+        for line in _reward_lines(settings, surveys)
+    ]
+    return Preflight(tuple(lines), tuple(said))
+
+
+def check_environments(config: Config) -> None:
+    """That of the training, and those that evaluated sets have of their own. Raises ConfigError."""
+    checked = [config.environment]
+    check_environment(config.environment)
+    for each in eval_sets(config):
+        if each.config.environment not in checked:
+            checked.append(each.config.environment)
+            check_environment(each.config.environment)
 
 
 def check_rollout(overrides: Sequence[str]) -> None:
@@ -87,7 +109,8 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
     return [*lines, f"{said}: data.overlong={config.data.overlong}"]
 
 
-def _reward_lines(config: Config, rows: Sequence[tuple[str, Row]], found: Sequence[Survey]) -> list[str]:
+def _reward_lines(config: Config, found: Sequence[Survey]) -> list[str]:
+    rows = [row for each in found for row in each.first_rows[:TRIED_ROWS]]
     terms = reward_terms(config.reward)
     if not terms:
         return ["none: the environment scores by itself"]

@@ -62,18 +62,25 @@ def recipe_of(overrides: Sequence[str]) -> WarmupRecipe:
     return CalculatorRecipe() if "experiment=tools_quickstart" in overrides else WarmupRecipe()
 
 
-def cache_folder(recipe: WarmupRecipe) -> Path:
-    """One folder per recipe and task: a changed one never meets the model of an older one.
-
+def cache_root() -> Path:
+    """
     Raises:
         AsyncRLError: there is no home folder to keep it in.
     """
     try:
-        root = Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser()
+        return Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser().absolute()
     except RuntimeError as error:
         raise AsyncRLError(f"no folder for the quickstart's model: {error}. Set ASYNCRL_CACHE=DIR") from error
+
+
+def cache_folder(recipe: WarmupRecipe) -> Path:
+    """One folder per recipe and task: a changed one never meets the model of an older one.
+
+    Raises:
+        AsyncRLError: see `cache_root`.
+    """
     text = json.dumps([dataclasses.asdict(recipe), *TASKS[type(recipe)].stamp], sort_keys=True)
-    return root / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return cache_root() / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def prepare(recipe: WarmupRecipe) -> Path:

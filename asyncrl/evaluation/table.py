@@ -64,6 +64,12 @@ def ks_of(samples: int) -> tuple[int, ...]:
     return tuple(sorted({k for k in powers if k <= samples} | {samples}))
 
 
+def figures_for(samples: int, *, votes: bool) -> list[str]:
+    """Names of what is known of rows with so many samples each, beside the mean score; none with one sample."""
+    names = ("pass", "best", *(("maj",) if votes else ()))
+    return [f"avg@{samples}", *(f"{name}@{k}" for k in ks_of(samples) for name in names)] if samples > 1 else []
+
+
 def tabulate(
     rows: Iterable[RowScores], *, samples: int, pass_score: float = 1.0, seed: int = 0
 ) -> tuple[TableLine, ...]:

@@ -22,6 +22,7 @@ from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.train import StepLog, Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
+from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
@@ -70,8 +71,12 @@ def assemble(
     """
     patience = disk_patience(config)
     keep = config.learner.keep_checkpoints
-    checkpoints = Checkpoints(run_dir / CHECKPOINT_DIR, rank=place.rank, keep=keep, patience=patience)
+    folder, by = run_dir / CHECKPOINT_DIR, config.learner
+    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
+    checkpoints = Checkpoints(folder, rank=place.rank, keep=keep, patience=patience, best=best)
     found = checkpoints.choose(resume, place.restarted) if place.rank == 0 else None
+    if place.rank == 0:
+        best.begin()
     resume_from = choice_of_rank_zero(found, place.device)
     roles = build_roles(config, place.device, mesh)
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION
@@ -95,6 +100,7 @@ def assemble(
         publisher=sender,
         roles=roles,
         checkpoints=checkpoints,
+        best=best,
         start=start,
         log=rows,
         run_dir=run_dir,

@@ -45,7 +45,8 @@ from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import LATEST, STATE_FILE, begin_branch, branch_begun, finished, newest
+from asyncrl.storage.best import BestCheckpoint
+from asyncrl.storage.checkpoints import LATEST, STATE_FILE, begin_branch, branch_begun, newest, prune
 from asyncrl.storage.full_disk import RETRY_S, SAY_S, FullDisk, Patience, free_bytes, is_full
 from asyncrl.telemetry.run_folder import origin_of, owner_of
 
@@ -79,8 +80,17 @@ class LearnerState:
 class Checkpoints:
     """Saves to and loads from one folder. Every method but `newest` is collective over the learner ranks."""
 
-    def __init__(self, folder: Path, *, rank: int, keep: int, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        keep: int,
+        patience: Patience | None = None,
+        best: BestCheckpoint | None = None,
+    ) -> None:
         self._folder, self._rank, self._keep = folder, rank, keep
+        self._best = best or BestCheckpoint(folder)
         self._patience = patience or Patience()
         self._run = origin_of(folder.parent)
         self._verified: Path | None = None
@@ -267,11 +277,11 @@ class Checkpoints:
     def _commit(self, aside: Path, target: Path) -> None:
         if target.exists():
             # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new one.
+            self._best.replaced(target)
             sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
         sealed.move_into_place(aside, target)
         self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
-        for old in [path for path in finished(self._folder) if path != target][: -self._keep + 1 or None]:
-            sealed.remove(old)
+        prune(self._folder, target, self._keep, self._best.kept())
 
 
 def _make_empty(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
@@ -26,6 +27,7 @@ from asyncrl.learner.step import train_step
 from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
+from asyncrl.storage.best import BestCheckpoint
 from asyncrl.types import EvalSummary, StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
@@ -49,6 +51,8 @@ class Training:
     roles: Roles
     """Already those of `start` (see `begin`)."""
     checkpoints: Checkpoints
+    best: BestCheckpoint
+    """The one of `checkpoints`."""
     start: Start
     log: StepLog
     run_dir: Path
@@ -85,15 +89,16 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     guard.skipped = start.skipped_steps
     leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
     clock = StepClock()
-    names = source_names(config.data)
+    names, sets = source_names(config.data), eval_sets(config)
+    metrics = {each.name: each.config.reward.metric for each in sets}
 
     version = start.policy_version
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
     hold_back(roles.optimizer, publisher)
     publisher.publish(version, roles.policy.named_hf_parameters())
-    if rank == 0 and start.step < steps and evaluation_due(config, start.step):
-        evaluate(config, replay, trained=start.step, version=version)
+    if rank == 0 and start.step < steps:
+        evaluate(sets, replay, parts.best, trained=start.step, version=version)
 
     clock.start()
     for step in range(start.step, steps):
@@ -123,21 +128,24 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
-        if rank == 0 and evaluation_due(config, trained):
-            evaluate(config, replay, trained=trained, version=version)
+        if rank == 0:
+            evaluate(sets, replay, parts.best, trained=trained, version=version)
         evaluations = reply.evaluations
-        if last and config.eval.path:  # before the last checkpoint: after it a restarted learner has nothing to do
+        if last and sets:  # before the last checkpoint: after it a restarted learner has nothing to do
             evaluations += last_evaluations(replay, config.replay.wait_timeout_s, rank=rank, device=device)
         # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
+        row: dict[str, float] = {}
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
             parts.log.write(trained, version, row)
-            write_evaluations(parts.log, evaluations, config.reward.metric)
+            write_evaluations(parts.log, evaluations, metrics)
             parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
         clock.start()
         if due(trained, settings.save_every, last):
             save(parts, step, version, skipped=guard.skipped)
             clock.lap("checkpoint")
+        if rank == 0:  # after the checkpoint: it may be the one that was measured
+            tell_best(parts.best, trained, version, row, evaluations, metrics)
 
     patience = disk_patience(config)
     export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience)
@@ -189,22 +197,23 @@ def due(trained: int, every: int, last: bool) -> bool:
     return every > 0 and (last or trained % every == 0)
 
 
-def evaluation_due(config: Config, trained: int) -> bool:
+def evaluation_due(given: EvalSet, trained: int) -> bool:
     """Whether the weights after so many steps are to be evaluated: the first, the last, and every so many between."""
-    every = config.eval.every
+    every = given.config.eval.every
     between = every > 0 and trained % every == 0
-    return bool(config.eval.path) and (trained in (0, config.learner.steps) or between)
+    return trained in (0, given.config.learner.steps) or between
 
 
-def evaluate(config: Config, replay: LearnerReplay, *, trained: int, version: int) -> None:
-    """Start an evaluation on the workers' engines; its result comes with a later `trained`."""
-    replay.evaluate(
-        step=trained,
-        policy_version=version,
-        eval_set=config.eval.name,
-        rows=config.eval.rows,
-        chunk=config.eval.chunk,
-    )
+def evaluate(
+    sets: Iterable[EvalSet], replay: LearnerReplay, best: BestCheckpoint, *, trained: int, version: int
+) -> None:
+    """Start an evaluation of each set that is due, on the workers' engines; results come with a later `trained`."""
+    for each in sets:
+        if evaluation_due(each, trained):
+            if best.metric.startswith(f"eval/{each.name}/"):
+                best.asked(trained)
+            rows, chunk = each.config.eval.rows, each.config.eval.chunk
+            replay.evaluate(step=trained, policy_version=version, eval_set=each.name, rows=rows, chunk=chunk)
 
 
 def last_evaluations(
@@ -225,12 +234,16 @@ def last_evaluations(
     return rank_zero_alone(wait if rank == 0 else tuple, device)
 
 
-def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metric: str) -> None:
-    """A row each, at the step of the oldest weights that it measured."""
+def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
+    """A row each, at the step of the oldest weights that it measured.
+
+    Args:
+        metrics: what the mean of each set is called, see `reward.metric`.
+    """
     for summary in summaries:
         # One version per step, and none is asked for that an earlier learner published.
         step = summary.step + summary.version_min - summary.policy_version
-        log.write(step, summary.version_min, evaluation_metrics(summary, metric))
+        log.write(step, summary.version_min, evaluation_metrics(summary, metrics[summary.eval_set]))
 
 
 def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
@@ -246,6 +259,31 @@ def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
     if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
         row[f"{name}/{metric}"] = summary.mean
     return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
+
+
+def tell_best(
+    best: BestCheckpoint,
+    trained: int,
+    version: int,
+    row: Mapping[str, float],
+    summaries: Iterable[EvalSummary],
+    metrics: Mapping[str, str],
+) -> None:
+    """What `learner.keep_best` is by now: of the step just trained, and of evaluations that came with it."""
+    found = [
+        (
+            each.step,
+            evaluation_metrics(each, metrics[each.eval_set]).get(best.metric),
+            (each.version_min, each.version_max),
+        )
+        for each in summaries
+        if best.metric.startswith(f"eval/{each.eval_set}/")
+    ]
+    if best.metric in row:
+        found.append((trained, row[best.metric], (version, version)))
+    for step, value, versions in found:
+        if best.told(step, value, versions):
+            log.info("the best checkpoint is that of step %d now: %s %g", step, best.metric, value)
 
 
 def step_row(

@@ -199,23 +199,52 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     for group, key in (("run", "dir"), ("replay", "keys")):
         if config[group][key]:
             config[group][key] = str(Path(config[group][key]).resolve())
-    for group, key in (("model", "path"), ("reward", "model")):
-        if config[group][key] and Path(config[group][key]).is_dir():
-            config[group][key] = str(Path(config[group][key]).resolve())
+    config["model"]["path"] = _absolute_folder(config["model"]["path"])
     for entry in (config["data"], config["eval"]):
         entry["path"] = _absolute_rows(entry["path"])
     config["data"]["mixture"] = {
         name: entry | {"path": _absolute_rows(entry["path"])} if isinstance(entry, dict) else _absolute_rows(entry)
         for name, entry in config["data"]["mixture"].items()
     }
-    for group, key in (("reward", "function"), ("environment", "name")):
-        config[group][key] = _absolute_function(config[group][key])
-    functions = config["reward"]["functions"]
-    config["reward"]["functions"] = {name: _absolute_term(entry) for name, entry in functions.items()}
+    config["reward"] = _absolute_reward(config["reward"])
+    config["environment"] = _absolute_environment(config["environment"])
+    config["eval"]["sets"] = {name: _absolute_set(entry) for name, entry in config["eval"]["sets"].items()}
     config["rollout"]["filters"] = [_absolute_function(spec) for spec in config["rollout"]["filters"]]
-    if config["environment"]["name"] == "tools":
-        config["environment"]["args"] = _absolute_tools(config["environment"]["args"])
     return config
+
+
+def _absolute_set(entry: Any) -> Any:
+    """One of `eval.sets`."""
+    if not isinstance(entry, dict):
+        return _absolute_rows(entry)
+    parts = {"path": _absolute_rows, "reward": _absolute_reward, "environment": _absolute_environment}
+    return entry | {key: absolute(entry[key]) for key, absolute in parts.items() if key in entry}
+
+
+def _absolute_reward(entry: Any) -> Any:
+    """Settings of a reward, or its function alone; what is not given stays so."""
+    if isinstance(entry, str):
+        return _absolute_function(entry)
+    found: dict[str, Any] = {key: _absolute_function(entry[key]) for key in ("function",) if key in entry}
+    found |= {key: _absolute_folder(entry[key]) for key in ("model",) if key in entry}
+    if "functions" in entry:
+        found["functions"] = {name: _absolute_reward(term) for name, term in entry["functions"].items()}
+    return entry | found
+
+
+def _absolute_environment(entry: Any) -> Any:
+    """Settings of an environment, or its name alone."""
+    if isinstance(entry, str):
+        return _absolute_function(entry)
+    found: dict[str, Any] = {"name": _absolute_function(entry["name"])} if "name" in entry else {}
+    if entry.get("name") == "tools" and "args" in entry:
+        found["args"] = _absolute_tools(entry["args"])
+    return entry | found
+
+
+def _absolute_folder(given: str) -> str:
+    """A name on the hub is none."""
+    return str(Path(given).resolve()) if given and Path(given).is_dir() else given
 
 
 def _absolute_rows(given: Any) -> Any:
@@ -241,16 +270,6 @@ def _absolute_function(spec: str) -> str:
     """Of `file.py:name` the file; `package.module:name` is left as it is."""
     place, _, name = spec.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
-
-
-def _absolute_term(entry: Any) -> Any:
-    """One of `reward.functions`."""
-    if isinstance(entry, str):
-        return _absolute_function(entry)
-    found = dict(entry) | {"function": _absolute_function(entry["function"])}
-    if found.get("model") and Path(found["model"]).is_dir():
-        found["model"] = str(Path(found["model"]).resolve())
-    return found
 
 
 def run_pool(config: Config) -> int:

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.checks.evaluations import eval_sets
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
@@ -102,14 +103,14 @@ class RayHost:
         self._gpus, self._processes = gpus_per_worker, processes_per_worker
         self._places: dict[str, PlacementGroup] = {}
         self._running: dict[Any, _Started] = {}
-        self._service: Any = None
+        self._services: list[Any] = []
         self._health = RayHealth(address)
         self._local, self._lost = not address, False
         self._patience_s, self._some_ran_at = patience_s, time.monotonic()
 
-    def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
-        """Start the reward service that the workers will look for; see `reward_service`."""
-        self._service = start_service(reward, environment)
+    def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> None:
+        """Start a reward service that the workers will look for; see `reward_service`."""
+        self._services.append(start_service(reward, environment, of_set))
 
     def start(self, spec: WorkerSpec) -> None:
         actor = self._actor_class.options(**self._place(spec.name)).remote()
@@ -136,8 +137,8 @@ class RayHost:
         for started in self._running.values():
             ray.kill(started.actor)
         self._running.clear()
-        if self._service is not None:
-            ray.kill(self._service)
+        for service in self._services:
+            ray.kill(service)
         for place in self._places.values():
             remove_placement_group(place)
         ray.shutdown()
@@ -210,5 +211,12 @@ def make_host(config: Config) -> RayHost:
         patience_s=config.replay.wait_timeout_s,
     )
     if config.reward.host == "ray":
-        host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], worker_environment(config))
+        environment = worker_environment(config)
+        host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], environment)
+        served = [config.reward]
+        for each in eval_sets(config):
+            if each.config.reward not in served:
+                reward = absolute_paths(config_to_dict(each.config))["reward"]
+                host.serve_rewards(reward, environment, each.name)
+                served.append(each.config.reward)
     return host

@@ -70,16 +70,17 @@ class SharedRewards:
     """The service as one worker sees it; `async with` waits until it is ready.
 
     Args:
+        of_set: the evaluated set that has rewards of its own; empty is that of the training.
         wait_s: longest wait for the answer to one call, the queue before it included.
     """
 
-    def __init__(self, *, wait_s: float) -> None:
-        self._wait_s = wait_s
+    def __init__(self, of_set: str = "", *, wait_s: float) -> None:
+        self._of_set, self._wait_s = of_set, wait_s
         self._counts = {"reward_calls": 0.0, "reward_failures": 0.0}
         self._actor: Any = None
 
     async def __aenter__(self) -> SharedRewards:
-        self._actor = ray.get_actor(service_name())
+        self._actor = ray.get_actor(service_name(self._of_set))
         try:
             refusal = await asyncio.wait_for(self._actor.ready.remote(), MODEL_START_TIMEOUT_S)
         except TimeoutError:
@@ -125,19 +126,20 @@ def _outcome(score: tuple[Any, Any]) -> Outcome:
     return RewardError(second, first) if isinstance(first, str) else RewardScore(value=first, parts=second)
 
 
-def service_name() -> str:
+def service_name(of_set: str = "") -> str:
     """Workers run in the Ray job of the pool that started the service, so the job names it on a shared cluster too."""
-    return f"reward-{ray.get_runtime_context().get_job_id()}"
+    return f"reward-{ray.get_runtime_context().get_job_id()}{'-' * bool(of_set)}{of_set}"
 
 
-def start_service(reward: dict[str, Any], environment: dict[str, str]) -> Any:
+def start_service(reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> Any:
     """Start the actor in this Ray job; returns its handle before it is up.
 
     Args:
         reward: the fields of `RewardConfig`, local paths absolute.
         environment: variables that must stand before its processes import anything.
+        of_set: see `SharedRewards`.
     """
     # No CPUs are reserved, as for the workers. Scoring twice does no harm, so a lost call is simply made again.
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": reward["gpus"], "max_concurrency": CONCURRENT_CALLS}
     actor_class = ray.remote(max_restarts=RESTARTS, max_task_retries=-1, **options)(RewardService)
-    return actor_class.options(name=service_name()).remote(reward, environment)
+    return actor_class.options(name=service_name(of_set)).remote(reward, environment)

@@ -42,13 +42,17 @@ class NoRewards(AbstractAsyncContextManager["NoRewards"]):
         return {}
 
 
-def make_rewards(config: Config) -> AbstractAsyncContextManager[Rewards]:
-    """Ready once entered; raises ConfigError then if the reward cannot be loaded."""
+def make_rewards(config: Config, *, of_set: str = "") -> AbstractAsyncContextManager[Rewards]:
+    """Ready once entered; raises ConfigError then if the reward cannot be loaded.
+
+    Args:
+        of_set: the evaluated set that these settings are of, where they are not those of the training.
+    """
     terms = reward_terms(config.reward)
     if not terms:
         return NoRewards()
     if config.reward.host == "ray":
-        return late_import("reward_service").SharedRewards(wait_s=config.replay.wait_timeout_s / 2)
+        return late_import("reward_service").SharedRewards(of_set, wait_s=config.replay.wait_timeout_s / 2)
     return RewardPool(
         terms,
         workers=config.reward.workers,

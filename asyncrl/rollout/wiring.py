@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from asyncrl.chat.choice import open_chat, told
 from asyncrl.chat.renderer import RendererChat
-from asyncrl.checks.sources import eval_source
+from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import Engine, OwnProcesses, Sampler
@@ -32,8 +34,8 @@ from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.rollout.rewards import Rewards, make_rewards
 from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, make_encode, stop_token_ids
-from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.schema import Config, RolloutConfig
+from asyncrl.rollout.worker import Evaluate, RolloutWorker
+from asyncrl.schema import Config, EnvironmentConfig, RewardConfig, RolloutConfig
 from asyncrl.types import SamplingParams
 from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
@@ -50,7 +52,6 @@ class Texts:
     vocabulary: int
     """Token ids are below it."""
     prompts: PromptSource
-    evaluation_rows: PromptSource | None
     sampling: SamplingParams
 
 
@@ -66,6 +67,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(make_rewards(config))
+        scorings = [Scoring(config.environment, config.reward, environment, rewards)]
         own_filters = [
             await stack.enter_async_context(FilterPool(function, timeout_s=config.reward.timeout_s))
             for function in config.rollout.filters
@@ -96,7 +98,10 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             replay=replay,
             runner=runner,
             prompts=texts.prompts,
-            evaluated=evaluated_set(config, texts),
+            evaluations={
+                each.name: await evaluation_of(each, texts, engine, scorings, stack, report)
+                for each in eval_sets(config)
+            },
             check=subscriber.check,
             proven=lambda: subscriber.proven,
             filters=Filters(
@@ -123,16 +128,63 @@ def environment_of(config: Config, texts: Texts) -> Environment:
     return make_environment(config.environment, texts.vocabulary, texts.chat)
 
 
-def evaluated_set(config: Config, texts: Texts) -> EvaluatedSet | None:
-    if texts.evaluation_rows is None:
-        return None
-    settings = config.eval
-    return EvaluatedSet(
-        rows=texts.evaluation_rows,
-        sampling=replace(texts.sampling, temperature=settings.temperature),
-        samples=settings.samples,
-        pass_score=settings.pass_score,
-        answer=settings.answer,
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """An environment with its rewards, and the settings that it was made of."""
+
+    environment_settings: EnvironmentConfig
+    reward_settings: RewardConfig
+    environment: Environment
+    rewards: Rewards
+
+
+async def evaluation_of(
+    given: EvalSet,
+    texts: Texts,
+    engine: Sampler,
+    known: list[Scoring],
+    opened: contextlib.AsyncExitStack,
+    report: WorkerReport,
+) -> Evaluate:
+    """What scores chunks of one set.
+
+    Args:
+        known: environments and rewards that are there, of the training and of the sets before; one of these settings is
+            shared, another is made and added.
+        opened: closes what is made.
+
+    Raises:
+        ConfigError: as `make_environment` and `make_rewards`.
+    """
+    config = given.config
+    environment = next((one.environment for one in known if one.environment_settings == config.environment), None)
+    rewards = next((one.rewards for one in known if one.reward_settings == config.reward), None)
+    if rewards is None:
+        rewards = await opened.enter_async_context(make_rewards(config, of_set=given.name))
+    environment = environment or environment_of(config, texts)
+    known.append(Scoring(config.environment, config.reward, environment, rewards))
+    runner = make_runner(config, texts, engine, environment, rewards, report=report, watch=RewardWatch())
+    of_set = EvaluatedSet(
+        rows=rows_in_order(given.source, config, texts.chat),
+        sampling=replace(
+            texts.sampling, temperature=config.eval.temperature, max_new_tokens=config.rollout.max_new_tokens
+        ),
+        samples=config.eval.samples,
+        pass_score=config.eval.pass_score,
+        answer=config.eval.answer,
+    )
+    return partial(runner.run_evaluation, given=of_set)
+
+
+def rows_in_order(source: Source, config: Config, chat: RendererChat) -> PromptSource:
+    """Of one source, in the order of the file."""
+    return PromptSource(
+        open_alone(source),
+        chat,
+        seed=0,
+        shuffle=False,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong=config.data.overlong,
     )
 
 
@@ -192,26 +244,14 @@ def load_texts(config: Config) -> Texts:
     vocabulary = MAX_VOCABULARY if config.engine.name == "fake" else check_vocabulary(config.model.path, tokenizer)
     chat = open_chat(tokenizer, config.model.path, config.model.renderer, config.model.chat)
     log.info("%s", told(chat, config.model.renderer))
-    limit = config.data.max_prompt_tokens
     prompts = PromptSource(
         open_dataset(config.data),
         chat,
         seed=config.seed,
         shuffle=config.data.shuffle,
-        max_prompt_tokens=limit,
+        max_prompt_tokens=config.data.max_prompt_tokens,
         overlong=config.data.overlong,
     )
-    evaluation_rows = None
-    evaluated = eval_source(config)
-    if evaluated is not None:
-        evaluation_rows = PromptSource(
-            open_alone(evaluated),
-            chat,
-            seed=0,
-            shuffle=False,
-            max_prompt_tokens=limit,
-            overlong=config.data.overlong,
-        )
     sampling = SamplingParams(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -222,6 +262,5 @@ def load_texts(config: Config) -> Texts:
         chat=chat,
         vocabulary=vocabulary,
         prompts=prompts,
-        evaluation_rows=evaluation_rows,
         sampling=sampling,
     )

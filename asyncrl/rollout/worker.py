@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from asyncrl.data.prompts import PromptSource
@@ -31,7 +31,6 @@ from asyncrl.errors import (
 )
 from asyncrl.replay.protocol import Acquired, RolloutReplay
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
-from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, Prompt, SamplingParams, TrajectoryGroup
@@ -47,6 +46,7 @@ MAX_GENERATION_FAILURES = 8
 """Failed generations in a row after which the engine, not the prompts, is taken for broken."""
 
 Result = TypeVar("Result")
+Evaluate = Callable[[EvalAssignment], Awaitable[EvalResult]]
 
 
 class RolloutWorker:
@@ -54,7 +54,7 @@ class RolloutWorker:
 
     Args:
         runner: makes the groups.
-        evaluated: what is evaluated beside the training; None when the run has no evaluation.
+        evaluations: what scores a chunk of each set that is evaluated beside the training, by the set's name.
         check: raises what stopped the weight subscriber, if anything did.
         proven: false while the weights in the engine wait for their canary; nothing leaves the worker meanwhile.
         filters: what drops finished groups; see `filters.py`.
@@ -69,7 +69,7 @@ class RolloutWorker:
         replay: RolloutReplay,
         runner: EpisodeRunner,
         prompts: PromptSource,
-        evaluated: EvaluatedSet | None,
+        evaluations: Mapping[str, Evaluate],
         check: Callable[[], None],
         proven: Callable[[], bool],
         filters: Filters,
@@ -83,7 +83,7 @@ class RolloutWorker:
         self._replay = replay
         self._runner = runner
         self._prompts = prompts
-        self._evaluated = evaluated
+        self._sets = evaluations
         self._check = check
         self._proven = proven
         self._filters = filters
@@ -192,9 +192,13 @@ class RolloutWorker:
         return unwanted is None
 
     async def _evaluate(self, assignment: EvalAssignment) -> None:
-        if self._evaluated is None:
-            raise ConfigError(f"asked to evaluate {assignment.eval_set!r} but eval.path is empty. Set it on all peers")
-        result = await self._runner.run_evaluation(assignment, self._evaluated)
+        if assignment.eval_set not in self._sets:
+            known = ", ".join(self._sets) or "none"
+            raise ConfigError(
+                f"asked to evaluate {assignment.eval_set!r}, and the sets of this worker are: {known}. Give all "
+                "processes of a run the same eval.path and eval.sets"
+            )
+        result = await self._sets[assignment.eval_set](assignment)
         await self._wait_proven()
         await self._told(self._replay.report_evaluation(result))
         self._report.count("evaluation_rows", len(result.scores))

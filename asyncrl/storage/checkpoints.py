@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
@@ -61,6 +61,13 @@ def position_of(path: Path) -> tuple[int, int]:
             f"{path / STATE_FILE} cannot be read: {error!r}; restore it from a copy, or delete {path} and resume from "
             "an older checkpoint: resume=PATH"
         ) from error
+
+
+def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = ()) -> None:
+    """Remove all but the `keep` of the most steps, `newest_step` among them, and those whose names are spared."""
+    for old in [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]:
+        if old.name not in spared:
+            sealed.remove(old)
 
 
 def chosen(run_dir: Path, resume: str) -> Path | None:

@@ -53,6 +53,14 @@ def replace_text(path: Path, text: str, aside: Path | None = None) -> None:
     aside.replace(path)
 
 
+def replace_durably(path: Path, text: str) -> None:
+    """As `replace_text`, and no power cut takes it back."""
+    aside = path.with_name(f"{path.name}.tmp")
+    aside.write_text(text)
+    _sync(aside)
+    move_into_place(aside, path)
+
+
 def point(link: Path, target: Path) -> None:
     """Make `link` name `target` (a folder beside it) in one step: a reader sees the old or the new, never none."""
     fresh = link.with_name(link.name + ".tmp")

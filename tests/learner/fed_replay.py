@@ -29,6 +29,8 @@ class FedReplay:
         self.next_step = 0
         self.next_version = 0
         self.evaluations: list[EvalSummary] = []
+        self.sets: list[tuple[int, str, int, int]] = []
+        """Asked to be evaluated: step, set, rows, chunk."""
         self.poisoned: set[int] = set()
         """Steps whose rewards are NaN."""
 
@@ -80,6 +82,7 @@ class FedReplay:
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
         self.calls.append(("evaluate", (step, policy_version)))
+        self.sets.append((step, eval_set, rows, chunk))
         summary = EvalSummary(
             job_id=step,
             step=step,

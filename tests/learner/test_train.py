@@ -302,7 +302,7 @@ def test_an_evaluation_of_which_every_row_failed_has_no_mean():
 def test_a_point_stands_at_the_step_whose_weights_it_measured_and_is_called_what_the_reward_says_it_is():
     rows = KeptRows()
     late = summary(figures={"pass@4": 0.75}, mean=0.5, count=6, failed=2, version_min=9, version_max=12, superseded=1)
-    write_evaluations(rows, [summary(mean=0.25, count=8, failed=0), late], "accuracy")
+    write_evaluations(rows, [summary(mean=0.25, count=8, failed=0), late], {"heldout": "accuracy"})
     assert [(row["step"], row["policy_version"], row["eval/heldout/accuracy"]) for row in rows.evaluations] == [
         (4, 7, 0.25),
         (6, 9, 0.5),
@@ -321,6 +321,23 @@ def test_with_a_path_the_first_and_the_last_weights_are_evaluated_and_each_has_i
     config.eval = EvalConfig(every=every, path=path)
     _, rows = run(config, FedReplay())
     assert [row["step"] for row in rows.evaluations] == points
+
+
+def test_each_set_has_its_own_interval(tmp_path: Path):
+    config = make_config(tmp_path, steps=4)
+    own = {"path": "b.jsonl", "every": 3, "rows": 7, "chunk": 2, "reward": {"function": "f1", "metric": "accuracy"}}
+    config.eval = EvalConfig(every=2, path="a.jsonl", sets={"far": own, "seldom": {"path": "c.jsonl", "every": 0}})
+    replay = FedReplay()
+    _, rows = run(config, replay)
+    assert [(step, name) for step, name, _, _ in replay.sets] == [
+        *((0, "heldout"), (0, "far"), (0, "seldom"), (2, "heldout"), (3, "far")),
+        *((4, "heldout"), (4, "far"), (4, "seldom")),
+    ]
+    assert {name: sizes for _, name, *sizes in replay.sets} == {
+        **{"heldout": [256, 64], "far": [7, 2]},
+        "seldom": [256, 64],
+    }
+    assert all(("eval/far/accuracy" in row) == ("eval/far/count" in row) for row in rows.evaluations)
 
 
 class SilentReplay(FedReplay):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,16 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         watch=changes.pop("watch", RewardWatch()),
         accuracy=changes.pop("accuracy", False),
     )
+    held_out = prompt_source(path, changes.pop("max_evaluation_tokens", 32))
+    known = {"heldout": EvaluatedSet(rows=held_out, sampling=replace(SAMPLING, temperature=0.0))}
     settings = {
         "name": "rollout-0",
         "replay": replay,
         "runner": runner,
         "prompts": prompt_source(path, changes.pop("max_prompt_tokens", 32), changes.pop("overlong", "error")),
-        "evaluated": EvaluatedSet(
-            rows=prompt_source(path, changes.pop("max_evaluation_tokens", 32)),
-            sampling=replace(SAMPLING, temperature=0.0),
-        ),
+        "evaluations": {
+            name: partial(runner.run_evaluation, given=given) for name, given in changes.pop("evaluated", known).items()
+        },
         "check": lambda: None,
         "proven": lambda: True,
         "filters": Filters(),

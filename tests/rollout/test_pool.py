@@ -112,7 +112,17 @@ def make_config(tmp_path: Path, **rollout) -> Config:
         model=ModelConfig(path="model"),
         data=DataConfig(path="rows.jsonl"),
         reward=RewardConfig(function="rewards/mine.py:score"),
-        eval=EvalConfig(path="rows.jsonl"),
+        eval=EvalConfig(
+            path="rows.jsonl",
+            sets={
+                "plain": "rows.jsonl",
+                "own": {
+                    "path": "rows.jsonl",
+                    "reward": {"functions": {"a": "r.py:a", "b": {"function": "f1", "weight": 2}}},
+                    "environment": "e.py:E",
+                },
+            },
+        ),
         rollout=RolloutConfig(**rollout),
     )
 
@@ -127,6 +137,14 @@ def test_a_worker_gets_absolute_paths_and_a_config_it_can_rebuild(tmp_path, monk
     assert first.log_path == str(tmp_path / "runs/r/logs/rollout-0.log")
     rebuilt = config_from_dict(json.loads(json.dumps(first.config)))
     assert rebuilt.data.path == rebuilt.eval.path == str(tmp_path / "rows.jsonl")
+    assert rebuilt.eval.sets == {
+        "plain": str(tmp_path / "rows.jsonl"),
+        "own": {
+            "path": str(tmp_path / "rows.jsonl"),
+            "reward": {"functions": {"a": f"{tmp_path}/r.py:a", "b": {"function": "f1", "weight": 2}}},
+            "environment": f"{tmp_path}/e.py:E",
+        },
+    }
     assert rebuilt.model.path == str(tmp_path / "model")
     assert rebuilt.reward.function == f"{tmp_path}/rewards/mine.py:score"
     assert rebuilt.environment.name == f"{tmp_path}/own.py:Own"

@@ -45,7 +45,7 @@ def test_the_service_scores_fails_and_comes_back_like_processes_of_ones_own(host
             with pytest.raises(RewardError, match=r"longer than reward.timeout_s=5 s"):
                 await one.score(["a"], row("hang"))
             assert one.stats() == {"reward_calls": 3.0, "reward_failures": 2.0}
-            ray.kill(host._service, no_restart=False)
+            ray.kill(host._services[0], no_restart=False)
             (after,) = await other.score(["abcd"], row("fine"))
             assert after.parts == {"letters": 4.0}
         impatient = SharedRewards(wait_s=0.2)

@@ -2,7 +2,8 @@
 
     start ──▶ next_for (a chunk per worker) ──▶ report | release ──▶ take
 
-They hold nothing back: a chunk runs on whatever its engine serves, and the summary says from which version to which. A
+They hold nothing back: a chunk runs on whatever its engine serves, and the summary says from which version to which. Of
+several sets each has its turn, chunk by chunk: a long one would else have a short one superseded point by point. A
 job that nobody has begun when the next one of its set comes is superseded: it would be measured on the weights of that
 one. Volatile: a restore cancels them.
 """
@@ -77,6 +78,8 @@ class Evaluations:
         self._finished: list[EvalSummary] = []
         self._superseded: dict[str, int] = {}
         """Set -> jobs cancelled since its last summary."""
+        self._turns: dict[str, int] = {}
+        """Set -> how many chunks, of any set, had been handed out when it had one last."""
 
     @property
     def open(self) -> bool:
@@ -115,12 +118,14 @@ class Evaluations:
         """The next chunk for a worker that serves `served`; None when there is none for it, or it still holds one."""
         if worker in self._held:
             return None
-        for job in self._jobs.values():
-            if job.waiting and served >= job.policy_version:
-                chunk, job.begun = job.waiting.popleft(), True
-                self._held[worker] = job, chunk
-                return job.assignment(chunk)
-        return None
+        ready = [job for job in self._jobs.values() if job.waiting and served >= job.policy_version]
+        if not ready:
+            return None
+        job = min(ready, key=lambda one: self._turns.get(one.eval_set, 0))  # of one set the oldest
+        chunk, job.begun = job.waiting.popleft(), True
+        self._turns[job.eval_set] = max(self._turns.values(), default=0) + 1
+        self._held[worker] = job, chunk
+        return job.assignment(chunk)
 
     def report(self, worker: str, result: EvalResult) -> None:
         """Late or repeated reports change nothing.
@@ -153,7 +158,7 @@ class Evaluations:
             self._close(job, EvalResult.all_failed(job.assignment(chunk)))
 
     def cancel(self) -> None:
-        for keeper in (self._jobs, self._held, self._finished, self._superseded):
+        for keeper in (self._jobs, self._held, self._finished, self._superseded, self._turns):
             keeper.clear()
 
     def take(self) -> tuple[EvalSummary, ...]:

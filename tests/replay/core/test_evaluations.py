@@ -46,7 +46,8 @@ class Stage:
         self.core.hello("w", "a", 0)
         self.desk = Handlers(self.core)
 
-    def score(self) -> None:
+    def score(self) -> EvalAssignment:
+        """A chunk, the next that the worker is given."""
         (order,) = self.core.acquire("w", "a", 1).evaluations
         result = EvalResult(
             job_id=order.job_id,
@@ -54,9 +55,10 @@ class Stage:
             attempt=order.attempt,
             version_min=0,
             version_max=0,
-            scores=(1.0, 0.0),
+            scores=(1.0, 0.0)[: order.stop - order.start],
         )
         self.core.report_evaluation("w", "a", result)
+        return order
 
 
 def learner() -> Session:
@@ -82,6 +84,18 @@ def test_figures_of_chunks_are_means_over_the_rows_that_have_them_and_survive_th
     (summary,) = decode_records(EvalSummary, answer.body)
     assert summary.figures == {"pass@2": 0.5, "pass@4": 1.0}
     assert (summary.mean, summary.count) == (0.5, 6)
+
+
+def test_of_several_sets_each_has_its_turn_and_of_one_the_oldest_job_goes_first() -> None:
+    stage = Stage()
+    for step, name, rows in ((0, "long", 5), (1, "short", 2), (2, "long", 3)):
+        stage.core.evaluate(step=step, policy_version=0, eval_set=name, rows=rows, chunk=1)
+        stage.score()
+    given = [stage.score() for _ in range(7)]
+    assert [(order.job_id, order.start) for order in given] == [
+        *((1, 1), (0, 2), (0, 3), (0, 4), (2, 0), (2, 1), (2, 2)),
+    ]
+    assert not stage.core.evaluations.open
 
 
 def test_a_learner_whose_session_was_forgotten_gets_the_answer_it_never_saw() -> None:
@@ -181,7 +195,7 @@ def test_an_evaluation_nobody_has_begun_is_cancelled_for_a_newer_one_and_counted
         answer(stage.core, order_of(stage.core))
     summaries = stage.core.finished_evaluations()
     assert summaries is not None
-    assert [(s.job_id, s.superseded) for s in summaries] == [(begun, 1), (other, 0), (newest, 0)]
+    assert [(s.job_id, s.superseded) for s in summaries] == [(other, 0), (begun, 1), (newest, 0)]
     stage.core.finished_evaluations()
     stage.restart()
     assert not stage.core.evaluations.open, "a superseded one comes back with the journal"

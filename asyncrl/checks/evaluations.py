@@ -1,0 +1,134 @@
+"""The sets that are evaluated beside the training: that of `eval.path`, and those of `eval.sets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from asyncrl.checks.hints import nearest
+from asyncrl.checks.sources import Source, sources
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config, DataConfig, EnvironmentConfig, EvalConfig, RewardConfig
+
+OF_THE_ROWS = ("prompt_column", "where", "args")
+"""What an entry says of its rows, as `data` does of those of the training."""
+NOT_OF_A_SET = ("sets", "name")
+REWARD_HOSTS = ("host", "workers", "gpus", "concurrency", "max_failure_share")
+"""Settings of `reward` that are not of one set."""
+
+Settings = TypeVar("Settings", EvalConfig, EnvironmentConfig, RewardConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    name: str
+    key: str
+    """What its settings begin with: `eval`, or `eval.sets.NAME`."""
+    source: Source
+    config: Config
+    """The run's settings as they hold for this set: `eval`, `environment`, `reward`, `data` and
+    `rollout.max_new_tokens` are its own."""
+
+
+def eval_sets(config: Config) -> tuple[EvalSet, ...]:
+    """That of `eval.path` first. What an entry of `eval.sets` leaves out is as `eval`, `environment` and `reward` say.
+
+    Raises:
+        ConfigError: an entry cannot be understood.
+    """
+    own = config.eval
+    found = [_made("eval", own, config, {"path": own.path})] if own.path else []
+    for name, given in own.sets.items():
+        if own.path and str(name) == own.name:
+            raise ConfigError(f"eval.sets.{name} and eval.path are both called {name}. Rename one: eval.name=NAME")
+        found.append(_entry(str(name), given, config))
+    return tuple(found)
+
+
+def _entry(name: str, given: Any, config: Config) -> EvalSet:
+    key = f"eval.sets.{name}"
+    entry = {"path": given} if isinstance(given, str | list) else given
+    if not isinstance(entry, Mapping) or not entry.get("path"):
+        raise ConfigError(f"{key} has no path. Give {key}.path=FILE")
+    of_eval = [item.name for item in fields(EvalConfig) if item.name not in NOT_OF_A_SET]
+    known = [*of_eval, "environment", "reward", *OF_THE_ROWS]
+    for unknown in set(entry) - set(known):
+        raise ConfigError(f"{key}.{unknown}: a set has {', '.join(known)}.{nearest(str(unknown), known)}")
+    kept = {item: entry[item] for item in of_eval if item in entry and item != "path"}
+    settings = replace(changed(config.eval, kept, key), name=name, path=entry["path"], sets={})
+    own = replace(
+        config,
+        environment=_environment(config.environment, entry.get("environment", {}), f"{key}.environment"),
+        reward=_reward(config.reward, entry.get("reward", {}), f"{key}.reward"),
+    )
+    return _made(key, settings, own, {item: entry[item] for item in ("path", *OF_THE_ROWS) if item in entry})
+
+
+def _made(key: str, settings: EvalConfig, config: Config, rows: Mapping[str, Any]) -> EvalSet:
+    """Its rows are neither mixed nor ordered, nor filtered by what filters those of the training."""
+    data = replace(config.data, mixture={}, where={}, order_by="", shuffle=False)
+    data = _with_rows(data, rows, key)
+    limit = settings.max_new_tokens or config.rollout.max_new_tokens
+    rollout = replace(config.rollout, max_new_tokens=limit)
+    (source,) = sources(data)
+    view = replace(config, eval=replace(settings, sets={}), data=data, rollout=rollout)
+    return EvalSet(name=settings.name, key=key, source=replace(source, key=f"{key}.path"), config=view)
+
+
+def _with_rows(data: DataConfig, rows: Mapping[str, Any], key: str) -> DataConfig:
+    for name, kind in (("prompt_column", str), ("where", Mapping), ("args", Mapping)):
+        if name in rows and not isinstance(rows[name], kind):
+            raise ConfigError(f"{key}.{name} must be {_said(kind)}; got {rows[name]!r}")
+    return replace(data, **rows)
+
+
+def _environment(base: EnvironmentConfig, given: Any, key: str) -> EnvironmentConfig:
+    """A new name begins with the defaults: arguments of another environment mean nothing to it."""
+    entry = _named(given, "name", key)
+    return changed(EnvironmentConfig() if entry.get("name", base.name) != base.name else base, entry, key)
+
+
+def _reward(base: RewardConfig, given: Any, key: str) -> RewardConfig:
+    """Another function begins with the defaults, in processes as many as those of the training."""
+    entry = _named(given, "function", key)
+    for name in REWARD_HOSTS:
+        if name in entry:
+            raise ConfigError(f"{key}.{name} is of all rewards of the run. Set reward.{name}")
+    if "function" in entry or "functions" in entry:
+        hosts = {name: getattr(base, name) for name in REWARD_HOSTS}
+        base = RewardConfig(**{"function": "", **hosts})
+    return changed(base, entry, key)
+
+
+def _named(given: Any, name: str, key: str) -> Mapping[str, Any]:
+    """A text alone is the name."""
+    entry = {name: given} if isinstance(given, str) else given
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{key} must be a name, or settings as `{key}.{name}=NAME`; got {given!r}")
+    return entry
+
+
+def changed(base: Settings, given: Mapping[str, Any], key: str) -> Settings:
+    """`base` with what is given.
+
+    Raises:
+        ConfigError: a setting that it does not have, or a value of another type.
+    """
+    known = [item.name for item in fields(base)]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(
+                f"{key}.{name}: there is no such setting; there are {', '.join(known)}.{nearest(str(name), known)}"
+            )
+        kind = type(getattr(base, name))
+        whole = kind is float and isinstance(value, int) and not isinstance(value, bool)
+        if not whole and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
+            raise ConfigError(f"{key}.{name} must be {_said(kind)}; got {value!r}")
+        values[str(name)] = float(value) if whole else value
+    return replace(base, **values)
+
+
+def _said(kind: type) -> str:
+    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a mapping")

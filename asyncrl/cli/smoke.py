@@ -1,0 +1,109 @@
+"""`experiment=smoke/NAME`: the recipe `experiment=NAME` as it is, on a model and rows that a CPU has done in seconds.
+
+`configs/experiment/smoke/NAME.yaml` makes the recipe small, through Hydra alone. Models and rows have no place in it:
+they are made here, once, cached under `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`), and given as if they were typed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.cli.commands import quoted
+from asyncrl.cli.quickstart import NAMES_A_RUN, cache_root, make, scratch_beside
+from asyncrl.data import smoke_rows
+
+CHOSEN = "experiment=smoke/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredients:
+    """What a recipe is tried with."""
+
+    write: Callable[[Path], None]
+    """Writes files of rows into a folder."""
+    files: Mapping[str, str]
+    """Settings that name them, `data.path` first."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Settings that name a model beside `model.path`: each with a folder of `asyncrl.learner.smoke_models`."""
+
+
+TRAIN_AND_TEST = {"data.path": "train.parquet", "eval.path": "test.parquet"}
+SMOKES: dict[str, Ingredients] = {
+    "gsm8k_grpo": Ingredients(write=smoke_rows.write_gsm8k, files=TRAIN_AND_TEST),
+    "gsm8k_ppo_critic": Ingredients(write=smoke_rows.write_gsm8k, files=TRAIN_AND_TEST),
+    "dapo_math_17k": Ingredients(
+        write=smoke_rows.write_dapo_math,
+        files={"data.path": "train.parquet", "eval.sets.aime24.path": "aime24.parquet"},
+    ),
+    "rlhf_reward_model": Ingredients(
+        write=smoke_rows.write_chat_prompts,
+        files={"data.path": "train.jsonl", "eval.path": "test.jsonl"},
+        models={"reward.model": "classifier"},
+    ),
+    "reasoning_gym_mix": Ingredients(
+        write=smoke_rows.write_reasoning,
+        files={
+            **{f"data.mixture.{task}.path": f"{task}.jsonl" for task in smoke_rows.REASONING_TASKS},
+            "eval.path": "heldout.jsonl",
+        },
+    ),
+    "on_policy_distillation": Ingredients(
+        write=smoke_rows.write_gsm8k,
+        files={"data.path": "train.parquet", "eval.sets.gsm8k.path": "test.parquet"},
+        models={"reference.path": "teacher"},
+    ),
+}
+"""By the name of the recipe."""
+
+
+def filled(overrides: Sequence[str]) -> list[str]:
+    """`overrides`, with models and rows where a smoke variant is chosen; the user's own settings come last and win.
+
+    Raises:
+        AsyncRLError: they cannot be made.
+    """
+    name = next((text.removeprefix(CHOSEN) for text in overrides if text.startswith(CHOSEN)), "")
+    if name not in SMOKES:
+        return list(overrides)  # what is no variant is refused where the settings are composed
+    needed = SMOKES[name]
+    models, rows = prepared_models(), prepared_rows(name, needed)
+    paths = {key: models / folder for key, folder in {"model.path": "model", **needed.models}.items()}
+    paths |= {key: rows / file for key, file in needed.files.items()}
+    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
+    return [*(f"{key}={quoted(str(path))}" for key, path in paths.items()), *own, *overrides]
+
+
+def prepared_models() -> Path:
+    """The folder of all smoke models."""
+    folder = cache_root() / f"smoke-models-{_stamp(MODEL_SOURCES)}"
+    if not folder.is_dir():
+        with scratch_beside(folder) as made:
+            print(
+                "training the models of the smoke variants, 149 k parameters each (once, then cached) ...", flush=True
+            )
+            make("asyncrl.learner.smoke_models", str(made))
+    return folder
+
+
+def prepared_rows(name: str, needed: Ingredients) -> Path:
+    """The folder with the files of rows."""
+    folder = cache_root() / f"smoke-{name}-{_stamp(ROW_SOURCES)}"
+    if not folder.is_dir():
+        with scratch_beside(folder) as made:
+            made.mkdir()
+            needed.write(made)
+    return folder
+
+
+ROW_SOURCES = ("data/smoke_rows.py", "environments/reasoning/rows.py")
+MODEL_SOURCES = ("learner/smoke_models.py", "learner/warmup.py", "data/warmup_recipe.py", "data/byte_tokenizer.py")
+"""Files of the package that say what is made."""
+
+
+def _stamp(sources: Sequence[str]) -> str:
+    """Of their text: what an older version made is never met."""
+    package = Path(__file__).parent.parent
+    return hashlib.sha256(b"".join((package / source).read_bytes() for source in sources)).hexdigest()[:12]

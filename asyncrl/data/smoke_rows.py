@@ -1,0 +1,97 @@
+"""Generated rows with the columns of the data sets that the recipes are for: what `experiment=smoke/NAME` trains on.
+
+Every right answer is a small number, for the smoke model (`asyncrl.learner.smoke_models`) says small numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.errors import AsyncRLError
+
+ANSWERS = (1, 2, 3)
+TRAIN_ROWS, HELDOUT_ROWS = 64, 16
+MAKE_S = 300.0
+Row = dict[str, Any]
+
+
+def write_gsm8k(folder: Path) -> None:
+    """`train.parquet` and `test.parquet` as verl's preprocessing of GSM8K writes them."""
+    for split, count in (("train", TRAIN_ROWS), ("test", HELDOUT_ROWS)):
+        rows = [gsm8k_row(problem, answer, split, i) for i, (problem, answer) in enumerate(problems(count, split))]
+        write_parquet(folder / f"{split}.parquet", rows)
+
+
+def gsm8k_row(problem: str, answer: int, split: str, index: int) -> Row:
+    ask = 'Let\'s think step by step and output the final answer after "####".'
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{problem} {ask}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"split": split, "index": index, "answer": f"#### {answer}", "question": problem},
+    }
+
+
+def write_dapo_math(folder: Path) -> None:
+    """`train.parquet` and `aime24.parquet` with the columns of DAPO-Math-17k and AIME-2024 as published for DAPO."""
+    for split, count in (("train", TRAIN_ROWS), ("aime24", HELDOUT_ROWS)):
+        rows = [dapo_math_row(problem, answer, i) for i, (problem, answer) in enumerate(problems(count, split))]
+        write_parquet(folder / f"{split}.parquet", rows)
+
+
+def dapo_math_row(problem: str, answer: int, index: int) -> Row:
+    ask = "Solve the problem step by step. The last line is of the form Answer: $Answer."
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"{ask}\n\n{problem}"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(answer), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"smoke-{index}"},
+    }
+
+
+def write_chat_prompts(folder: Path) -> None:
+    """`train.jsonl` and `test.jsonl`: chat messages and nothing else, as prompts for a reward model come."""
+    for split, count in (("train", TRAIN_ROWS), ("test", HELDOUT_ROWS)):
+        rows = ({"prompt": [{"role": "user", "content": problem}]} for problem, _ in problems(count, split))
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+REASONING_TASKS = ("chain_sum", "letter_counting", "spell_backward")
+
+
+def write_reasoning(folder: Path) -> None:
+    """`TASK.jsonl` of each task, and `heldout.jsonl` of all: as the package makes them, in a process of its own.
+
+    Raises:
+        AsyncRLError: it could not.
+    """
+    for name, tasks, seed in (*((task, (task,), 0) for task in REASONING_TASKS), ("heldout", REASONING_TASKS, 1)):
+        command = [sys.executable, "-m", "asyncrl.environments.reasoning.rows", *tasks, f"--seed={seed}", "--size=24"]
+        with (folder / f"{name}.jsonl").open("wb") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=MAKE_S, check=False)
+        if done.returncode:
+            raise AsyncRLError(f"rows of {', '.join(tasks)} cannot be made: {done.stderr.decode()[-2000:]}")
+
+
+def problems(count: int, seed: str) -> Iterator[tuple[str, int]]:
+    """`(question, answer)`, the answer one of ANSWERS."""
+    rng = random.Random(f"smoke-{seed}")
+    for _ in range(count):
+        answer, bought = rng.choice(ANSWERS), rng.randrange(2, 60)
+        name, thing = rng.choice(("Tom", "Ada", "Lin", "Noor")), rng.choice(("apples", "pens", "coins"))
+        yield f"{name} has {bought} {thing} and gives {bought - answer} away. How many are left?", answer
+
+
+def write_parquet(path: Path, rows: Sequence[Row]) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)

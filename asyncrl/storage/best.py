@@ -1,0 +1,125 @@
+"""The best checkpoint by a metric (`learner.keep_best`), which stays when the newest push the others out.
+
+ckpt/best.json     what it is: the metric, its value, the checkpoint's name
+ckpt/best          -> step_40: the same for people, and for resume=runs/NAME/ckpt/best
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from asyncrl.storage import sealed
+from asyncrl.storage.checkpoints import LEFT
+
+log = logging.getLogger(__name__)
+
+BEST = "best"
+BEST_FILE = "best.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """What `best.json` holds."""
+
+    metric: str
+    mode: str
+    value: float
+    checkpoint: str
+    """Its folder's name."""
+    step: int
+    """Trained steps."""
+    version_min: int
+    """The weights that were measured: from this policy_version ..."""
+    version_max: int
+
+
+def read_best(folder: Path) -> Best | None:
+    """Of a folder of checkpoints; None where there is none, or `best.json` cannot be read.
+
+    One that a branch has left is found under its new name.
+    """
+    try:
+        values = json.loads((folder / BEST_FILE).read_text())
+        best = Best(**values | {"value": float(values["value"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if (folder / best.checkpoint).is_dir():
+        return best
+    left = sorted(folder.glob(f"{LEFT}{best.checkpoint}*"))
+    return replace(best, checkpoint=left[-1].name) if left else None
+
+
+class BestCheckpoint:
+    """Of one folder, by one metric; with an empty metric there is none. Used by rank 0 alone.
+
+    Args:
+        mode: `max` or `min`: which value is better.
+    """
+
+    def __init__(self, folder: Path, metric: str = "", mode: str = "max") -> None:
+        self._folder, self.metric, self._mode = folder, metric, mode
+        self._asked: set[int] = set()
+        """Steps whose weights are being measured."""
+
+    def begin(self) -> None:
+        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half."""
+        if not self.metric:
+            return
+        found, file = read_best(self._folder), self._folder / BEST_FILE
+        if found is None and file.exists():
+            log.warning("%s cannot be read, or its checkpoint is gone: the best is looked for anew from here on", file)
+            file.unlink()
+        elif found is not None and self._is_mine(found):
+            self._write(found)
+        elif found is not None:
+            was = f"{found.mode} of {found.metric}"
+            log.warning(
+                "the best checkpoint was %s by the %s; by %s it begins anew", found.checkpoint, was, self.metric
+            )
+
+    def asked(self, step: int) -> None:
+        """The weights after so many steps are being measured: their checkpoint stays until the result is there."""
+        self._asked.add(step)
+
+    def told(self, step: int, value: float | None, versions: tuple[int, int]) -> bool:
+        """A result for the weights after `step`; None: it has no value. Counts where they were saved.
+
+        Returns:
+            Whether their checkpoint is the best now.
+        """
+        self._asked = {other for other in self._asked if other > step}
+        checkpoint = self._folder / f"step_{step}"
+        if value is None or not math.isfinite(value) or not checkpoint.is_dir():
+            return False
+        known = self._known()
+        if known is not None and (value <= known.value if self._mode == "max" else value >= known.value):
+            return False
+        numbers = {"step": step, "version_min": versions[0], "version_max": versions[1]}
+        self._write(Best(metric=self.metric, mode=self._mode, value=value, checkpoint=checkpoint.name, **numbers))
+        return True
+
+    def replaced(self, checkpoint: Path) -> None:
+        """Other weights were saved under this name: what is known of the old ones does not hold for them."""
+        if (known := self._known()) is not None and known.checkpoint == checkpoint.name:
+            (self._folder / BEST_FILE).unlink()
+
+    def kept(self) -> set[str]:
+        """Names of checkpoints that must stay."""
+        known = self._known()
+        return {f"step_{step}" for step in self._asked} | ({known.checkpoint} if known else set())
+
+    def _known(self) -> Best | None:
+        found = read_best(self._folder) if self.metric else None
+        return found if found is not None and self._is_mine(found) else None
+
+    def _is_mine(self, found: Best) -> bool:
+        return (found.metric, found.mode) == (self.metric, self._mode)
+
+    def _write(self, best: Best) -> None:
+        """Durable before the one that was best before may go."""
+        sealed.replace_durably(self._folder / BEST_FILE, json.dumps(asdict(best)) + "\n")
+        sealed.point(self._folder / BEST, self._folder / best.checkpoint)

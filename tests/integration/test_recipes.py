@@ -1,0 +1,64 @@
+"""The smoke variants of the recipes, as the real system runs them."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.smoke import SMOKES
+from asyncrl.storage.best import read_best
+from tests.integration.conftest import LocalRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FIRST = "dapo_math_17k"
+"""It has most of what no other test runs: groups filtered and replaced, a set with its own rewards, the best kept."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start_smoke(cache: Path, tmp_path: Path) -> Iterator[Callable[[str], LocalRun]]:
+    runs: list[LocalRun] = []
+
+    def start(name: str) -> LocalRun:
+        command = [sys.executable, "-m", "asyncrl.cli", "local", f"experiment=smoke/{name}", "run.dir=run"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ASYNCRL_CACHE": str(cache)}
+        output = tmp_path / "local.log"
+        with output.open("w") as sink:
+            process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, text=True, env=environment, cwd=tmp_path
+            )
+        runs.append(LocalRun(tmp_path / "run", process, output))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in sorted(SMOKES) if name != FIRST)]
+)
+def test_a_smoke_variant_trains_and_evaluates_to_its_end(start_smoke: Callable[[str], LocalRun], name: str) -> None:
+    run = start_smoke(name)
+    assert run.finish(600) == 0, run.tail()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(math.isfinite(row["loss/total"]) for row in rows)
+    assert any(row["optim/grad_norm"] > 0 for row in rows)
+    measured = run.evaluations()
+    assert measured and all(value == 0 for row in measured for key, value in row.items() if key.endswith("/failed"))
+    assert (run.directory / "hf" / "config.json").is_file()
+    best = read_best(run.directory / "ckpt")
+    if name == FIRST:
+        assert best is not None and best.metric == "eval/aime24/accuracy" and best.step in (2, 3)
