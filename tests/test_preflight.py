@@ -52,6 +52,21 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 
+def test_a_set_s_own_reward_and_environment_are_looked_at_before_the_start(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["eval.path=d.jsonl", "eval.sets.hard.path=d.jsonl", "eval.sets.hard.reward=f1"]
+    assert main(["local", *task, *own, "--dry-run"]) == 0
+    assert "eval hard: asyncrl.rewards.library.question_answering:f1: called on" in capsys.readouterr().out
+    said = refused([*task, *own[:2], "eval.sets.hard.reward=r.py:nowhere"], capsys)
+    assert "eval.sets.hard: reward.function=" in said and "has no 'nowhere'" in said
+    said = refused([*task, *own[:2], "eval.sets.hard.environment=r.py:Nowhere"], capsys)
+    assert "eval.sets.hard: environment.name=r.py:Nowhere" in said
+    said = refused([*task, *own[:2], "eval.sets.hard.max_new_tokens=900"], capsys)
+    assert "eval.sets.hard.max_new_tokens=900 = 1412" in said
+    assert "e.jsonl: there is no such file" in refused([*task, "eval.sets.hard=e.jsonl"], capsys)
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What the start says, which `--dry-run` has to say too."""
     said = []

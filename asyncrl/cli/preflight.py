@@ -7,10 +7,11 @@ Loads neither torch nor transformers: a run starts at once where all is well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.checks.evaluations import eval_sets
+from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.checks.sources import sources
@@ -55,18 +56,22 @@ def look_ahead(config: Config) -> Preflight:
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
         of = f" of {each.title}" if len(train) > 1 else ""
         lines.append(f"the first{of}, {each.tokens[0]} tokens: {each.first_prompt[:PROMPT_SHOWN]!r}{ending}")
-    rewarded = {"": (config, list(train))}
-    for each, survey in zip(sets, evaluated, strict=True):
-        if each.config.reward == config.reward:
-            refuse_uncovered(reward_terms(config.reward), [survey])
-        else:
-            rewarded[each.name] = each.config, [survey]
-    said = [
-        f"eval {name}: {line}" if name else line
-        for name, (settings, surveys) in rewarded.items()
-        for line in _reward_lines(settings, surveys)
-    ]
+    pairs = list(zip(sets, evaluated, strict=True))
+    said = _reward_lines(config, train, [survey for each, survey in pairs if each.config.reward == config.reward])
+    for each, survey in pairs:
+        if each.config.reward != config.reward:
+            with said_of(each):
+                said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
     return Preflight(tuple(lines), tuple(said))
+
+
+@contextmanager
+def said_of(given: EvalSet) -> Iterator[None]:
+    """What is refused inside is refused with the set's key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{given.key}: {error}") from error
 
 
 def check_environments(config: Config) -> None:
@@ -76,7 +81,8 @@ def check_environments(config: Config) -> None:
     for each in eval_sets(config):
         if each.config.environment not in checked:
             checked.append(each.config.environment)
-            check_environment(each.config.environment)
+            with said_of(each):
+                check_environment(each.config.environment)
 
 
 def check_rollout(overrides: Sequence[str]) -> None:
@@ -109,12 +115,13 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
     return [*lines, f"{said}: data.overlong={config.data.overlong}"]
 
 
-def _reward_lines(config: Config, found: Sequence[Survey]) -> list[str]:
+def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Survey] = ()) -> list[str]:
+    """Called on the first rows of `found`; those `beside` must be covered too."""
     rows = [row for each in found for row in each.first_rows[:TRIED_ROWS]]
     terms = reward_terms(config.reward)
     if not terms:
         return ["none: the environment scores by itself"]
-    refuse_uncovered(terms, found)
+    refuse_uncovered(terms, [*found, *beside])
     lines = [line for term in terms for line in _untried(term)]
     terms = [term for term in terms if not term.model]
     outcomes = try_reward(terms, rows, timeout_s=config.reward.timeout_s) if terms else []
