@@ -88,7 +88,7 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     # No Ray is started here; and rows come in the order of the file.
     config.reward = replace(config.reward, host="worker", gpus=0.0)
     typed = any(text.startswith(CHOOSES_ROWS) for text in overrides)
-    found = None if typed else _chosen_set(config)
+    found = None if typed else chosen_set(config)
     if found is None and not config.data.path:
         raise ConfigError("a mixture has no order to evaluate it in. Give its sources one at a time: data.path=FILE")
     if found is None:
@@ -101,7 +101,7 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     return config, any(text.startswith("eval.rows=") for text in given)
 
 
-def _chosen_set(config: Config) -> EvalSet | None:
+def chosen_set(config: Config) -> EvalSet | None:
     """That which `eval.name` names, or the only one; None where nothing is evaluated.
 
     Raises:

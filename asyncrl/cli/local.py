@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine
 from asyncrl.cli.commands import RESTARTED, Command, local_commands
 from asyncrl.cli.folder_check import refuse_damaged
@@ -31,9 +32,11 @@ from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config
-from asyncrl.storage.checkpoints import chosen, trained_steps
+from asyncrl.storage.best import BEST, read_best
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.evaluations import Row
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, suggestions, summary, without
 from asyncrl.telemetry.run_folder import (
@@ -295,12 +298,24 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
     except OSError as error:  # a full disk: the run's own end and exit code say more
         drawn = f"not drawn, {error}"
     _say(console, f"run folder: {folder}  (curves: {drawn})")
+    if config.learner.keep_best:
+        _say(console, best_line(config.learner.keep_best, folder, rows))
     if ended.code:
         _say(console, how_to_go_on(folder, typed, ended))
         return
     _say(console, "now try:")
     for line in suggestions(config, typed):
         _say(console, f"  {line}")
+
+
+def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
+    """Which checkpoint is the best by `metric`, or that none is."""
+    best = read_best(folder / CHECKPOINT_DIR)
+    if best is not None and best.metric == metric:
+        return f"best checkpoint: {folder / CHECKPOINT_DIR / BEST}, of step {best.step}: {metric} {best.value:g}"
+    known = {name for row in rows for name in row}
+    hint = "" if metric in known else nearest(metric, known)
+    return f"learner.keep_best={metric}: no checkpoint has a value of it.{hint}"
 
 
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.evaluations import eval_sets
+from asyncrl.cli.eval import chosen_set
 from asyncrl.config import config_from_dict, config_to_dict, load_config, run_digest
 from asyncrl.errors import ConfigError
 
@@ -80,6 +81,19 @@ def test_what_is_no_set_is_refused_with_its_key_and_the_way_out(given: list[str]
         load_config([*GIVEN, *given])
     for part in parts:
         assert part in str(refused.value)
+
+
+def test_asyncrl_eval_takes_the_set_that_is_named_or_the_only_one() -> None:
+    sets = ["eval.sets.a.path=a", "eval.sets.b.path=b", "eval.sets.b.reward=f1"]
+    assert chosen_set(load_config(GIVEN)) is None
+    (only,) = eval_sets(load_config([*GIVEN, *sets[:1]]))
+    assert chosen_set(load_config([*GIVEN, *sets[:1]])) == only
+    named = chosen_set(load_config([*GIVEN, *sets, "eval.name=b"]))
+    assert named is not None and (named.config.data.path, named.config.reward.function) == ("b", "f1")
+    first = chosen_set(load_config([*GIVEN, *sets, "eval.path=e"]))
+    assert first is not None and first.config.data.path == "e"
+    with pytest.raises(ConfigError, match=r"there are the sets a, b, and one is evaluated at a time. Give eval.name"):
+        chosen_set(load_config([*GIVEN, *sets]))
 
 
 def test_processes_with_other_sets_do_not_meet_and_the_place_of_a_file_is_no_difference(tmp_path: Path) -> None:

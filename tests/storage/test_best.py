@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.local import best_line
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.storage import sealed
@@ -134,6 +135,16 @@ def test_what_cannot_be_trusted_is_said_and_the_best_is_looked_for_anew(
     again.save(4)
     assert again.told(4, 0.1)
     assert (saved.folder / BEST).readlink() == Path("step_4")
+
+
+def test_the_report_names_the_best_or_the_metric_that_was_meant(tmp_path: Path) -> None:
+    saved = Saved(tmp_path / "ckpt")
+    rows = [{"step": 2, "reward/mean": 0.5}]
+    assert best_line("reward/mena", tmp_path, rows).endswith("has a value of it. Did you mean `reward/mean`?")
+    assert best_line(METRIC, tmp_path, [{METRIC: 1.0}]).endswith("no checkpoint has a value of it.")
+    saved.save(2)
+    saved.told(2, 0.5)
+    assert best_line(METRIC, tmp_path, rows).endswith(f"ckpt/best, of step 2: {METRIC} 0.5")
 
 
 GIVEN = ["model.path=m", "data.path=d", "reward=exact_match", "learner.save_every=20"]

@@ -116,7 +116,7 @@ REASONS = {
     "*profiler*": "see benchmarks/, and spans in the telemetry",
     "actor_rollout_ref.rollout.multi_turn.*": "several turns and tools are environments: environment.name",
     "actor_rollout_ref.rollout.agent.*": "agents are environments: environment.name",
-    "actor_rollout_ref.rollout.val_kwargs.*": "evaluations are greedy, one sample a row",
+    "actor_rollout_ref.rollout.val_kwargs.*": "eval.samples and eval.temperature",
     "actor_rollout_ref.rollout.*": "engine.vllm.NAME=VALUE takes any argument of vLLM by its own name",
     "actor_rollout_ref.hybrid_engine": "learner and engines are processes of their own, always",
     "critic.*": "the critic is trained as the policy is: learner.*",
