@@ -100,7 +100,7 @@ def test_an_environment_that_fails_costs_its_groups_and_not_the_worker(tmp_path:
 
 
 def test_rows_of_an_evaluation_that_fail_have_no_score(tmp_path: Path) -> None:
-    evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="e", start=0, stop=4)
+    evaluation = EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="heldout", start=0, stop=4)
     guarded = GuardedEnvironment("wrong.py:Wrong", Wrong(), 264)
     (result,) = work(guarded, tmp_path, evaluations=[evaluation]).results
     assert (len(result.scores), result.failed) == (1, 3)
