@@ -37,6 +37,8 @@ JOURNAL_DIR = "journal"
 """In the run folder; made by the replay server, perhaps before the learner has prepared the folder."""
 KEYS_DIR = "keys"
 """In the run folder; made by whichever process of the run comes first, unless `replay.keys` names another."""
+SCORES_ITSELF = ("reasoning_gym", "openai")
+"""Environments of ours that need no `reward.function`, or may need none."""
 
 
 def config_dir() -> Path:
@@ -155,8 +157,10 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
             node = compose(config_name="config", overrides=[_addable(text) for text in overrides])
         missing = sorted(OmegaConf.missing_keys(node))
-        # An environment of the user may score by itself; where it asks for a reward after all, it is told.
-        if "reward.function" in missing and (":" in str(node.environment.name) or node.reward.functions):
+        # An environment, or agent, of the user may score by itself; where it asks for a reward after all, it is told.
+        environment = str(node.environment.name)
+        own = ":" in environment or environment in SCORES_ITSELF
+        if "reward.function" in missing and (own or node.reward.functions):
             node.reward.function = ""
             missing.remove("reward.function")
         if "data.path" in missing and node.data.mixture:

@@ -5,7 +5,7 @@ Shape language: [T] tokens of one trajectory (prompt and completion), [N] tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -130,6 +130,9 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named components, where the reward function returned them."""
     finish_reason: str = "stop"
+    branch: bool = False
+    """Whether it is one more conversation of the episode of the trajectory before it: both are the same member of their
+    group, with one reward."""
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Named arrays of any shape that an environment attaches: log-probs of a teacher, an image, routed experts. They
     are stored and travel with the trajectory to the rank that trains it; the replay server looks into none but
@@ -181,6 +184,8 @@ class TrajectoryHeader:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named components, as in `Trajectory`: a baseline needs those of siblings on other ranks, or too old to train."""
     finish_reason: str = "stop"
+    branch: bool = False
+    """As in `Trajectory`."""
     extras: tuple[ExtraHeader, ...] = ()
     """By name, in the order of their bytes."""
 
@@ -188,6 +193,11 @@ class TrajectoryHeader:
     def loss_tokens(self) -> int:
         runs = self.version_tokens
         return runs[0][1] if len(runs) == 1 else sum(count for _, count in runs)
+
+
+def members_of(trajectories: Iterable[Trajectory | TrajectoryHeader]) -> list[int]:
+    """[M] where each member of a group begins: what follows up to the next are its branches."""
+    return [place for place, trajectory in enumerate(trajectories) if not trajectory.branch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +209,11 @@ class GroupHeader:
     trajectories: tuple[TrajectoryHeader, ...]
     nbytes: int = 0
     """Size of the group's frames, for byte credits and the memory cap."""
+
+    @property
+    def members(self) -> int:
+        """Episodes: trajectories but for branches."""
+        return len(members_of(self.trajectories))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Chat
 from asyncrl.errors import AsyncRLError
 from asyncrl.rewards.score import Outcome
-from asyncrl.types import Completion, Prompt, Trajectory
+from asyncrl.types import Completion, Prompt, Trajectory, members_of
 
 
 class Generate(Protocol):
@@ -85,7 +85,7 @@ class Episodes:
     """The outcome for one prompt."""
 
     trajectories: tuple[Trajectory, ...]
-    """[G] those that came to their end."""
+    """[G] those that came to their end, each before its branches, where it has some (`Trajectory.branch`)."""
     texts: tuple[str, ...]
     """[G] what the policy wrote, decoded; for the sample table, never trained on."""
     failures: tuple[AsyncRLError, ...] = ()
@@ -93,6 +93,11 @@ class Episodes:
     own_prompts: bool = False
     """Whether trajectories begin with other tokens than the prompt's, all outside the loss: rendered with tools, or
     with a system's message."""
+
+    @property
+    def members(self) -> tuple[Trajectory, ...]:
+        """The first trajectory of each episode."""
+        return tuple(self.trajectories[place] for place in members_of(self.trajectories))
 
 
 class Environment(Protocol):

@@ -9,18 +9,12 @@ import numpy as np
 
 from asyncrl.chat.base import Chat, ChatError, Message, Reply, ToolCall, ToolSpec
 from asyncrl.environments.base import EpisodeTools
+from asyncrl.environments.episodes import EpisodeOver
 from asyncrl.environments.together import Together
 from asyncrl.environments.transcript import Transcript
 from asyncrl.errors import ContextFullError
 from asyncrl.rewards.score import RewardScore
 from asyncrl.types import Completion, Prompt, Trajectory
-
-
-class EpisodeOver(Exception):
-    """The conversation cannot go on: its context is full, or the last turn ended within its reasoning.
-
-    It need not be caught: the episode then has `ChatEnvironment.reward_when_over`.
-    """
 
 
 class Conversation:
@@ -174,12 +168,11 @@ class Conversation:
         """Whether there is a token to train on."""
         return self._transcript is not None and self._transcript.sampled
 
-    def trajectory(self, score: RewardScore | float) -> Trajectory:
+    def made(self, score: RewardScore) -> list[tuple[Trajectory, str]]:
         assert self._transcript is not None  # the caller asked `sampled`
-        scored = score if isinstance(score, RewardScore) else RewardScore(value=float(score))
-        total = scored.value + sum(self._bonuses.values())
-        whole = RewardScore(value=total, parts={**scored.parts, **self._bonuses})
-        return self._transcript.trajectory(whole, truncated=self.truncated)
+        total = score.value + sum(self._bonuses.values())
+        whole = RewardScore(value=total, parts={**score.parts, **self._bonuses})
+        return [(self._transcript.trajectory(whole, truncated=self.truncated), self.text)]
 
 
 def opening(prompt: Prompt) -> list[Message]:

@@ -31,8 +31,10 @@ def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> 
         if not isinstance(getattr(episodes, name), tuple | list):
             return f"{name} must be a tuple; a {type(getattr(episodes, name)).__name__} came"
     made, failures = episodes.trajectories, episodes.failures
-    if len(made) + len(failures) != size:
-        return f"{len(made)} trajectories and {len(failures)} failures came, and {size} episodes were asked for"
+    branches = sum(isinstance(trajectory, Trajectory) and trajectory.branch for trajectory in made)
+    if len(made) - branches + len(failures) != size:
+        came = f"{len(made) - branches} trajectories and {len(failures)} failures came"
+        return f"{came}, and {size} episodes were asked for"
     if len(episodes.texts) != len(made) or not all(isinstance(text, str) for text in episodes.texts):
         return f"texts has one str per trajectory; {len(episodes.texts)} for {len(made)}, or other than str, came"
     for failure in failures:

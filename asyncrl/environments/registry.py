@@ -8,8 +8,9 @@ from typing import Any
 
 from asyncrl.chat.base import Chat
 from asyncrl.environments.base import Environment
-from asyncrl.environments.chat import ChatEnvironment
+from asyncrl.environments.episodes import EpisodeEnvironment
 from asyncrl.environments.guard import GuardedEnvironment
+from asyncrl.environments.openai.environment import OpenAI
 from asyncrl.environments.reasoning.environment import ReasoningGym
 from asyncrl.environments.search.environment import Search
 from asyncrl.environments.single_turn import SingleTurn
@@ -28,6 +29,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "python": Python,
     "search": Search,
     "reasoning_gym": ReasoningGym,
+    "openai": OpenAI,
 }
 
 
@@ -95,7 +97,7 @@ def make_environment(
     if is_stepped(made) and not hasattr(made, "run"):
         made = Stepped(factory, config.args)
     _check_run(config.name, made)
-    why = chat.why_single if chat is not None and isinstance(made, ChatEnvironment) and made.several_turns else ""
+    why = chat.why_single if chat is not None and isinstance(made, EpisodeEnvironment) and made.several_turns else ""
     if why:
         raise ConfigError(f"{SETTING}={config.name} talks in several turns, and {why}")
     return GuardedEnvironment(config.name, made, vocabulary)

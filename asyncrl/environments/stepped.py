@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncrl.chat.base import Message
 from asyncrl.environments.chat import ChatEnvironment
-from asyncrl.environments.conversation import Conversation, EpisodeOver
+from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.episodes import EpisodeOver
 from asyncrl.errors import EpisodeError
 
 NEEDED = ("reset", "step")

@@ -63,12 +63,14 @@ class Transcript:
         score: RewardScore | float,
         *,
         truncated: bool = False,
+        branch: bool = False,
         extras: Mapping[str, NDArray[Any]] | None = None,
     ) -> Trajectory:
         """All turns with their one reward.
 
         Args:
             truncated: the context's end cut it; a last turn that was cut says so by itself.
+            branch: see `Trajectory`.
         """
         token_ids = self.token_ids
         loss_mask = np.zeros(len(token_ids), np.bool_)
@@ -92,4 +94,5 @@ class Transcript:
             rewards=score.parts if scored else {},
             finish_reason="length" if truncated else finish_reason,
             extras=extras or {},
+            branch=branch,
         )

@@ -117,7 +117,7 @@ class Evaluator:
         self._keep(row, samples_of(row, self._prompt(row), made))
         self._kept += 1
         blamed = [error for error in made.failures if isinstance(error, RewardError | EpisodeError)]
-        if too_many := self._failures.add(len(made.trajectories), len(blamed)):
+        if too_many := self._failures.add(len(made.members), len(blamed)):
             raise HopelessRewardError(
                 f"there was no reward {too_many}. The last one, row {row}: {_short(blamed[-1])}. Mend the reward or "
                 "the data, or raise reward.max_failure_share"

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.environments.base import Episodes
 from asyncrl.evaluation.answers import answer_of
 from asyncrl.evaluation.table import RowScores
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ def samples_of(row: int, prompt: Prompt | None, made: Episodes) -> list[Sample]:
         Sample(
             **known,
             sample=place,
-            completion=completion,
-            reward=trajectory.reward,
-            rewards=dict(trajectory.rewards),
-            finish_reason=trajectory.finish_reason,
-            tokens=int(trajectory.loss_mask.sum()),
+            completion=made.texts[first],
+            reward=made.trajectories[first].reward,
+            rewards=dict(made.trajectories[first].rewards),
+            finish_reason=made.trajectories[first].finish_reason,
+            tokens=int(made.trajectories[first].loss_mask.sum()),
         )
-        for place, (trajectory, completion) in enumerate(zip(made.trajectories, made.texts, strict=True))
+        for place, first in enumerate(members_of(made.trajectories))
     ]
     return scored + [
         Sample(**known, sample=place, failed=f"{type(failure).__name__}: {failure}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.data.mixture import SourceNames
 from asyncrl.losses.diagnostics import Sums, summarize
-from asyncrl.types import StepPlan, TrajectoryGroup
+from asyncrl.types import StepPlan, TrajectoryGroup, members_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,11 +107,12 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
 
 
 def plan_metrics(plan: StepPlan) -> dict[str, float]:
-    """What the headers alone tell: rewards of all trajectories, staleness of the tokens that are trained.
+    """What the headers alone tell: rewards of all episodes, staleness of the tokens that are trained.
 
     `staleness/hist_<k>` is the fraction of trained tokens that are k versions old.
     """
-    rewards = [np.array([t.reward for t in group.trajectories]) for group in plan.groups]
+    members = [[group.trajectories[place] for place in members_of(group.trajectories)] for group in plan.groups]
+    rewards = [np.array([each.reward for each in group]) for group in members]
     lengths = [t.loss_tokens for group in plan.groups for t in group.trajectories]  # no observations among them
     fresh = plan.tokens_by_staleness()
     count = sum(fresh.values())
@@ -127,7 +128,7 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
             "reward/zero_variance_groups": float(np.mean([group.std() == 0 for group in rewards])),
             "completion/length_mean": float(np.mean(lengths)),
         }
-    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    headers = [trajectory for group in members for trajectory in group]
     for name in sorted({name for trajectory in headers for name in trajectory.rewards}):
         known = [trajectory.rewards[name] for trajectory in headers if name in trajectory.rewards]
         row[f"rewards/{name}"] = float(np.mean(known))

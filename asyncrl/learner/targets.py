@@ -34,7 +34,7 @@ from asyncrl.learner.metrics import Measured
 from asyncrl.learner.plan import Member
 from asyncrl.learner.ranks import sum_over_ranks
 from asyncrl.schema import AdvantageConfig
-from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader
+from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
 Table = Float[Tensor, "B L"]
 """float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
@@ -154,16 +154,21 @@ def against_siblings(
     """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings', or
     against that of a greedy completion.
 
-    Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained.
+    Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained. The branches
+    of an episode are one sibling: they share its advantage, and it pays for the KL of all of them.
     """
-    sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
-    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    everything = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    firsts = members_of(everything)
+    headers = [everything[first] for first in firsts]
+    episode = torch.tensor([not each.branch for each in everything]).cumsum(0) - 1
+    sizes = torch.tensor([group.members for group in plan.groups])
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
     place = places(plan, rows)
     if penalty is not None:
-        prices = torch.zeros_like(rewards).index_add(0, place, penalty.sum(1))
-        rewards = rewards - price_of_all(sum_over_ranks(prices, device), plan)
+        prices = torch.zeros(len(everything), dtype=torch.float64).index_add(0, place, penalty.sum(1))
+        all_prices = price_of_all(sum_over_ranks(prices, device), plan)
+        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, all_prices)
     if config.estimator == "gdpo":
         parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
         advantages = gdpo(parts, group_ids, torch.tensor(list(config.components.values()), dtype=torch.float64))
@@ -174,9 +179,11 @@ def against_siblings(
             group_ids,
             baseline="none" if greedy else config.baseline,
             std=config.std if config.estimator == "group" else "none",
-            lengths=torch.tensor([trajectory.loss_tokens for trajectory in headers]),
+            lengths=torch.zeros(len(headers), dtype=torch.int64).index_add(
+                0, episode, torch.tensor([trajectory.loss_tokens for trajectory in everything])
+            ),
         )
-    return torch.where(rows.mask, advantages[place][:, None], 0.0)
+    return torch.where(rows.mask, advantages[episode[place]][:, None], 0.0)
 
 
 def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:

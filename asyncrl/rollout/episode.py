@@ -138,7 +138,7 @@ class EpisodeRunner:
         made = await self._run_watched(prompt, shape.size, sampling, name=name, seed=seed)
         failures: list[AsyncRLError] = list(made.failures)
         for again in range(1, shape.tries):
-            missing = shape.size - len(made.trajectories)
+            missing = shape.size - len(made.members)
             if not missing:
                 break
             fresh = (seed + again * NEXT_TRY) % 2**63
@@ -149,9 +149,9 @@ class EpisodeRunner:
                 continue
             failures += more.failures
             made = Episodes(trajectories=made.trajectories + more.trajectories, texts=made.texts + more.texts)
-        if len(made.trajectories) < shape.fewest:
+        if len(made.members) < shape.fewest:
             raise IncompleteGroupError(
-                f"{len(made.trajectories)} of {shape.size} members after {shape.tries} tries, {shape.fewest} are "
+                f"{len(made.members)} of {shape.size} members after {shape.tries} tries, {shape.fewest} are "
                 f"needed; the last failure: {failures[-1]}"
             )
         return made
@@ -184,7 +184,7 @@ class EpisodeRunner:
             attempt=assignment.attempt,
             version_min=int(versions.min()) if len(versions) else NO_VERSION,
             version_max=int(versions.max()) if len(versions) else NO_VERSION,
-            scores=tuple(float(np.mean([one.reward for one in outcome.trajectories])) for outcome in scored),
+            scores=tuple(float(np.mean([one.reward for one in outcome.members])) for outcome in scored),
             failed=len(outcomes) - len(scored),
             missing=assignment.stop - assignment.start - len(outcomes),
             sums=sums,
@@ -206,16 +206,16 @@ class EpisodeRunner:
         failures = list(made.failures)
         failures += [
             RewardError(f"{rows.where(row)}: reward.metric=accuracy, but the score is {trajectory.reward}")
-            for trajectory in made.trajectories
+            for trajectory in made.members
             if not self._counts(trajectory)
         ]
         kept = [place for place, trajectory in enumerate(made.trajectories) if self._counts(trajectory)]
-        lost = samples - len(kept) - len(failures)
-        return Episodes(
+        scored = Episodes(
             trajectories=tuple(made.trajectories[place] for place in kept),
             texts=tuple(made.texts[place] for place in kept),
-            failures=(*failures, *[EpisodeError("the environment made no trajectory")] * lost),
         )
+        lost = samples - len(scored.members) - len(failures)
+        return replace(scored, failures=(*failures, *[EpisodeError("the environment made no trajectory")] * lost))
 
     def _counts(self, trajectory: Trajectory) -> bool:
         return not self.accuracy or trajectory.reward in (0.0, 1.0)
@@ -228,7 +228,7 @@ class EpisodeRunner:
         except (RewardError, EpisodeError) as error:
             self.watch.saw(prompt.row, 0, [error] * size)
             raise
-        self.watch.saw(prompt.row, len(made.trajectories), made.failures)
+        self.watch.saw(prompt.row, len(made.members), made.failures)
         return made
 
     async def _run(self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int) -> Episodes:

@@ -10,7 +10,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.environments.base import Episodes
 from asyncrl.evaluation.answers import answer_of
 from asyncrl.evaluation.table import RowScores, figures_of
-from asyncrl.types import SamplingParams
+from asyncrl.types import SamplingParams, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,8 @@ class EvaluatedSet:
         return dict(sums), {name: float(count) for name, count in known.items()}
 
     def _of_row(self, row: int, episodes: Episodes) -> dict[str, float]:
-        scores = tuple(trajectory.reward for trajectory in episodes.trajectories)
-        answers = () if self.answer == "none" else tuple(answer_of(text, self.answer) for text in episodes.texts)
+        scores = tuple(trajectory.reward for trajectory in episodes.members)
+        texts = () if self.answer == "none" else (episodes.texts[at] for at in members_of(episodes.trajectories))
+        answers = tuple(answer_of(text, self.answer) for text in texts)
         given = RowScores(row=row, scores=scores, answers=answers)
         return figures_of(given, samples=self.samples, pass_score=self.pass_score)

@@ -16,7 +16,7 @@ from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rollout.failure_share import FailureShare
 from asyncrl.schema import RolloutConfig
-from asyncrl.types import DropReason, Prompt, TrajectoryGroup
+from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
 
 SHOWN = 400
 """Characters of the last failure."""
@@ -80,7 +80,7 @@ class Filters:
 
     async def _judged(self, place: int, group: TrajectoryGroup, prompt: Prompt) -> Verdict:
         share = self._shares.setdefault(place, FailureShare(self.max_failure_share))
-        pool, size = self.own[place], len(group.trajectories)
+        pool, size = self.own[place], len(members_of(group.trajectories))
         try:
             verdict = await pool.judge(finished(group, prompt))
         except FilterError as error:
@@ -96,13 +96,15 @@ class Filters:
 
 
 def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
-    """What the user's filters see of it."""
+    """What the user's filters see of it: of each episode its first conversation."""
+    firsts = members_of(group.trajectories)
+    members = [group.trajectories[first] for first in firsts]
     return FinishedGroup(
-        completions=list(group.completion_texts),
-        rewards=[trajectory.reward for trajectory in group.trajectories],
-        parts=[trajectory.rewards for trajectory in group.trajectories],
-        finish_reasons=[trajectory.finish_reason for trajectory in group.trajectories],
-        lengths=[int(np.count_nonzero(trajectory.loss_mask)) for trajectory in group.trajectories],
+        completions=[text for place, text in enumerate(group.completion_texts) if place in firsts],
+        rewards=[trajectory.reward for trajectory in members],
+        parts=[trajectory.rewards for trajectory in members],
+        finish_reasons=[trajectory.finish_reason for trajectory in members],
+        lengths=[int(np.count_nonzero(trajectory.loss_mask)) for trajectory in members],
         row=prompt.columns,
     )
 

@@ -239,6 +239,8 @@ def _absolute_environment(entry: Any) -> Any:
     found: dict[str, Any] = {"name": _absolute_function(entry["name"])} if "name" in entry else {}
     if entry.get("name") == "tools" and "args" in entry:
         found["args"] = _absolute_tools(entry["args"])
+    if entry.get("name") == "openai" and "agent" in entry.get("args", {}):
+        found["args"] = entry["args"] | {"agent": _absolute_function(entry["args"]["agent"])}
     return entry | found
 
 

@@ -7,26 +7,27 @@ import shlex
 from pathlib import Path
 
 from asyncrl.config import load_config
+from asyncrl.environments.openai.environment import OpenAI
 from asyncrl.environments.registry import make_environment
 from asyncrl.environments.tools.host import Toolbox
 from asyncrl.schema import EnvironmentConfig
 from tests.environments.pages import PAGE, programs, write_programs
-from tests.environments.talk import exact, play, sampled_texts
+from tests.environments.talk import call, exact, play, sampled_texts
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
 
 def test_every_block_of_code_is_a_program_that_other_tests_run() -> None:
-    assert set(programs()) == {"guess.py", "calculator.py", "second_try.py", "taught.py"}
-    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 4
+    assert set(programs()) == {"guess.py", "calculator.py", "agent.py", "second_try.py", "taught.py"}
+    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 5
 
 
 def test_every_command_of_the_page_is_accepted() -> None:
     commands = re.findall(r"^    (?:\w+=\S+ )?asyncrl local \.\.\. (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     configs = [load_config([*REQUIRED, *shlex.split(command)]) for command in commands]
-    names = ["guess.py:Guess", "tools", "python", "search", "reasoning_gym", "taught.py:Taught", "taught.py:Taught"]
+    names = ["guess.py:Guess", "tools", "python", "search", "reasoning_gym", "openai", *["taught.py:Taught"] * 2]
     assert [config.environment.name for config in configs] == names
-    assert [config.reference.from_rollout for config in configs] == [False] * 5 + [True] * 2
+    assert [config.reference.from_rollout for config in configs] == [False] * 6 + [True] * 2
 
 
 async def test_the_guessing_game_is_played_by_hints_in_at_most_25_lines(tmp_path: Path) -> None:
@@ -43,6 +44,18 @@ async def test_the_guessing_game_is_played_by_hints_in_at_most_25_lines(tmp_path
     exact(episodes, engine)
     lost, _ = await play(game, lambda text: "a hundred", columns={"number": 42})
     assert [each.reward for each in lost.trajectories] == [0.0]
+
+
+async def test_the_agent_of_the_page_is_trained_on_what_was_sampled_in_at_most_25_lines(tmp_path: Path) -> None:
+    write_programs(tmp_path)
+    assert len([line for line in programs()["agent.py"].splitlines() if line.strip()]) <= 25
+    environment = OpenAI(agent=f"{tmp_path}/agent.py:solve")
+    turns = [call("add", a=2, b=3), "It is 5."]
+    episodes, engine = await play(environment, turns, prompt="2 + 3?", columns={"answer": "5"})
+    await environment.close()
+    assert sampled_texts(episodes) == [f"{turn}<|im_end|>" for turn in turns]
+    assert episodes.trajectories[0].reward == 1.0
+    exact(episodes, engine)
 
 
 def test_the_calculator_can_be_told_of(tmp_path: Path) -> None:

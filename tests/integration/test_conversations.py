@@ -33,6 +33,21 @@ class TwoTurns(ChatEnvironment):
         chat.reward(0.25, name="patience")
         return float(len(first.content) > len(second.content))
 """
+AGENT = """
+import openai
+
+
+def run(base_url, api_key, model, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(row["prompt"])
+    for _ in range(2):
+        completion = client.chat.completions.create(model=model, messages=messages, max_tokens=4)
+        said = completion.choices[0].message
+        messages += [said, {"role": "user", "content": "again"}]
+    # A conversation of its own: a branch of this episode.
+    client.chat.completions.create(model=model, messages=[{"role": "user", "content": "judge"}], max_tokens=4)
+    return {"score": float(len(said.content) % 2), "patience": 0.25}
+"""
 TOOLS = '''
 def look_up(word: str) -> str:
     """What a word means.
@@ -53,15 +68,17 @@ def chat_model(tiny_task: dict[str, str], tmp_path: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("kind", ["conversation", "tools"])
+@pytest.mark.parametrize("kind", ["conversation", "tools", "openai"])
 def test_a_run_of_several_turns_trains_what_was_sampled_alone(
     start_local: StartLocal, chat_model: Path, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "two.py").write_text(ENVIRONMENT)
     (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "agent.py").write_text(AGENT)
     environment = {
         "conversation": {"environment.name": f"{tmp_path}/two.py:TwoTurns", "environment.args.answer": "again"},
         "tools": {"environment": "tools", "environment.args.functions": f"[{tmp_path}/tools.py:look_up]"},
+        "openai": {"environment": "openai", "environment.args.agent": f"{tmp_path}/agent.py:run"},
     }
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
@@ -85,6 +102,9 @@ def test_a_run_of_several_turns_trains_what_was_sampled_alone(
     measured, samples = run.rows(), run.rows("samples")
     assert [row["step"] for row in measured] == [1, 2, 3] and samples, SAMPLES_FILE
     assert all(row["prompt"].endswith("<eos>assistant: ") for row in samples)
+    if kind == "openai":
+        assert all(row["completion/length_mean"] <= 8 for row in measured), "of two conversations of 8 and 4 tokens"
     if kind == "conversation":
         assert all(row["completion/length_mean"] <= 8 for row in measured), "what the environment said is not counted"
+    if kind in ("conversation", "openai"):
         assert {row["rewards"]["patience"] for row in samples} == {0.25}

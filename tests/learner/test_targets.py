@@ -12,9 +12,10 @@ from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.plan import Member, plan_minibatches
 from asyncrl.learner.targets import with_targets
+from asyncrl.replay.core.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig
-from asyncrl.types import GREEDY_REWARD
+from asyncrl.types import GREEDY_REWARD, Trajectory
 from tests.learner.feed import make_lease, make_step
 
 CPU = torch.device("cpu")
@@ -110,6 +111,53 @@ def against_group(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict
         scale = scores.std(ddof=1) + 1e-6 if config.std == "group" else 1.0
         found |= {(g, t): (score - baseline) / scale for t, score in enumerate(scores)}
     return found
+
+
+def fresh_step(seed: int) -> Lease:
+    """Without a token that is too old."""
+    plan, groups = make_step(seed, groups=4, max_staleness=99)
+    return make_lease(plan, groups)
+
+
+def branched(lease: Lease, copies: int) -> Lease:
+    """The first trajectory of each group once more, `copies` times, as its branches."""
+    groups, trajectories = [], dict[Member, Trajectory]()
+    for g, group in enumerate(lease.plan.groups):
+        places = [0] * (copies + 1) + list(range(1, len(group.trajectories)))
+        branches = [0 < at <= copies for at in range(len(places))]
+        headers = [replace(group.trajectories[t], branch=branch) for t, branch in zip(places, branches, strict=True)]
+        groups.append(replace(group, trajectories=tuple(headers)))
+        trajectories |= {(g, at): lease.trajectories[g, t] for at, t in enumerate(places)}
+    plan = replace(lease.plan, groups=tuple(groups))
+    return replace(lease, plan=replace(plan, shards=shard_step(plan, 1)), trajectories=trajectories)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_pp_baseline"])
+def test_branches_share_the_advantage_of_their_episode_and_move_nobody_else_s(name: str) -> None:
+    lease = fresh_step(3)
+    config = replace(SETTINGS[name], kl_coef=0.0, std="group" if name == "grpo" else "none")
+    many = branched(lease, 3)
+    before, after = (
+        unpacked(with_targets(each.plan, scored(each, 4000), config, 0.0, CPU)[0]) for each in (lease, many)
+    )
+    assert len(after) > len(before)
+    for (g, t), arrays in before.items():
+        for place in range(4) if t == 0 else (t + 3,):
+            np.testing.assert_array_equal(after[g, place]["advantages"], arrays["advantages"])
+
+
+def test_an_episode_pays_for_the_kl_of_all_its_branches() -> None:
+    many = branched(fresh_step(3), 1)
+    config = AdvantageConfig(baseline="none", kl_coef=KL_COEF)
+    tokens = unpacked(with_targets(many.plan, scored(many, 4000), config, KL_COEF, CPU)[0])
+    for (g, t), arrays in tokens.items():
+        conversations = [(g, 0), (g, 1)] if t < 2 else [(g, t)]
+        paid = sum(
+            KL_COEF * float((tokens[each]["current_logprobs"] - tokens[each]["ref_logprobs"]).sum())
+            for each in conversations
+        )
+        expected = many.plan.groups[g].trajectories[t].reward - paid
+        np.testing.assert_allclose(arrays["advantages"], expected, rtol=1e-4, atol=1e-5)
 
 
 def against_greedy(lease: Lease, config: AdvantageConfig, tokens: Tokens) -> dict[Member, np.ndarray]:

@@ -41,7 +41,7 @@ class Oracle:
     def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
         self.states, self.tries = states, tries
         self.admitted = len(states) + trained + dropped
-        self.members: dict[int, int] = {}
+        self.trajectories: dict[int, int] = {}
         """Of inserted groups that are open."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
 
@@ -99,7 +99,8 @@ class Oracle:
             self.admitted += 1
             self.move(event.group_id, "in_flight")
         elif isinstance(event, ev.Inserted):
-            members = self.members[event.header.group_id] = len(event.header.trajectories)
+            self.trajectories[event.header.group_id] = len(event.header.trajectories)
+            members = sum(not trajectory.branch for trajectory in event.header.trajectories)
             assert (self.settings.min_group_size or self.settings.group_size) <= members <= self.settings.group_size
             self.move(event.header.group_id, "inserted")
         elif isinstance(event, ev.Returned):
@@ -130,7 +131,7 @@ class Oracle:
         assert len(plan.groups) == settings.groups_per_step
         fresh_total = 0
         for group in plan.groups:
-            assert len(group.trajectories) == self.members[group.group_id], "a group lost or gained members"
+            assert len(group.trajectories) == self.trajectories[group.group_id], "a group lost or gained some"
             steps = self.steps_of.setdefault(group.group_id, [])
             assert plan.step not in steps, f"group {group.group_id} is in step {plan.step} twice"
             steps.append(plan.step)

@@ -209,9 +209,9 @@ class Simulation:
             kept = versions[: self.random.randint(1, len(versions))]
             runs = tuple((version, self.random.randint(1, 3)) for version in kept)
             length = 2 + sum(count for _, count in runs)
-            trajectories.append(
-                TrajectoryHeader(length=length, prompt_length=2, reward=self.random.random(), version_tokens=runs)
-            )
+            first = TrajectoryHeader(length=length, prompt_length=2, reward=self.random.random(), version_tokens=runs)
+            branches = self.random.choice((0, 0, 0, 2))
+            trajectories += [first, *[replace(first, branch=True)] * branches]
         return GroupHeader(
             group_id=assignment.group_id,
             prompt_index=assignment.prompt_index,

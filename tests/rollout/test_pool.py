@@ -169,6 +169,14 @@ def test_a_worker_finds_the_files_that_tools_are_in(tmp_path, monkeypatch):
     assert args["system"] == "see server.py:add" and config.environment.args["functions"][0] == "tools.py:add"
 
 
+def test_a_worker_finds_the_file_that_an_agent_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path)
+    config.environment.name, config.environment.args = "openai", {"agent": "agent.py:run", "max_calls": 3}
+    args = worker_specs(config)[0].config["environment"]["args"]
+    assert args == {"agent": f"{tmp_path}/agent.py:run", "max_calls": 3}
+
+
 def test_pools_that_run_together_have_names_and_logs_of_their_own(tmp_path):
     config = make_config(tmp_path, workers=2)
     with pool_number(tmp_path / "logs") as first, pool_number(tmp_path / "logs") as second:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from typing import Any
 
+from asyncrl.environments.late import late_import
 from asyncrl.environments.search.corpus import Corpus
 from asyncrl.environments.tools.calling import Budget, Calling, check_positive
 from asyncrl.environments.tools.styles import Native, Style, Tagged
@@ -64,7 +64,7 @@ class Search(Calling):
             max_turns=max_turns, max_calls=max_calls, max_calls_per_turn=max_calls_per_turn, max_result=max_result
         )
         asking = {"request_timeout_s": request_timeout_s, "retries": retries, "backoff_s": backoff_s}
-        room = late_import()
+        room = retrievers()
         self.retriever = room.OwnRetriever(corpus, topk, **asking) if corpus else room.Retriever(url, topk, **asking)
         style, said = STYLES[call]
         super().__init__(
@@ -77,7 +77,7 @@ class Search(Calling):
         url, corpus = args.get("url", ""), args.get("corpus", "")
         check_source(url, corpus)
         if corpus:
-            late_import()
+            retrievers()
             try:
                 Corpus(corpus)
             except DataError as error:
@@ -101,11 +101,6 @@ def check_source(url: str, corpus: str) -> None:
         )
 
 
-def late_import() -> Any:
-    """`asyncrl.environments.search.retriever`, imported now: what it needs is an extra."""
-    try:
-        return importlib.import_module("asyncrl.environments.search.retriever")
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.name=search needs the package httpx: pip install 'asyncrl[search]' ({error})"
-        ) from error
+def retrievers() -> Any:
+    """The module that asks. Raises ConfigError where what it needs is not installed."""
+    return late_import("search.retriever", "environment.name=search needs the package httpx", "search")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.environments.late import late_import
 from asyncrl.environments.tools.calling import Budget, Calling, Source, check_positive
 from asyncrl.environments.tools.sessions import Functions
 from asyncrl.environments.tools.styles import Native
@@ -49,7 +49,8 @@ class Tools(Calling):
             if functions:
                 sources.append(Functions(functions, processes, timeout_s))
             if mcp:
-                sources.append(late_import("mcp_servers").Servers(mcp, timeout_s))
+                needs = "environment.args.mcp needs the package mcp"
+                sources.append(late_import("tools.mcp_servers", needs, "agents").Servers(mcp, timeout_s))
         except BaseException:
             for source in sources:
                 source.close()
@@ -72,13 +73,3 @@ def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:
     for key, value in (("functions", functions), ("mcp", mcp)):
         if isinstance(value, str) or not all(isinstance(each, str) for each in value):
             raise ConfigError(f"environment.args.{key} is a list: environment.args.{key}=[...]; got {value!r}")
-
-
-def late_import(module: str) -> Any:
-    """`asyncrl.environments.tools.<module>`, imported now: what it needs is an extra, and its import takes seconds."""
-    try:
-        return importlib.import_module(f"asyncrl.environments.tools.{module}")
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.args.mcp needs the package mcp: pip install 'asyncrl[agents]' ({error})"
-        ) from error

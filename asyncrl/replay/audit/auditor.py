@@ -98,7 +98,7 @@ class Auditor:
             self._rule(
                 version in self.books.tree, f"group {header.group_id} has tokens of version {version}, never published"
             )
-        members = len(header.trajectories)
+        members = header.members
         most = self.books.settings.get("group_size", members)
         fewest = self.books.settings.get("min_group_size", 0) or most
         self._rule(fewest <= members <= most, f"group {header.group_id} is split: {members}")

@@ -176,6 +176,7 @@ def decode(facts: Sequence[TrajectoryHeader], columns: Columns) -> list[Trajecto
                 reward=header.reward,
                 rewards=dict(header.rewards),
                 finish_reason=header.finish_reason,
+                branch=header.branch,
             )
         )
     return decoded

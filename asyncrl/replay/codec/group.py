@@ -215,6 +215,7 @@ def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
         version_tokens=runs,
         rewards={name: wire.number(value, f"rewards[{name!r}]") for name, value in trajectory.rewards.items()},
         finish_reason=wire.text(trajectory.finish_reason, "finish_reason", wire.MAX_NAME),
+        branch=trajectory.branch,
         extras=describe_extras(trajectory.extras) if trajectory.extras else (),
     )
 

@@ -205,17 +205,23 @@ def _decode_extra(row: Any) -> ExtraHeader:
 
 
 def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
-    """A field for extras is there where they are."""
+    """Fields for extras, and for a branch, are there where they are needed."""
     runs = flatten_runs(header.version_tokens)
     row = [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
-    if header.extras:
+    if header.extras or header.branch:
         row.append([[extra.name, extra.dtype, list(extra.shape)] for extra in header.extras])
+    if header.branch:
+        row.append(1)
     return row
 
 
 def decode_trajectory_header(value: Any) -> TrajectoryHeader:
     """Raises WireError; see the checks."""
     extras: tuple[ExtraHeader, ...] = ()
+    branch = type(value) is list and len(value) == 8
+    if branch:
+        integer(value[7], "branch", 1, 1)
+        value = value[:7]
     if type(value) is list and len(value) == 7:
         value, extras = value[:6], decode_extra_headers(value[6])
     length, prompt_length, reward, flat, rewards, finish_reason = sequence(value, "trajectory header", 6)
@@ -237,6 +243,7 @@ def decode_trajectory_header(value: Any) -> TrajectoryHeader:
         version_tokens=runs,
         rewards={name: number(part, "rewards") for name, part in mapping(rewards, "rewards").items()},
         finish_reason=text(finish_reason, "finish_reason", MAX_NAME),
+        branch=branch,
         extras=extras,
     )
 
@@ -252,14 +259,23 @@ def decode_group_header(value: Any) -> GroupHeader:
     rows = sequence(rows, "trajectories", limit=MAX_TRAJECTORIES)
     if not rows:
         raise WireError("a group has at least one trajectory")
+    trajectories = tuple(decode_trajectory_header(row) for row in rows)
+    _check_branches(trajectories)
     return GroupHeader(
         group_id=integer(group_id, "group_id", 0, MAX_ID),
         prompt_index=integer(prompt_index, "prompt_index", 0, MAX_ID),
         attempt=integer(attempt, "attempt", 0, MAX_VERSION),
         worker=text(worker, "worker", MAX_NAME),
         nbytes=integer(nbytes, "nbytes", 0, MAX_ID),
-        trajectories=tuple(decode_trajectory_header(row) for row in rows),
+        trajectories=trajectories,
     )
+
+
+def _check_branches(trajectories: Sequence[TrajectoryHeader]) -> None:
+    """Raises WireError for a branch that is of no episode, or not of the one before it."""
+    for before, each in zip((None, *trajectories), trajectories, strict=False):
+        if each.branch and (before is None or (before.reward, before.rewards) != (each.reward, each.rewards)):
+            raise WireError("a branch comes after its episode's first trajectory, and has the same reward")
 
 
 def encode_plan(plan: StepPlan) -> list[Any]:

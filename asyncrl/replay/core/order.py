@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.replay.core.ledger import Entry
-from asyncrl.types import GroupHeader
+from asyncrl.types import GroupHeader, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def advantage_spread(header: GroupHeader | None) -> float:
     mean baseline, hence of its policy gradient before the scores. 0 when all rewards are the same."""
     if header is None:
         return 0.0
-    rewards = [trajectory.reward for trajectory in header.trajectories]
+    rewards = [header.trajectories[place].reward for place in members_of(header.trajectories)]
     mean = sum(rewards) / len(rewards)
     return sum(abs(reward - mean) for reward in rewards) / len(rewards)
 

@@ -139,7 +139,7 @@ class Rollouts:
             return InsertReply(status="rejected", reason=problem)
         self._retries.let_go(entry)
         self._run.record(ev.Inserted(header, payload))
-        self._run.meter.insert(header, missing=self._run.settings.group_size - len(header.trajectories))
+        self._run.meter.insert(header, missing=self._run.settings.group_size - header.members)
         self._space.make_room()
         return InsertReply(status="accepted")
 
@@ -298,9 +298,9 @@ class Rollouts:
         if header.prompt_index != entry.prompt_index:
             return f"group {entry.group_id} is of prompt {entry.prompt_index}, not {header.prompt_index}"
         fewest, most = self._run.settings.fewest_members, self._run.settings.group_size
-        if not fewest <= len(header.trajectories) <= most:
+        if not fewest <= header.members <= most:
             wanted = f"{fewest} to {most}" if fewest < most else f"{most}"
-            return f"a group has {wanted} trajectories, not {len(header.trajectories)}"
+            return f"a group has {wanted} members, not {header.members}"
         if not any(trajectory.version_tokens for trajectory in header.trajectories):
             return "no trajectory has a token to train on"
         for trajectory in header.trajectories:

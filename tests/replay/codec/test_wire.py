@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -33,6 +34,7 @@ from asyncrl.types import (
     Assignment,
     EvalAssignment,
     EvalSummary,
+    ExtraHeader,
     StepPlan,
     TrajectoryGroup,
     TrajectoryHeader,
@@ -61,6 +63,28 @@ def test_a_group_arrives_as_it_was_sent() -> None:
     assert [t.version_tokens for t in header.trajectories] == [((4, 2), (5, 1), (7, 1))] * 3
     assert all(map(same_trajectory, made.trajectories, arrived(header, stored)))
     assert decode_texts(stored.texts) == ("what?", made.completion_texts, 1.0, 2.0)
+
+
+def test_branches_arrive_as_branches_and_other_rows_are_as_they_were() -> None:
+    plain = group(ORDER, [4, 4], size=3)
+    first, second, third = (replace(each, extras={}) for each in plain.trajectories)
+    made = replace(plain, trajectories=(first, replace(second, reward=first.reward, branch=True), third))
+    header, stored = through_the_wire(made)
+    assert [each.branch for each in header.trajectories] == [False, True, False] and header.members == 2
+    assert [each.branch for each in arrived(header, stored)] == [False, True, False]
+    rows = [wire.encode_trajectory_header(each) for each in header.trajectories]
+    assert [len(row) for row in rows] == [6, 8, 6], "journals from before there were branches are read as ever"
+    with_extras = replace(header.trajectories[1], extras=(ExtraHeader("image", "|u1", (2, 3)),))
+    assert wire.decode_trajectory_header(wire.encode_trajectory_header(with_extras)) == with_extras
+
+
+@pytest.mark.parametrize("change", [{"reward": 2.0}, {"rewards": {"format": 0.0}}, {}])
+def test_a_branch_without_its_episode_is_refused(change: dict[str, Any]) -> None:
+    first, *_ = group_header(group(ORDER, [4, 4])).trajectories
+    branch = replace(first, branch=True, **change)
+    header = replace(group_header(group(ORDER, [4])), trajectories=(first, branch) if change else (branch, first))
+    with pytest.raises(WireError, match="a branch comes after its episode's first trajectory, and has the same"):
+        wire.decode_group_header(wire.encode_group_header(header))
 
 
 def test_arrays_that_trajectories_share_cannot_be_written_to() -> None:

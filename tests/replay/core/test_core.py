@@ -124,7 +124,7 @@ def test_leaving_in_order_does_not_count_as_a_failed_attempt() -> None:
     ("change", "complaint"),
     [
         ({"runs": ((9, 4),)}, "never published"),
-        ({"group_size": 3}, "trajectories"),
+        ({"group_size": 3}, "members"),
         ({"prompt": 5}, "prompt"),
         ({"runs": ()}, "no trajectory"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_group_may_be_short_of_the_members_that_the_settings_allow(members: in
     reply = play.core.insert("w", "a", made, b"p")
     assert reply.status == status
     if status == "rejected":
-        assert f"a group has 2 to 3 trajectories, not {members}" in reply.reason
+        assert f"a group has 2 to 3 members, not {members}" in reply.reason
     else:
         assert play.core.run.metrics()["replay/missing_members"] == 3 - members
+
+
+@pytest.mark.parametrize("branched", [(0, 0, 1), (0, 1, 1, 1, 0)])
+def test_branches_are_no_members(branched: tuple[int, ...]) -> None:
+    """Two are wanted, and two there are, however many conversations each had."""
+    play = Play(group_size=2)
+    order = play.acquire(1)[0]
+    (one, _) = header(order, (0, 4)).trajectories
+    made = replace(header(order, (0, 4)), trajectories=tuple(replace(one, branch=bool(each)) for each in branched))
+    reply = play.core.insert("w", "a", made, b"p")
+    assert (reply.status, made.members) == ("accepted", 2)
+    assert play.core.run.metrics()["replay/missing_members"] == 0
+    alone = replace(made, trajectories=(one, *[replace(one, branch=True)] * 4), group_id=play.acquire(1)[0].group_id)
+    assert play.core.insert("w", "a", replace(alone, prompt_index=1), b"p").reason == "a group has 2 members, not 1"

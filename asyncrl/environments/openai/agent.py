@@ -1,0 +1,94 @@
+"""The user's agent: found, called on a thread or on the event loop, and what it gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import ConfigError, EpisodeError
+from asyncrl.own_code import load_function
+
+SETTING = "environment.args.agent"
+GIVEN = ("base_url", "api_key", "model", "row")
+Agent = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent gave back."""
+
+    reward: float | Mapping[str, float] | None = None
+    """None has `reward.function` score it."""
+    answer: str | None = None
+    """What that is given; None is the last reply."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Numbers beside the reward, by name."""
+
+
+def find_agent(spec: str, args: Mapping[str, Any]) -> Agent:
+    """Raises ConfigError: there is none, or it cannot be called as agents are."""
+    agent = load_function(spec, SETTING)
+    try:
+        signature = inspect.signature(agent)
+        signature.bind(**dict.fromkeys(GIVEN), **args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{SETTING}={spec} cannot be called: {error}. It is called as {spec.rpartition(':')[2]}("
+            f"{', '.join(f'{name}=...' for name in (*GIVEN, *args))}), the last of them from environment.args.args"
+        ) from error
+    return agent
+
+
+async def run_agent(agent: Agent, given: Mapping[str, Any]) -> Outcome:
+    """Raises what the agent raises, and EpisodeError for what is no outcome."""
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+        said = await agent(**given)
+    else:
+        said = await _on_a_thread(agent, given)
+        if inspect.isawaitable(said):
+            said = await said
+    return outcome_of(said)
+
+
+async def _on_a_thread(agent: Agent, given: Mapping[str, Any]) -> Any:
+    """On one of its own: those of a pool would be all taken while agents wait for the engine, or never end.
+
+    waits for: the agent; unblocked by: its end. The thread of one that is given up ends with its next call, which is
+    refused, or with the process.
+    """
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(agent(**given))
+        # User code at a thread boundary: whatever it raises is for whoever waits. A StopIteration, or an exit, would
+        # mean something to the event loop.
+        except BaseException as error:
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if plain else EpisodeError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def outcome_of(said: Any) -> Outcome:
+    """Raises EpisodeError."""
+    if said is None:
+        return Outcome()
+    if isinstance(said, str):
+        return Outcome(answer=said)
+    if not isinstance(said, Mapping):
+        return Outcome(reward=said)  # a number, or refused as none
+    if "score" in said:
+        return Outcome(reward=said)
+    answer = said.get("answer")
+    if "answer" in said and not isinstance(answer, str):
+        raise EpisodeError(f"the agent's answer is a text; {answer!r:.80} came")
+    numbers = {str(name): float(value) for name, value in said.items() if isinstance(value, int | float)}
+    return Outcome(answer=answer, parts=numbers)

@@ -1,0 +1,256 @@
+"""From the body of a chat completion to what is to be sampled; what cannot be done is refused with its rule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.chat.base import Message, ToolSpec
+
+MOST_CHOICES = 64
+"""Of one call; each is a branch of its own."""
+READ = ("messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "temperature", "stream")
+READ += ("stream_options", "model", "seed")
+HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
+"""Parameters that change nothing of what is sampled."""
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, 1.0),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "top_k": (-1, 0),
+    "min_p": (0, 0.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+}
+"""Parameters that are taken where they ask for nothing."""
+BIASED = ("top_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Refused(Exception):
+    """An error of OpenAI's API.
+
+    Args:
+        status: of HTTP.
+        code: by which programs know it.
+        param: of the request.
+        final: asking again is no use: clients are told so.
+    """
+
+    def __init__(self, status: int, message: str, code: str = "", param: str = "", *, final: bool = True) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.final = status, code, param, final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request, read."""
+
+    messages: list[Message]
+    """With texts for contents, and objects for the arguments of calls."""
+    tools: list[ToolSpec]
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    stream: bool = False
+    tell_usage: bool = False
+    """In a chunk of its own, where it streams."""
+    key: str = ""
+    """The same for the same request: a retry."""
+
+
+def read_call(body: Any, *, model: str, ignore: Collection[str] = (), once: str = "") -> Call:
+    """
+    Args:
+        model: what is served.
+        ignore: parameters that are left out, whatever they ask for.
+        once: the request's Idempotency-Key.
+
+    Raises:
+        Refused: 400 or 404, with the rule.
+    """
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body is a JSON object; a {type(body).__name__} came")
+    given = {name: value for name, value in body.items() if name not in ignore and value is not None}
+    if given.get("model", model) != model:
+        raise Refused(
+            404,
+            f"there is no model {given['model']!r:.80}; the policy is {model!r}, which the agent is given as `model`. "
+            "environment.args.ignore=[model] takes any name",
+            "model_not_found",
+            "model",
+        )
+    for name, value in given.items():
+        if name not in READ and name not in HARMLESS and value not in DEFAULTS.get(name, ()):
+            raise _unsupported(name, value)
+    messages = read_messages(given.get("messages"))
+    options = given.get("stream_options") or {}
+    return Call(
+        messages=messages,
+        tools=_tools(given.get("tools") or []),
+        n=_number(given, "n", 1, MOST_CHOICES) or 1,
+        max_tokens=_number(given, "max_completion_tokens", 1) or _number(given, "max_tokens", 1),
+        stop=_stops(given.get("stop", ())),
+        temperature=_temperature(given.get("temperature")),
+        stream=bool(given.get("stream", False)),
+        tell_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        key=digest([once, {name: given[name] for name in sorted(given) if not name.startswith("stream")}]),
+    )
+
+
+def digest(value: Any) -> str:
+    """Of JSON; the same for equal values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _unsupported(name: str, value: Any) -> Refused:
+    why = "it is not supported"
+    if name in BIASED:
+        why = "the policy is trained on what it samples, from its own distribution alone, and this changes it"
+    elif name == "logprobs":
+        why = "log-probs are recorded for the training and not told"
+    elif name in ("tool_choice", "response_format"):
+        why = "nothing constrains what the policy samples"
+    said = f"{name}={json.dumps(value, default=str):.80}"
+    return Refused(
+        400,
+        f"{said} is refused: {why}. Leave it out, or have it left out for you: environment.args.ignore=[{name}]",
+        "unsupported_parameter",
+        name,
+    )
+
+
+def _number(given: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bound = f"{least} or more" if most is None else f"{least} to {most}"
+        raise Refused(400, f"{name} is a whole number of {bound}; got {value!r:.40}", "invalid_value", name)
+    return value
+
+
+def _temperature(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise Refused(400, f"temperature is a number of 0 or more; got {value!r:.40}", "invalid_value", "temperature")
+    return float(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused(
+            400, f"stop is a text, or a list of texts, none empty; got {value!r:.80}", "invalid_value", "stop"
+        )
+    return tuple(stops)
+
+
+def _tools(value: Any) -> list[ToolSpec]:
+    for tool in value if isinstance(value, list) else [None]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(
+                400,
+                'tools is a list of {"type": "function", "function": {"name", "description", "parameters"}}; '
+                f"{tool!r:.120} came",
+                "invalid_value",
+                "tools",
+            )
+    return [{"type": "function", "function": dict(tool["function"])} for tool in value]
+
+
+def read_messages(value: Any) -> list[Message]:
+    """Raises Refused."""
+    if not isinstance(value, list) or not value:
+        raise Refused(400, "messages is a list of at least one message", "invalid_value", "messages")
+    names: dict[str, str] = {}
+    messages = [_message(each, place, names) for place, each in enumerate(value)]
+    if messages[-1]["role"] == "assistant":
+        raise Refused(
+            400,
+            "the last message is the assistant's: the policy's turn cannot be begun for it, since the beginning would "
+            "be text that it did not sample. End with a message of the user or a tool",
+            "invalid_value",
+            f"messages[{len(messages) - 1}]",
+        )
+    return messages
+
+
+def _message(value: Any, place: int, names: dict[str, str]) -> Message:
+    """
+    Args:
+        names: of the functions that were called so far, by the id of the call; added to.
+    """
+    param = f"messages[{place}]"
+    if not isinstance(value, dict) or value.get("role") not in ROLES:
+        role = value.get("role") if isinstance(value, dict) else value
+        raise Refused(400, f"{param}: role is one of {', '.join(ROLES)}; got {role!r:.40}", "invalid_value", param)
+    role = "system" if value["role"] == "developer" else value["role"]
+    message: Message = {"role": role, "content": _text(value.get("content"), param)}
+    if role == "tool":
+        call = str(value.get("tool_call_id", ""))
+        message |= {"tool_call_id": call, "name": str(value.get("name") or names.get(call, ""))}
+    if role == "assistant" and value.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, param) for call in value["tool_calls"]]
+        names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+    return message
+
+
+def _text(content: Any, param: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts})
+        raise Refused(
+            400, f"{param}: content is text, or parts of type text; {', '.join(kinds)} came", "invalid_value", param
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_call(call: Any, param: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"{param}: a tool call has a function with a name", "invalid_value", param)
+    made = {"name": function["name"], "arguments": arguments_of(function.get("arguments", {}))}
+    return {"id": str(call.get("id", "")), "type": "function", "function": made}
+
+
+def arguments_of(given: Any) -> Any:
+    """The object that a text of JSON holds; a text that holds none, as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json.loads(given or "{}")
+    except ValueError:
+        return given
+    return found if isinstance(found, dict) else given
+
+
+def conversation_keys(messages: Sequence[Message], tools: Sequence[ToolSpec], after: str = "") -> list[str]:
+    """[M + 1] what names the conversation after each of the messages, tools included; the first is before all.
+
+    White space around what an assistant said counts for nothing, nor do the ids of its calls: agents that keep what
+    they were told often trim the one, and make the other anew.
+
+    Args:
+        after: the name of a conversation that they go on with.
+    """
+    keys = [after or digest(list(tools))]
+    for message in messages:
+        said = message["content"].strip() if message["role"] == "assistant" else message["content"]
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+        keys.append(digest([keys[-1], message["role"], said, calls]))
+    return keys

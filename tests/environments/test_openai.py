@@ -1,0 +1,221 @@
+"""`environment=openai`: agents that use the `openai` package, and the trajectories that their calls become."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+
+from asyncrl.environments.base import Episodes
+from asyncrl.environments.openai.environment import OpenAI
+from asyncrl.environments.registry import make_environment
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.rewards.score import RewardScore
+from asyncrl.schema import EnvironmentConfig
+from asyncrl.types import Completion, members_of
+from tests.environments import agents
+from tests.environments.talk import CHAT, TOKENIZER, Scripted, call, exact, play, sampled_texts
+from tests.sockets import listeners
+
+Make = Callable[..., OpenAI]
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[Make]:
+    """An environment of an agent of `agents.py`; its endpoint is closed in the end."""
+    made: list[OpenAI] = []
+    agents.SEEN.clear()
+
+    def make(name: str, **args: Any) -> OpenAI:
+        made.append(OpenAI(agent=f"tests.environments.agents:{name}", **args))
+        return made[-1]
+
+    yield make
+    for environment in made:
+        await environment.close()
+
+
+def numbered() -> Scripted:
+    """Says which of its answers it gives, so that no two are alike."""
+    numbers = itertools.count()
+    return Scripted(lambda text: f"hello {next(numbers)}")
+
+
+def prompts(engine: Scripted) -> list[str]:
+    return [str(TOKENIZER.decode(request.prompt_ids.tolist())) for request in engine.requests]
+
+
+def sampled_of_all(episodes: Episodes) -> list[list[str]]:
+    return [sampled_texts(episodes, place) for place in range(len(episodes.trajectories))]
+
+
+async def test_an_agent_with_a_tool_is_one_trajectory_of_what_was_sampled(agent: Make) -> None:
+    turns = ["hello" + call("add", a=2, b=3), "It is 5."]
+    asked: list[list[str]] = []
+
+    async def score(texts: list[str], row: dict[str, Any], **_: Any) -> list[RewardScore]:
+        asked.append(texts)
+        return [RewardScore(value=1.0) for _ in texts]
+
+    episodes, engine = await play(agent("with_a_tool"), turns, prompt="2 + 3?", size=2, score=score)
+    assert asked == [["It is 5."] * 2], "the answer that the agent gave back is what is scored"
+    assert sampled_of_all(episodes) == [[f"{turns[0]}<|im_end|>", "It is 5.<|im_end|>"]] * 2
+    exact(episodes, engine)
+    # Token by token: an `hello` that was spelled is not made the one token that it would be if it were encoded again.
+    assert TOKENIZER.convert_tokens_to_ids("hello") not in episodes.trajectories[0].token_ids.tolist()
+    assert "<|im_start|>user\n<tool_response>\n5\n</tool_response>" in prompts(engine)[-1]
+    first = next(each for each in agents.SEEN if each.choices[0].message.tool_calls)
+    assert (first.choices[0].finish_reason, first.choices[0].message.content) == ("tool_calls", "hello")
+    assert first.usage.total_tokens == len(engine.requests[0].prompt_ids) + first.usage.completion_tokens
+
+
+async def test_a_sync_agent_runs_on_a_thread_and_streams_are_answered_whole(agent: Make) -> None:
+    environment, before = agent("on_a_thread"), listeners([psutil.Process()])
+    episodes, engine = await play(environment, ["hello", "bye"], size=3)
+    (listener,) = listeners([psutil.Process()]) - before
+    assert listener.on_loopback
+    (text, usage), *_ = agents.SEEN
+    assert text == "hello" and usage.completion_tokens == len("hello") + 1
+    assert sampled_of_all(episodes) == [["hello<|im_end|>", "bye<|im_end|>"]] * 3
+    exact(episodes, engine)
+    assert [(each.reward, each.rewards) for each in episodes.trajectories] == [(0.5, {"turns": 2.0})] * 3
+
+
+async def test_conversations_that_do_not_extend_each_other_are_trajectories_of_one_episode(agent: Make) -> None:
+    episodes, _ = await play(agent("branches"), None, engine=numbered(), size=1)
+    assert [each.branch for each in episodes.trajectories] == [False, True, True, True]
+    assert members_of(episodes.trajectories) == [0] and {each.reward for each in episodes.trajectories} == {1.0}
+    texts = sampled_of_all(episodes)
+    said = [text for each in texts for text in each]
+    assert sorted(said) == [f"hello {n}<|im_end|>" for n in range(5)], "each sampled turn is trained exactly once"
+    whole = [str(TOKENIZER.decode(each.token_ids.tolist())) for each in episodes.trajectories]
+    left, right = (next(text for text in whole if where in text) for where in ("left", "right"))
+    shared = left[: left.index("<|im_start|>user\nleft")]
+    assert right.startswith(shared), "a fork goes on behind the same tokens"
+    logprobs = np.concatenate([each.behavior_logprobs[each.loss_mask] for each in episodes.trajectories])
+    assert len(logprobs) == sum(len(f"hello {n}") + 1 for n in range(5)) and (logprobs < 0).all()
+
+
+async def test_the_same_request_has_the_same_answer(agent: Make) -> None:
+    episodes, engine = await play(agent("asks_twice"), None, engine=numbered())
+    assert agents.SEEN == [["hello 0", "hello 0", "hello 0", "hello 1"]]
+    assert len(engine.requests) == 2 and sampled_of_all(episodes) == [["hello 0<|im_end|>"], ["hello 1<|im_end|>"]]
+
+
+async def test_choices_are_branches_and_a_stop_text_is_not_told(agent: Make) -> None:
+    episodes, engine = await play(agent("chooses"), ["hello"], columns={"answer": "hell"})
+    (choices,) = agents.SEEN
+    assert choices == [(n, "he", "stop") for n in range(3)]
+    assert [request.n for request in engine.requests] == [3] and engine.requests[0].sampling.max_new_tokens == 40
+    assert sampled_of_all(episodes) == [["hell"]] * 3, "what was sampled is trained on, the stop text too"
+    assert {each.reward for each in episodes.trajectories} == {1.0}
+
+
+@pytest.mark.parametrize("ignore", [["temperature"], []])
+async def test_a_temperature_of_the_agent_s_own_is_left_out_or_read_only(agent: Make, ignore: list[str]) -> None:
+    episodes, engine = await play(agent("of_a_temperature", ignore=ignore), ["first", "second"])
+    obeyed = not ignore
+    assert [request.sampling.temperature for request in engine.requests] == ([0.0, 1.0] if obeyed else [1.0, 1.0])
+    assert sampled_texts(episodes) == (["second<|im_end|>"] if obeyed else ["first<|im_end|>", "second<|im_end|>"])
+
+
+async def test_the_end_of_the_context_and_of_the_calls_are_outcomes(agent: Make) -> None:
+    engine = Scripted(lambda text: "hello " * 10)
+    engine.max_length = 600
+    episodes, _ = await play(agent("for_ever", reward_when_over=0.125), None, engine=engine)
+    (trajectory,) = episodes.trajectories
+    assert (trajectory.reward, trajectory.finish_reason) == (0.125, "length")
+    assert len(trajectory.token_ids) <= 600 and trajectory.loss_mask[-1]
+    exact(episodes, engine)
+    used, engine = await play(agent("for_ever", max_calls=3), lambda text: "hello")
+    assert len(engine.requests) == 3 and len(sampled_texts(used)) == 3 and used.trajectories[0].reward == 0.0
+
+
+async def test_a_turn_that_ended_within_its_reasoning_cannot_be_followed(agent: Make) -> None:
+    episodes, _ = await play(agent("for_ever"), ["<think>hm", "x"])
+    assert sampled_of_all(episodes) == [["<think>hm<|im_end|>"]] and episodes.trajectories[0].reward == 0.0
+
+
+async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> None:
+    await play(agent("wrong"), ["hello"])
+    ((found, models),) = agents.SEEN
+    assert models == ["policy"]
+    expected = {
+        "key": (openai.AuthenticationError, "api_key that the agent was given"),
+        "model": (openai.NotFoundError, "no model 'gpt-5'"),
+        "top_p": (openai.BadRequestError, r"top_p=0.9 is refused.*ignore=\[top_p\]"),
+        "logprobs": (openai.BadRequestError, "not told"),
+        "tool_choice": (openai.BadRequestError, "nothing constrains"),
+        "unknown": (openai.BadRequestError, "beam=3 is refused: it is not supported"),
+        "n": (openai.BadRequestError, "n is a whole number of 1 to 64; got 0"),
+        "last": (openai.BadRequestError, "the last message is the assistant's"),
+        "image": (openai.BadRequestError, "image_url came"),
+        "empty": (openai.BadRequestError, "at least one message"),
+        "place": (openai.NotFoundError, "/v1/embeddings: Not Found"),
+    }
+    for name, (kind, says) in expected.items():
+        with pytest.raises(kind, match=says) as raised:
+            raise found.pop(name)
+        assert raised.value.body["type"] == "invalid_request_error"  # pyright: ignore
+    assert not found
+
+
+async def test_an_agent_past_its_deadline_is_left_behind_and_not_served_any_more(agent: Make) -> None:
+    episodes, engine = await play(agent("left_behind", max_calls=1000), ["hello"], timeout_s=0.5)
+    assert "took longer than 0.5 s" in str(episodes.failures[0]) and not episodes.trajectories
+    served = len(engine.requests)
+    async with asyncio.timeout(60):
+        while not agents.SEEN:
+            await asyncio.sleep(0.02)
+    assert "is over" in str(agents.SEEN[0]) and len(engine.requests) == served
+
+
+@pytest.mark.parametrize("how", ["raises", "engine", "number", "answer", "list"])
+async def test_what_fails_is_one_member(agent: Make, how: str) -> None:
+    class Breaking(Scripted):
+        async def generate(self, request: Any) -> list[Completion]:
+            if "break" in TOKENIZER.decode(request.prompt_ids.tolist()):
+                raise GenerationError("no token")
+            return await super().generate(request)
+
+    episodes, _ = await play(agent("fails", args={"how": how}), None, engine=Breaking(["hello"]))
+    says = {
+        "raises": "KeyError: 'a bug'",
+        "engine": "no token",
+        "number": "without a reply",
+        "answer": "the agent's answer is a text; 3 came",
+        "list": r"returned [1]",
+    }
+    if how == "number":
+        assert episodes.trajectories, "a text is an answer"
+        return
+    assert not episodes.trajectories and says[how] in str(episodes.failures[0])
+    assert isinstance(episodes.failures[0], GenerationError) == (how == "engine")
+
+
+async def test_an_agent_that_exits_costs_its_episode(agent: Make) -> None:
+    episodes, _ = await play(agent("exits"), ["hello"])
+    assert "SystemExit: 3" in str(episodes.failures[0])
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "has no agent. Name a function: environment.args.agent=file.py:name"),
+        ({"agent": "none.py:run"}, "environment.args.agent='none.py:run': there is no file"),
+        ({"agent": "tests.environments.agents:of_nothing"}, r"It is called as of_nothing\(base_url=\.\.\., api_key"),
+        ({"agent": "tests.environments.agents:fails"}, "missing a required argument: 'how'"),
+        ({"agent": "tests.environments.agents:branches", "max_calls": 0}, "max_calls must be above 0"),
+        ({"agent": "tests.environments.agents:branches", "ignore": "model"}, "ignore is a list"),
+        ({"turns": 3}, "unexpected keyword argument 'turns'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_start(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_environment(EnvironmentConfig(name="openai", args=args), chat=CHAT)
