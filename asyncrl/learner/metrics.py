@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.data.mixture import SourceNames
+from asyncrl.learner.ranks import gather_over_ranks
 from asyncrl.losses.diagnostics import Sums, summarize
 from asyncrl.types import StepPlan, TrajectoryGroup, members_of
 
@@ -92,17 +93,12 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
     travel with the numbers: two small all-gathers per step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
-    text = json.dumps(asdict(mine)).encode()
-    size = torch.tensor([len(text)], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(one) for one in sizes)
-    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
+    text = json.dumps(asdict(mine)).encode() + b"\n"  # a line each: what is in it has none
+    mine_as_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    everyone = gather_over_ranks(mine_as_bytes).cpu().numpy().tobytes().splitlines()
     together = Measured()
     for theirs in everyone:
-        together.add(Measured(**json.loads(theirs.cpu().numpy().tobytes())))
+        together.add(Measured(**json.loads(theirs)))
     return together
 
 

@@ -67,3 +67,17 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     shared = values.to(device, copy=True)
     dist.all_reduce(shared)
     return shared.cpu()
+
+
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Everyone's 1-D `values`, of any length, end to end by rank, on this rank's device. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    size = torch.tensor([len(values)], device=values.device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(one) for one in sizes)
+    padded = torch.cat([values, values.new_zeros(longest - len(values))])
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    return torch.cat([part[: int(one)] for part, one in zip(everyone, sizes, strict=True)])

@@ -13,7 +13,7 @@ from asyncrl.learner.metrics import Measured
 from asyncrl.learner.model import PolicyModel, reshard, set_gradient_sync
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.plan import MinibatchPlan, plan_minibatches
-from asyncrl.learner.ranks import sum_over_ranks
+from asyncrl.learner.ranks import gather_over_ranks, sum_over_ranks
 from asyncrl.learner.roles import Critic, Roles
 from asyncrl.learner.scoring import anchor_of, evaluate_states, score, with_scores
 from asyncrl.learner.targets import with_targets
@@ -21,6 +21,8 @@ from asyncrl.losses import Denominators, LossInputs, policy_loss
 from asyncrl.losses.anchor import ema_update
 from asyncrl.losses.config import scales_learning_rate
 from asyncrl.losses.diagnostics import ess_lr_scale
+from asyncrl.losses.inputs import Kept
+from asyncrl.losses.kept import first_pass, needs_first_pass
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 
@@ -140,24 +142,10 @@ def accumulate(
     """Add up the gradients of all micro-batches of a minibatch; ranks are summed with the last one."""
     total = torch.zeros((), device=batches[0].input_ids.device)
     measured = Measured()
+    kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
-        logprobs, entropy = score(config, model, batch)
-        assert batch.advantages is not None
-        inputs = LossInputs(
-            learner_logprobs=logprobs,
-            behavior_logprobs=batch.behavior_logprobs,
-            advantages=batch.advantages,
-            loss_mask=batch.loss_mask,
-            sequence_ids=batch.sequence_ids,
-            group_ids=batch.group_ids,
-            proximal_logprobs=logprobs.detach() if anchor_of(config) == "current" else batch.proximal_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=entropy,
-            staleness=batch.staleness,
-            group_tokens=batch.group_tokens,
-        )
-        out = policy_loss(inputs, config.loss, denominators)
+        out = policy_loss(loss_inputs(config, model, batch), config.loss, denominators, kept=kept)
         backward(out.loss, world)
         total = total + out.loss.detach()
         numbers = Measured.of(out.sums, out.maxima, out.parts)
@@ -165,6 +153,34 @@ def accumulate(
         numbers.ratios["completion/truncated"] = float(batch.truncated), sequences
         measured.add(numbers)
     return total, measured
+
+
+@torch.no_grad()
+def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -> Kept:
+    """What the loss keeps of a minibatch, from one more forward: no gradient can be taken before it is known what its
+    tokens are divided by. Collective."""
+    inputs = [loss_inputs(config, model, batch) for batch in batches]
+    reshard(model)
+    return first_pass(inputs, config.loss, gather_over_ranks)
+
+
+def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
+    """Of a micro-batch, scored by `model`."""
+    logprobs, entropy = score(config, model, batch)
+    assert batch.advantages is not None
+    return LossInputs(
+        learner_logprobs=logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        sequence_ids=batch.sequence_ids,
+        group_ids=batch.group_ids,
+        proximal_logprobs=logprobs.detach() if anchor_of(config) == "current" else batch.proximal_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        entropy=entropy,
+        staleness=batch.staleness,
+        group_tokens=batch.group_tokens,
+    )
 
 
 def update_critic(

@@ -6,11 +6,13 @@ simply add up. Never a mean of means.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from asyncrl.losses.inputs import Denominators
+from asyncrl.losses.inputs import Denominators, Kept
 from asyncrl.losses.ratios import Segments, Tokens
 from asyncrl.losses.settings import LossConfig
 
@@ -37,6 +39,22 @@ def token_factors(
         return one / sequences
     assert config.constant_length is not None
     return one / (sequences * config.constant_length)
+
+
+def kept_factors(
+    tokens: Tokens, keep: Bool[Tensor, " T"], config: LossConfig, kept: Kept | None
+) -> Float[Tensor, " T"] | Float[Tensor, ""]:
+    """`token_factors` that count the tokens of `keep` alone.
+
+    Args:
+        kept: the same of the whole optimizer batch; None counts this call's.
+    """
+    groups = tokens.raw.group_ids
+    per_group = None if kept is None or groups is None else kept.group_tokens.to(groups.device)[groups.long()]
+    counted = dataclasses.replace(
+        tokens, raw=dataclasses.replace(tokens.raw, group_tokens=per_group), mask=keep, _parts={}
+    )
+    return token_factors(counted, config, kept and kept.counts)
 
 
 def count_of(parts: Segments, given: float | None) -> Tensor | float:

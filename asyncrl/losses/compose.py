@@ -7,17 +7,18 @@ to those of the whole batch, however it was split (rows of `PRESETS` with `batch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.aggregate import token_factors
+from asyncrl.losses.aggregate import kept_factors, token_factors
 from asyncrl.losses.config import resolve
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
-from asyncrl.losses.inputs import Denominators, LossInputs
+from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.kl import kl_estimate
 from asyncrl.losses.preset_row import Preset
 from asyncrl.losses.presets import PRESETS
@@ -43,7 +44,11 @@ class LossOutput:
 
 
 def policy_loss(
-    inputs: LossInputs, config: LossConfig, denominators: Denominators | None = None, diagnostics: bool = True
+    inputs: LossInputs,
+    config: LossConfig,
+    denominators: Denominators | None = None,
+    diagnostics: bool = True,
+    kept: Kept | None = None,
 ) -> LossOutput:
     """Loss of the packed tokens of one micro-batch, differentiable with respect to `learner_logprobs` only.
 
@@ -52,6 +57,7 @@ def policy_loss(
         config: from `preset()` or straight from Hydra.
         denominators: counts over the whole optimizer batch; None counts this call's own tokens.
         diagnostics: False leaves `metrics` with the loss parts only.
+        kept: with `denominators` and `denominator=renormalize`, what a first pass kept (`asyncrl.losses.kept`).
 
     Raises:
         ConfigError: a refused setting, or an input the loss needs and did not get.
@@ -65,19 +71,18 @@ def policy_loss(
         weight, below, above = behavior_weight(tokens, config, weight_log_ratio(tokens, row))
         loss = loss * weight
         held |= {"weight_low": below, "weight_high": above}
-    reasons = rejections(tokens, config)
-    counted = tokens
-    keep = tokens.mask
-    for rejected in reasons.values():
-        keep = keep & ~rejected
+    reasons = rejections(tokens, config, kept and kept.m2_limit)
+    keep = kept_tokens(tokens, config, reasons, held)
+    of_all = factors = token_factors(tokens, config, denominators)
     if config.denominator == "renormalize":
-        if config.weight in ("mask", "zero"):
-            keep = keep & ~held["weight_low"] & ~held["weight_high"]
-        counted = dataclasses.replace(tokens, mask=keep, _parts={}) if denominators is None else tokens
-    factors = token_factors(counted, config, denominators)
+        if denominators is not None and kept is None:
+            raise ConfigError(
+                "loss.denominator=renormalize divides by what is kept of the whole optimizer batch; pass "
+                "kept=first_pass(...) beside the denominators, or leave both out"
+            )
+        factors = kept_factors(tokens, keep, config, kept)
     parts = {"loss/policy": add_up(loss if keep is tokens.mask else torch.where(keep, loss, 0.0), factors)}
     # Rejected tokens stay in the KL terms, so they stay in what those are divided by.
-    of_all = factors if counted is tokens else token_factors(tokens, config, denominators)
     parts |= kl_parts(tokens, row, config, edge, of_all)
     total = torch.stack(list(parts.values())).sum() if len(parts) > 1 else parts["loss/policy"]
     parts = {name: part.detach() for name, part in parts.items()}
@@ -86,6 +91,17 @@ def policy_loss(
     held |= {f"rejected_{name}": rejected for name, rejected in reasons.items()}
     sums, maxima = diagnose(tokens, shaped, held)
     return LossOutput(total, summarize(sums, maxima) | parts, sums, maxima, parts)
+
+
+def kept_tokens(
+    tokens: Tokens, config: LossConfig, reasons: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> Bool[Tensor, " T"]:
+    """Loss tokens that no rejection leaves out; with `renormalize` also none that the weight sets to 0."""
+    renormalized = config.denominator == "renormalize" and config.weight in ("mask", "zero")
+    keep = tokens.mask
+    for left_out in (*reasons.values(), *(held.values() if renormalized else ())):
+        keep = keep & ~left_out
+    return keep
 
 
 def add_up(values: Float[Tensor, " T"], factors: Tensor) -> Float[Tensor, ""]:

@@ -44,3 +44,15 @@ class Denominators:
     """Sequences with at least one such token."""
     groups: float
     """Groups with at least one such token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What no rejection leaves out of the whole optimizer batch (all ranks and micro-batches): what
+    `denominator=renormalize` divides by. From a first pass over it, see `asyncrl.losses.kept`."""
+
+    counts: Denominators
+    group_tokens: Float[Tensor, " groups"]
+    """Kept tokens of each group, by `group_ids`; empty where those are not given."""
+    m2_limit: float
+    """Largest (log r)^2 that `m2po_areal` keeps."""

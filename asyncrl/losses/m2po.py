@@ -30,6 +30,14 @@ def m2po_keep(
     return keep
 
 
+def m2po_limit(squares: Float[Tensor, " N"], bound: float) -> float:
+    """The largest (log r)^2 that `m2po_keep`, strict, keeps of these, in any order; infinite if it keeps all."""
+    ascending = squares.double().sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
+    kept = max(int((means < bound).sum()), 1)
+    return math.inf if kept >= len(ascending) else float(ascending[kept - 1])
+
+
 def m2po_clip_range(log_ratio: Float[Tensor, " T"], outward: Bool[Tensor, " T"], bound: float) -> tuple[float, float]:
     """(low, high) ratio bounds e^-t, e^t: t is the largest outward |log r| at which capping still averages < bound.
 

@@ -65,7 +65,7 @@ class LossConfig:
     max_age: int | None = None
     """Tokens older than this, in policy versions, are rejected."""
     denominator: str | None = None
-    """`keep` counts rejected tokens, `renormalize` does not (only where no global counts are given)."""
+    """`keep` counts rejected tokens, `renormalize` does not: one more forward of each minibatch finds how many stay."""
     tau_pos: float | None = None
     """Temperature of the sigmoid where the advantage is not negative (`sapo`)."""
     tau_neg: float | None = None

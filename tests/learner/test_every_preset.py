@@ -17,7 +17,7 @@ from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.scoring import score, with_scores
 from asyncrl.learner.step import train_step
 from asyncrl.learner.targets import with_targets
-from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss
+from asyncrl.losses import PRESETS, LossInputs, policy_loss
 from asyncrl.losses.config import ESTIMATORS, find_preset, proximal_source, resolve
 from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.protocol import Lease
@@ -84,9 +84,7 @@ def loss_by_hand(config: Config, roles: Roles, lease: Lease) -> float:
         proximal_logprobs=logprobs if anchored else None,
         staleness=batch.staleness,
     )
-    groups = float(len(set(batch.group_ids[batch.loss_mask].tolist())))
-    counts = Denominators(tokens=float(batch.loss_mask.sum()), sequences=float(len(batch.members)), groups=groups)
-    return float(policy_loss(inputs, config.loss, counts).loss)
+    return float(policy_loss(inputs, config.loss).loss)
 
 
 def own_metrics(preset: str) -> set[str]:

@@ -12,22 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.errors import ConfigError
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
 from asyncrl.losses.config import proximal_source
 from asyncrl.losses.diagnostics import merge_sums, summarize
+from asyncrl.losses.kept import first_pass, needs_first_pass
 from tests.losses.batches import random_batch, take, to_inputs
 from tests.losses.references import rows
 
 
-def loss_and_gradient(inputs: LossInputs, config, denominators=None) -> tuple[float, torch.Tensor]:
+def loss_and_gradient(inputs: LossInputs, config, denominators=None, kept=None) -> tuple[float, torch.Tensor]:
     inputs.learner_logprobs.grad = None
-    out = policy_loss(inputs, config, denominators)
+    out = policy_loss(inputs, config, denominators, kept=kept)
     out.loss.backward()
     assert inputs.learner_logprobs.grad is not None
     return out.loss.item(), inputs.learner_logprobs.grad.clone()
 
 
-SPLITTABLE = [name for name, row in PRESETS.items() if not row.batch_statistic and "denominator" not in row.defaults]
+SPLITTABLE = [name for name, row in PRESETS.items() if not row.batch_statistic or name == "m2po_areal"]
 
 
 @pytest.mark.parametrize("name", SPLITTABLE)
@@ -49,14 +51,23 @@ def test_splitting_into_micro_batches_changes_nothing(name: str, seed: int, part
     where = np.random.default_rng(seed).integers(0, parts, batch.seq.max() + 1)[batch.seq]
     total, gradient = 0.0, torch.zeros_like(whole_gradient)
     per_group = np.bincount(batch.group, weights=batch.mask)[batch.group]
-    for part in range(parts):
-        index = np.flatnonzero(where == part)
-        inputs = dataclasses.replace(to_inputs(take(batch, index)), group_tokens=torch.tensor(per_group[index]))
-        loss, grad = loss_and_gradient(inputs, config, denominators)
+    places = [np.flatnonzero(where == part) for part in range(parts)]
+    shares = [
+        dataclasses.replace(to_inputs(take(batch, index)), group_tokens=torch.tensor(per_group[index]))
+        for index in places
+    ]
+    kept = first_pass(shares, config) if needs_first_pass(config) else None
+    for inputs, index in zip(shares, places, strict=True):
+        loss, grad = loss_and_gradient(inputs, config, denominators, kept)
         total += loss
         gradient[index] = grad
     assert total == pytest.approx(whole, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_that_divides_by_what_it_keeps_is_not_given_counts_of_everything() -> None:
+    with pytest.raises(ConfigError, match="pass kept=first_pass"):
+        policy_loss(to_inputs(random_batch(0)), preset("geo_rs"), Denominators(9.0, 3.0, 1.0))
 
 
 def test_metrics_of_micro_batches_reduce_to_those_of_the_whole() -> None:
