@@ -62,6 +62,10 @@ REFUSED = [
     (["weights.transport=ipc"], ["weights.transport must be one of broadcast, files", "'ipc'"]),
     (["engine.dtype=fp32"], ["engine.dtype must be one of float32, bfloat16", "'fp32'"]),
     (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
+    (
+        ["learner.device=cuda:0", "learner.ranks=2"],
+        ["puts all 2 ranks of a machine on one GPU", "learner.device=cuda,"],
+    ),
     (["learner.device=cuad"], ["learner.device must be auto, cpu, cuda or cuda:N", "Did you mean `cuda`?"]),
     (["advantage.baseline=median"], ["advantage.baseline must be one of mean, loo, opo, greedy, none", "'median'"]),
     (

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from asyncrl.advantages.group import Groups
+from asyncrl.advantages.scan import Columns, by_rows, scan
 from asyncrl.advantages.whitening import masked_whiten
 
 
@@ -16,14 +17,12 @@ def returns_to_go(token_rewards: Float[Tensor, "B T"], mask: Tensor, gamma: floa
 
     Observation tokens carry no reward and no discount.
     """
-    inside = mask.bool()
-    rewards = torch.where(inside, token_rewards, torch.zeros_like(token_rewards))
-    returns = torch.zeros_like(rewards)
-    running = torch.zeros_like(rewards[:, 0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        running = torch.where(inside[:, t], rewards[:, t] + gamma * running, running)
-        returns[:, t] = running
-    return torch.where(inside, returns, torch.zeros_like(returns))
+
+    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor]:
+        return (scan(columns.take(token_rewards[rows]), gamma),)
+
+    (returns,) = by_rows(mask, token_rewards, of_rows, 1)
+    return returns
 
 
 @torch.no_grad()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from asyncrl.advantages.scan import Columns, by_rows, following, scan
 from asyncrl.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
@@ -43,33 +42,22 @@ def gae(
     Returns:
         (advantages, returns = advantages + values), [B, T]; both 0 outside the mask.
     """
-    inside = mask.bool()
-    zero = torch.zeros_like(values)
-    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
-    advantages = torch.zeros_like(values)
-    next_value, running = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
-    for t in range(values.shape[1] - 1, -1, -1):
-        here = inside[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(here, delta + gamma * lam * running, running)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = running
-    advantages = torch.where(inside, advantages, zero)
-    return advantages, torch.where(inside, advantages + values, zero)
+
+    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
+        r, v = columns.take(rewards[rows]), columns.take(values[rows])
+        advantages = scan(r + gamma * following(v) - v, gamma * _of(lam, rows))
+        return advantages, advantages + v
+
+    advantages, returns = by_rows(mask, values, of_rows, 2)
+    return advantages, returns
 
 
-@dataclass(frozen=True, slots=True)
-class _Ratios:
-    """The three clipped ratios of V-trace, [B, T]."""
-
-    rho: Tensor
-    c: Tensor
-    pg_rho: Tensor
+def _of(lam: float | Tensor, rows: slice) -> float | Tensor:
+    return lam[rows] if isinstance(lam, Tensor) else lam
 
 
-def _exp(log_ratio: Float[Tensor, "B T"], inside: Tensor) -> Float[Tensor, "B T"]:
-    """The ratio of each sampled token, 1 elsewhere."""
-    return torch.where(inside, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def _exp(log_ratio: Float[Tensor, "L B"]) -> Float[Tensor, "L B"]:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 @torch.no_grad()
@@ -104,24 +92,19 @@ def vtrace(
         (advantages, value_targets), [B, T], 0 outside the mask. With every ratio 1 the targets are GAE(lam)'s returns;
         the advantages are min(pg_rho_bar, ratio) (r + gamma (lam v' + (1 - lam) V') - V), rlax's form.
     """
-    inside = mask.bool()
-    zero = torch.zeros_like(values)
-    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
-    ratio = _exp(log_ratio, inside)
-    trace = ratio if trace_log_ratio is None else _exp(trace_log_ratio, inside)
-    ratios = _Ratios(ratio.clamp(max=rho_bar), lam * trace.clamp(max=c_bar), ratio.clamp(max=pg_rho_bar))
-    advantages, targets = torch.zeros_like(values), torch.zeros_like(values)
-    next_value, next_target, error = (torch.zeros_like(values[:, 0]) for _ in range(3))
-    for t in range(values.shape[1] - 1, -1, -1):
-        here, value = inside[:, t], values[:, t]
-        delta = ratios.rho[:, t] * (rewards[:, t] + gamma * next_value - value)
-        error = torch.where(here, delta + gamma * ratios.c[:, t] * error, error)
-        bootstrap = lam * next_target + (1 - lam) * next_value
-        advantages[:, t] = ratios.pg_rho[:, t] * (rewards[:, t] + gamma * bootstrap - value)
-        targets[:, t] = value + error
-        next_value = torch.where(here, value, next_value)
-        next_target = torch.where(here, targets[:, t], next_target)
-    return torch.where(inside, advantages, zero), torch.where(inside, targets, zero)
+
+    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
+        r, v = columns.take(rewards[rows]), columns.take(values[rows])
+        ratio = _exp(columns.take(log_ratio[rows]))
+        trace = ratio if trace_log_ratio is None else _exp(columns.take(trace_log_ratio[rows]))
+        next_value = following(v)
+        error = scan(ratio.clamp(max=rho_bar) * (r + gamma * next_value - v), gamma * lam * trace.clamp(max=c_bar))
+        targets = v + error
+        bootstrap = lam * following(targets) + (1 - lam) * next_value
+        return ratio.clamp(max=pg_rho_bar) * (r + gamma * bootstrap - v), targets
+
+    advantages, targets = by_rows(mask, values, of_rows, 2)
+    return advantages, targets
 
 
 @torch.no_grad()
@@ -151,20 +134,16 @@ def retrace(
         (advantages, value_targets), [B, T], 0 outside the mask; the targets are V_t + min(c_bar, ratio_t) A_t, with the
         token's own ratio; those of V-trace with rho_bar = c_bar, unless the trace has ratios of its own.
     """
-    inside = mask.bool()
-    zero = torch.zeros_like(values)
-    rewards, values = torch.where(inside, rewards, zero), torch.where(inside, values, zero)
-    rho = _exp(log_ratio, inside).clamp(max=c_bar)
-    c = rho if trace_log_ratio is None else _exp(trace_log_ratio, inside).clamp(max=c_bar)
-    advantages = torch.zeros_like(values)
-    next_value, carried = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
-    for t in range(values.shape[1] - 1, -1, -1):
-        here, value = inside[:, t], values[:, t]
-        advantages[:, t] = rewards[:, t] + gamma * next_value - value + gamma * carried
-        carried = torch.where(here, lam * c[:, t] * advantages[:, t], carried)
-        next_value = torch.where(here, value, next_value)
-    targets = values + rho * advantages
-    return torch.where(inside, advantages, zero), torch.where(inside, targets, zero)
+
+    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
+        r, v = columns.take(rewards[rows]), columns.take(values[rows])
+        rho = _exp(columns.take(log_ratio[rows])).clamp(max=c_bar)
+        c = rho if trace_log_ratio is None else _exp(columns.take(trace_log_ratio[rows])).clamp(max=c_bar)
+        advantages = scan(r + gamma * following(v) - v, gamma * _of(lam, rows) * following(c))
+        return advantages, v + rho * advantages
+
+    advantages, targets = by_rows(mask, values, of_rows, 2)
+    return advantages, targets
 
 
 @torch.no_grad()

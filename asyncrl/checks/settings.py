@@ -147,6 +147,14 @@ def above_zero(config: Config) -> dict[str, float]:
     }
 
 
+def one_device_for_all(device: str, ranks: int) -> str:
+    """What is wrong with a numbered `learner.device` for several ranks of a machine."""
+    return (
+        f"learner.device={device} puts all {ranks} ranks of a machine on one GPU; use learner.device=cuda, which gives "
+        "each its own (CUDA_VISIBLE_DEVICES chooses which), or learner.ranks=1"
+    )
+
+
 def known_words(config: Config) -> Problems:
     for key, (value, choices) in words(config).items():
         if value not in choices:
@@ -154,6 +162,8 @@ def known_words(config: Config) -> Problems:
     for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             yield f"{key} must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('auto', 'cpu', 'cuda'))}"
+    if ":" in config.learner.device and config.learner.ranks > 1:
+        yield one_device_for_all(config.learner.device, config.learner.ranks)
 
 
 def numbers_in_range(config: Config) -> Problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -60,15 +61,19 @@ def _start_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def learning_rate(step: int, config: LearnerConfig, peak: float | None = None) -> float:
+def learning_rate(step: int, config: LearnerConfig, peak: float | None = None, *, first: int = 0) -> float:
     """Rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which would reach 0
-    at `steps`."""
+    at `steps`.
+
+    Args:
+        first: the step with which the warm-up begins.
+    """
     peak = config.lr if peak is None else peak
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+    if step - first < config.warmup_steps:
+        return peak * (step - first + 1) / config.warmup_steps
     if config.schedule == "constant":
         return peak
-    left = (config.steps - step) / max(1, config.steps - config.warmup_steps)
+    left = (config.steps - step) / max(1, config.steps - first - config.warmup_steps)
     if config.schedule == "linear":
         return peak * left
     return peak * 0.5 * (1.0 - math.cos(math.pi * left))
@@ -154,7 +159,10 @@ class NonFiniteGuard:
 
     def _dump(self, step: int, batches: Sequence[MicroBatch]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / (f"step_{step}.npz" if self._rank == 0 else f"step_{step}_rank_{self._rank}.npz")
+        stem = f"step_{step}" if self._rank == 0 else f"step_{step}_rank_{self._rank}"
+        # Several updates of a step may fail, and the step again after a resume.
+        names = (f"{stem}{again}.npz" for again in itertools.chain([""], (f".{n}" for n in itertools.count(2))))
+        path = next(path for path in map(self._folder.joinpath, names) if not path.exists())
         arrays: dict[str, np.ndarray] = {}
         for i, batch in enumerate(batches):
             for name, tensor in batch.tensors().items():

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.checks.addresses import is_loopback
+from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.learner.ranks import barrier
 from asyncrl.schema import Config
@@ -40,13 +41,16 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], device: str) -> Place:
-        """From what torchrun sets. `device` is `learner.device`: `auto`, `cpu` or `cuda`.
+        """From what torchrun sets. `device` is `learner.device`: `auto`, `cpu`, `cuda` or `cuda:N`.
 
         Raises:
-            ConfigError: a GPU is asked for where there is none.
+            ConfigError: a GPU is asked for where there is none, or one for several ranks.
         """
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("learner.device=cuda, but torch sees no GPU here. Use learner.device=auto or cpu")
+        here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1")))
+        if ":" in device and here > 1:
+            raise ConfigError(one_device_for_all(device, here))
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"learner.device={device}, but torch sees no GPU here. Use learner.device=auto or cpu")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         local = int(environment.get("LOCAL_RANK", "0"))
         # torchrun without --rdzv-id names every run "none"; its own process is what lasts over restarts then.

@@ -126,7 +126,7 @@ def update_policy(
         total = float(sum_over_ranks(loss.double().cpu(), device))
         return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
     loss, measured = accumulate(config, roles.policy, batches, denominators, world)
-    rate = learning_rate(step, config.learner)
+    rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
     if scales_learning_rate(config.loss):
         rate *= ess_lr_scale(ess_of_sequences(measured, device))
     parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]

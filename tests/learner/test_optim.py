@@ -79,6 +79,22 @@ def test_the_guard_keeps_the_batch_that_was_skipped(tmp_path: Path):
     assert kept["0_behavior_logprobs"].tolist() == batch.behavior_logprobs.tolist()
 
 
+def test_every_batch_of_a_step_that_was_skipped_is_kept(tmp_path: Path):
+    guard = NonFiniteGuard(tmp_path, 1, 9)
+    for _ in range(3):
+        guard.observe(7, SKIPPED, [])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_7_rank_1.npz", "step_7_rank_1.2.npz", "step_7_rank_1.3.npz"),
+    }
+
+
+def test_a_policy_that_waits_for_its_critic_warms_up_when_it_begins():
+    config = LearnerConfig(lr=1.0, warmup_steps=4, steps=16, schedule="linear")
+    rates = [learning_rate(step, config, first=6) for step in range(6, 16)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[5] == pytest.approx(5 / 6) and rates[-1] == pytest.approx(1 / 6)
+
+
 def test_the_guard_gives_up_after_so_many_skips_in_a_row(tmp_path: Path):
     guard = NonFiniteGuard(tmp_path, 0, 2)
     for step in range(2):

@@ -247,7 +247,8 @@ def test_an_empty_micro_batch_gives_a_zero_that_can_be_differentiated(name: str)
     config = preset(
         name, kl_coef=0.1, behavior_kl=0.1, opsm_delta=0.1, veto=0.1, reject="k2", reject_scope="sequence_max"
     )
-    out = policy_loss(inputs, config, Denominators(10.0, 2.0, 1.0))
+    kept = first_pass([inputs], config) if needs_first_pass(config) else None
+    out = policy_loss(inputs, config, Denominators(10.0, 2.0, 1.0), kept=kept)
     out.loss.backward()
     assert out.loss.item() == 0.0
     assert all(value.isfinite() for value in out.metrics.values())
