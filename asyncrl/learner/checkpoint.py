@@ -182,7 +182,7 @@ class Checkpoints:
         if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
             return newest
         path = self._proven(Path(resume).resolve())
-        for name, aside in begin_branch(self._folder, path, resume, start):
+        for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
             log.warning("%s is of the line that this branch leaves: kept as %s, until you delete it", name, aside)
         return path
 

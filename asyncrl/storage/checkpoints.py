@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage import sealed
+from asyncrl.storage.full_disk import Patience
 
 CHECKPOINT_DIR = "ckpt"
 STATE_FILE = "state.json"
@@ -94,7 +95,9 @@ def branch_begun(folder: Path, resume: str, start: str) -> bool:
         return False
 
 
-def begin_branch(folder: Path, checkpoint: Path, resume: str, start: str) -> list[tuple[str, str]]:
+def begin_branch(
+    folder: Path, checkpoint: Path, resume: str, start: str, patience: Patience | None = None
+) -> list[tuple[str, str]]:
     """From here on `checkpoint`, which `resume` names, is the newest one: a death before the next save goes on from it,
     and none of the line that is left makes it be deleted as an old one.
 
@@ -110,11 +113,13 @@ def begin_branch(folder: Path, checkpoint: Path, resume: str, start: str) -> lis
             name = next(name for name in _names(f"{LEFT}{path.name}") if not (folder / name).exists())
             left.append((path.name, name))
             path.rename(folder / name)
+    patience = patience or Patience()
     if own:
-        sealed.point(folder / LATEST, checkpoint)
+        patience.through(folder / LATEST, 0, lambda: sealed.point(folder / LATEST, checkpoint))
     else:
         (folder / LATEST).unlink(missing_ok=True)
-    sealed.replace_text(folder / BRANCH_FILE, json.dumps({"start": start, "from": resume}) + "\n")
+    note = json.dumps({"start": start, "from": resume}) + "\n"
+    patience.through(folder / BRANCH_FILE, len(note), lambda: sealed.replace_text(folder / BRANCH_FILE, note))
     return left
 
 

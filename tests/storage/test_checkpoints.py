@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.checkpoints import chosen, newest, trained_steps
+from asyncrl.storage import sealed
+from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, trained_steps
+from asyncrl.storage.full_disk import Patience
 
 
 @pytest.fixture
@@ -39,3 +42,20 @@ def test_a_checkpoint_that_does_not_say_is_refused_by_its_file_with_the_way_out(
         state.write_text(damaged)
         with pytest.raises(CheckpointError, match=r"step_8/state\.json cannot be read.*resume=PATH"):
             trained_steps(chosen(run_dir, "auto"))
+
+
+def test_a_branch_waits_for_space_on_a_full_disk_and_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write, failures = sealed.replace_text, iter([True, True])
+
+    def full_at_first(path: Path, text: str) -> None:
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(sealed, "replace_text", full_at_first)
+    (tmp_path / "ckpt").mkdir()
+    waits: list[float] = []
+    patience = Patience(limit_s=60.0, sleep=waits.append)
+    begin_branch(tmp_path / "ckpt", tmp_path / "elsewhere", "elsewhere", "start", patience)
+    assert len(waits) == 2
+    assert branch_begun(tmp_path / "ckpt", "elsewhere", "start")
