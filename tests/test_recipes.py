@@ -22,7 +22,7 @@ def fake_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     folder = tmp_path / "models"
-    for name in ("model", "teacher", "classifier"):
+    for name in ("model", "caller", "teacher", "classifier"):
         save_byte_tokenizer(folder / name)
         (folder / name / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
         (folder / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

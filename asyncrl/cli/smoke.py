@@ -27,7 +27,7 @@ class Ingredients:
     files: Mapping[str, str]
     """Settings that name them, `data.path` first."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Settings that name a model beside `model.path`: each with a folder of `asyncrl.learner.smoke_models`."""
+    """Settings that name a model: each with a folder of `asyncrl.learner.smoke_models`. `model.path` is `model`."""
 
 
 TRAIN_AND_TEST = {"data.path": "train.parquet", "eval.path": "test.parquet"}
@@ -54,6 +54,16 @@ SMOKES: dict[str, Ingredients] = {
         write=smoke_rows.write_gsm8k,
         files={"data.path": "train.parquet", "eval.sets.gsm8k.path": "test.parquet"},
         models={"reference.path": "teacher"},
+    ),
+    "search_r1": Ingredients(
+        write=smoke_rows.write_search,
+        files={**TRAIN_AND_TEST, "environment.args.corpus": "corpus.jsonl"},
+        models={"model.path": "caller"},
+    ),
+    "retool": Ingredients(
+        write=smoke_rows.write_dapo_math,
+        files={"data.path": "train.parquet", "eval.sets.aime24.path": "aime24.parquet"},
+        models={"model.path": "caller"},
     ),
 }
 """By the name of the recipe."""

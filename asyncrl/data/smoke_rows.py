@@ -60,6 +60,25 @@ def dapo_math_row(problem: str, answer: int, index: int) -> Row:
     }
 
 
+def write_search(folder: Path) -> None:
+    """`train.parquet` and `test.parquet` with the columns of Search-R1's rows, and a `corpus.jsonl` to search in."""
+    for split, count in (("train", TRAIN_ROWS), ("test", HELDOUT_ROWS)):
+        rows = [search_row(problem, answer, split, i) for i, (problem, answer) in enumerate(problems(count, split))]
+        write_parquet(folder / f"{split}.parquet", rows)
+    passages = ({"id": str(n), "contents": f'"Number {n}"\n{n} is less than {n + 1}.'} for n in range(10))
+    (folder / "corpus.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in passages))
+
+
+def search_row(problem: str, answer: int, split: str, index: int) -> Row:
+    return {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": f"Search, then answer. {problem}"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": [str(answer)]}},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
 def write_chat_prompts(folder: Path) -> None:
     """`train.jsonl` and `test.jsonl`: chat messages and nothing else, as prompts for a reward model come."""
     for split, count in (("train", TRAIN_ROWS), ("test", HELDOUT_ROWS)):

@@ -37,4 +37,4 @@ def test_an_agent_of_two_turns_learns_to_use_its_calculator(seed: int, cache: Pa
     greedy = [row["eval/heldout/accuracy"] for row in rows if is_evaluation(row)]
     assert greedy[0] < 0.3 and greedy[-1] > 0.8
     rewards = [row["reward/mean"] for row in rows if not is_evaluation(row)]
-    assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.8, "as sampled, too"
+    assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.6, "as sampled, which is never as sure"
