@@ -237,11 +237,17 @@ def _absolute_environment(entry: Any) -> Any:
     if isinstance(entry, str):
         return _absolute_function(entry)
     found: dict[str, Any] = {"name": _absolute_function(entry["name"])} if "name" in entry else {}
+    args = entry.get("args", {})
     if entry.get("name") == "tools" and "args" in entry:
-        found["args"] = _absolute_tools(entry["args"])
-    if entry.get("name") == "openai" and "agent" in entry.get("args", {}):
-        found["args"] = entry["args"] | {"agent": _absolute_function(entry["args"]["agent"])}
+        found["args"] = _absolute_tools(args)
+    for name, key, absolute in (("openai", "agent", _absolute_function), ("search", "corpus", _absolute_file)):
+        if entry.get("name") == name and args.get(key):
+            found["args"] = args | {key: absolute(args[key])}
     return entry | found
+
+
+def _absolute_file(given: str) -> str:
+    return str(Path(given).resolve())
 
 
 def _absolute_folder(given: str) -> str:

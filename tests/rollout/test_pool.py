@@ -169,12 +169,15 @@ def test_a_worker_finds_the_files_that_tools_are_in(tmp_path, monkeypatch):
     assert args["system"] == "see server.py:add" and config.environment.args["functions"][0] == "tools.py:add"
 
 
-def test_a_worker_finds_the_file_that_an_agent_is_in(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "key", "given"), [("openai", "agent", "agent.py:run"), ("search", "corpus", "passages.jsonl")]
+)
+def test_a_worker_finds_the_file_that_an_environment_is_given(tmp_path, monkeypatch, name, key, given):
     monkeypatch.chdir(tmp_path)
     config = make_config(tmp_path)
-    config.environment.name, config.environment.args = "openai", {"agent": "agent.py:run", "max_calls": 3}
+    config.environment.name, config.environment.args = name, {key: given, "max_calls": 3}
     args = worker_specs(config)[0].config["environment"]["args"]
-    assert args == {"agent": f"{tmp_path}/agent.py:run", "max_calls": 3}
+    assert args == {key: f"{tmp_path}/{given}", "max_calls": 3}
 
 
 def test_pools_that_run_together_have_names_and_logs_of_their_own(tmp_path):

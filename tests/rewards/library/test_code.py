@@ -8,6 +8,7 @@ import pytest
 from asyncrl.errors import ConfigError, RewardError, SandboxError
 from asyncrl.rewards.library import code
 from asyncrl.rewards.library.code import Code, program_in, read_tests, same_result, same_text
+from asyncrl.sandbox import running
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.running import unavailable
 
@@ -122,7 +123,7 @@ def test_a_sandbox_that_fails_is_a_failure_and_no_zero(monkeypatch, isolation):
 
 
 def test_a_machine_without_namespaces_is_refused_until_less_is_named(monkeypatch):
-    monkeypatch.setattr(code, "unavailable", lambda level: "unshare: no" if level is Level.NAMESPACES else "")
+    monkeypatch.setattr(running, "unavailable", lambda level: "unshare: no" if level is Level.NAMESPACES else "")
 
     with pytest.raises(ConfigError, match=r"unshare: no\. Allow user namespaces .*reward\.args\.isolation=rlimits"):
         Code()
