@@ -344,8 +344,14 @@ GOES_WITH = {
     "reward=dapo": ["reward.function="],
     "loss=reinforce_pp": ["advantage=reinforce_pp"],
     "loss=reinforce_pp_baseline": ["advantage=reinforce_pp_baseline"],
+    "experiment=dapo_math_17k": ["eval.sets.aime24.path=e", "reward.function="],
+    "experiment=retool": ["eval.sets.aime24.path=e"],
+    "experiment=on_policy_distillation": ["eval.sets.gsm8k.path=e", "reward.function="],
+    "experiment=reasoning_gym_mix": [
+        *("data.path=", *(f"data.mixture.{name}.path=d" for name in ("chain_sum", "letter_counting", "spell_backward")))
+    ],
 }
-"""Choices that are refused without their other half."""
+"""Choices that are refused without their other half, or without files of the user's."""
 
 
 @pytest.mark.parametrize(

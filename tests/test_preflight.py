@@ -61,7 +61,7 @@ def test_a_set_s_own_reward_and_environment_are_looked_at_before_the_start(
     said = refused([*task, *own[:2], "eval.sets.hard.reward=r.py:nowhere"], capsys)
     assert "eval.sets.hard: reward.function=" in said and "has no 'nowhere'" in said
     said = refused([*task, *own[:2], "eval.sets.hard.environment=r.py:Nowhere"], capsys)
-    assert "eval.sets.hard: environment.name=r.py:Nowhere" in said
+    assert "eval.sets.hard: environment.name='r.py:Nowhere'" in said
     said = refused([*task, *own[:2], "eval.sets.hard.max_new_tokens=900"], capsys)
     assert "eval.sets.hard.max_new_tokens=900 = 1412" in said
     assert "e.jsonl: there is no such file" in refused([*task, "eval.sets.hard=e.jsonl"], capsys)
