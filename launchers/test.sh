@@ -50,8 +50,9 @@ tests() {
 }
 
 fast="not slow and not gpu" slow="slow and not unhurried and not long and not gpu"
-# Rooms whose tests compute; in the others there are threads, sockets and processes.
-sums=(tests/advantages tests/data tests/engines tests/environments tests/learner)
+# Rooms and files whose tests compute; in the others there are threads, sockets and processes.
+sums=(tests/advantages tests/chat tests/data tests/engines tests/environments tests/evaluation tests/learner
+    tests/test_{config,recipes,settings}.py)
 # Of them and the losses, what judges results of arithmetic by a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/test_{attention,critic,fused,logprobs,roles,targets,train}.py)
@@ -69,7 +70,7 @@ static_checks_and_sums() {
     echo "== docs"
     "$PYTHON" -m sphinx -W --keep-going -q -b html docs docs/_build/html || failed=1
     COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov-report= tests/losses
-    tests "sums" -m "$fast" "${sums[@]}" tests/test_config.py
+    tests "sums" -m "$fast" "${sums[@]}"
     return "$failed"
 }
 
@@ -86,7 +87,7 @@ beside static_checks_and_sums
 # Nothing but these is judged by its coverage, and whatever runs under it takes twice as long.
 COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" --cov=asyncrl.replay --cov-report= tests/replay tests/chaos
 tests "all other rooms" -m "$fast" tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses \
-    --ignore=tests/test_config.py "${sums[@]/#/--ignore=}"
+    "${sums[@]/#/--ignore=}"
 joined || failed=1
 "$PYTHON" -m coverage combine .coverage.losses .coverage.replay
 "$PYTHON" -m coverage report --include="$core" --omit="$sockets" --fail-under=90 || failed=1
