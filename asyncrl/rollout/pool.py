@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -215,35 +215,36 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 def _absolute_set(entry: Any) -> Any:
     """One of `eval.sets`."""
-    if not isinstance(entry, dict):
-        return _absolute_rows(entry)
     parts = {"path": _absolute_rows, "reward": _absolute_reward, "environment": _absolute_environment}
-    return entry | {key: absolute(entry[key]) for key, absolute in parts.items() if key in entry}
+    return _each_absolute(entry, parts) if isinstance(entry, dict) else _absolute_rows(entry)
 
 
 def _absolute_reward(entry: Any) -> Any:
-    """Settings of a reward, or its function alone; what is not given stays so."""
+    """Settings of a reward, or its function alone."""
     if isinstance(entry, str):
         return _absolute_function(entry)
-    found: dict[str, Any] = {key: _absolute_function(entry[key]) for key in ("function",) if key in entry}
-    found |= {key: _absolute_folder(entry[key]) for key in ("model",) if key in entry}
+    found = _each_absolute(entry, {"function": _absolute_function, "model": _absolute_folder})
     if "functions" in entry:
         found["functions"] = {name: _absolute_reward(term) for name, term in entry["functions"].items()}
-    return entry | found
+    return found
 
 
 def _absolute_environment(entry: Any) -> Any:
     """Settings of an environment, or its name alone."""
     if isinstance(entry, str):
         return _absolute_function(entry)
-    found: dict[str, Any] = {"name": _absolute_function(entry["name"])} if "name" in entry else {}
-    args = entry.get("args", {})
-    if entry.get("name") == "tools" and "args" in entry:
-        found["args"] = _absolute_tools(args)
-    for name, key, absolute in (("openai", "agent", _absolute_function), ("search", "corpus", _absolute_file)):
-        if entry.get("name") == name and args.get(key):
-            found["args"] = args | {key: absolute(args[key])}
-    return entry | found
+    args = {
+        "tools": {"functions": _absolute_functions, "mcp": _absolute_commands},
+        "openai": {"agent": _absolute_function},
+        "search": {"corpus": _absolute_file},
+    }
+    own = args.get(entry.get("name", ""), {})
+    return _each_absolute(entry, {"name": _absolute_function, "args": lambda given: _each_absolute(given, own)})
+
+
+def _each_absolute(entry: dict[str, Any], parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """`entry` with these of its values absolute; what is not given, or is empty, stays so."""
+    return entry | {key: absolute(entry[key]) for key, absolute in parts.items() if entry.get(key)}
 
 
 def _absolute_file(given: str) -> str:
@@ -261,17 +262,19 @@ def _absolute_rows(given: Any) -> Any:
         return [_absolute_rows(each) for each in given]
     if not given or given.startswith(HUB):
         return given
-    return _absolute_function(given) if is_own(given) else str(Path(given).resolve())
+    return _absolute_function(given) if is_own(given) else _absolute_file(given)
 
 
-def _absolute_tools(args: dict[str, Any]) -> dict[str, Any]:
-    """The files of functions, and those that the commands of servers name."""
-    functions = [_absolute_function(spec) for spec in args.get("functions", [])]
-    commands = [
+def _absolute_functions(specs: list[str]) -> list[str]:
+    return [_absolute_function(spec) for spec in specs]
+
+
+def _absolute_commands(commands: list[str]) -> list[str]:
+    """Those of servers: the files that they name."""
+    return [
         shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command))
-        for command in args.get("mcp", [])
+        for command in commands
     ]
-    return args | {key: value for key, value in (("functions", functions), ("mcp", commands)) if key in args}
 
 
 def _absolute_function(spec: str) -> str:
