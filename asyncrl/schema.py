@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.evaluation.settings import EvalConfig
+from asyncrl.learner.settings import CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.rewards.settings import RewardConfig
@@ -207,29 +208,6 @@ class AdvantageConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CriticConfig:
-    path: str = ""
-    """Causal LM or token classifier to start from; empty is `model.path`. A new value head starts at 0."""
-    lr: float = 1e-5
-    """Peak rate; warm-up and schedule are the learner's."""
-    warmup_steps: int = 0
-    """First steps in which only the critic learns."""
-    value_clip: float = 0.0
-    """How far the updates of a batch may move a value before its loss stops following; 0 is no bound."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ReferenceConfig:
-    path: str = ""
-    """Policy the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`. `rollout`: its
-    log-probs come with the trajectories, attached by the environment, and the learner loads no such model."""
-
-    @property
-    def from_rollout(self) -> bool:
-        return self.path == "rollout"
-
-
-@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     workers: int = 1
     """Processes with an engine each, of one pool."""
@@ -287,65 +265,6 @@ class WeightsConfig:
     first version of a worker and after every (re)join."""
     timeout_s: float = 60.0
     """Longest wait for any one peer in any one phase of an update."""
-
-
-@dataclass(kw_only=True, slots=True)
-class LearnerConfig:
-    ranks: int = 1
-    """FSDP2 ranks that `asyncrl local` starts; under your own torchrun its world size rules."""
-    device: str = "auto"
-    """`auto` is a GPU where there is one."""
-    groups_per_step: int = 32
-    """Groups in a batch, over all ranks."""
-    updates_per_batch: int = 1
-    """Optimizer steps per leased batch, each on its own share of the groups."""
-    proximal_ema: float = 0.0
-    """Above 0: the proximal policy is a moving average of the weights with this decay per optimizer step."""
-    max_tokens_per_microbatch: int = 16384
-    """Budget of one forward and backward on a rank, in tokens; one longer trajectory goes alone."""
-    max_attention_per_microbatch: int = 0
-    """Budget of the same in tokens that attention holds, where a shared prompt counts for each completion: 64 of an 8 k
-    prompt are half a million. 0 is 4 times `max_tokens_per_microbatch`; a group that is more is cut."""
-    reduce_gradients: str = "auto"
-    """Over the ranks: with the `last` micro-batch of an optimizer step, until which every rank holds the whole gradient
-    in fp32, or with `each`, which sends more. `auto` is `each` where weights, moments and that gradient would take
-    more than half of the memory of a rank."""
-    steps: int = 100
-    """Train steps of the run; a resumed one goes on to the same number."""
-    lr: float = 1e-6
-    """Peak rate of AdamW."""
-    schedule: str = "constant"
-    """After the warm-up: `constant`, `linear` or `cosine`, both to zero at `steps`."""
-    warmup_steps: int = 0
-    """First steps in which the rate rises linearly."""
-    weight_decay: float = 0.0
-    """On matrices alone, not on norms and biases."""
-    beta2: float = 0.95
-    """Decay of AdamW's second moment."""
-    clip_norm: float = 1.0
-    """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
-    max_nonfinite_steps: int = 3
-    """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
-    save_every: int = 50
-    """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: int = 2
-    """Older ones are deleted, but for the best."""
-    keep_best: str = ""
-    """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`.
-    Of an evaluation it is the one whose weights the evaluation was asked for."""
-    keep_best_by: str = "max"
-    """`max` or `min`: which value of `keep_best` is better."""
-    max_restarts: int = 3
-    """How often torchrun restarts the ranks after one of them died."""
-    hook: str = ""
-    """Yours, `file.py:name` or `package.module:name`, called before and after every optimizer step of the policy with
-    an `asyncrl.learner.hook.Update`, for what no setting covers. See docs/own_learning.md."""
-    hook_args: dict[str, Any] = field(default_factory=dict)
-    """Its arguments: `learner.hook_args.NAME=VALUE`. A function is called with them, a class made with them."""
-
-    @property
-    def attention_budget(self) -> int:
-        return self.max_attention_per_microbatch or 4 * self.max_tokens_per_microbatch
 
 
 @dataclass(kw_only=True, slots=True)
