@@ -1,144 +1,174 @@
-"""Which correction holds when data is old? Final accuracy of the quickstart task by loss, staleness bound and seed.
+"""Which correction holds when data is old? Final accuracy by loss, with and without score centering, by staleness,
+learning rate and seed.
 
-    python -m benchmarks.staleness_quality [--cells-file runs/staleness_quality.jsonl] [--losses ppo,tis] [--bounds 0,8]
-        [--seeds 0] [--cells N] [key=value ...]
+    python -m benchmarks.staleness_quality [--cells-file FILE] [--losses ppo,tis] [--centering off,on] [--ages 0,8]
+        [--rates 3e-4,1e-3] [--seeds 0] [--task reverse|two_turns] [--live] [--cells N] [key=value ...]
+
+Every cell is a run from the same base model. It is held in one process: engine, environment, rewards, advantages, loss
+and learner are those of a run, and between them is a delay line of weights, so that after a warm-up of as many steps
+every token is exactly so many versions old (`parts/held_age.py`). With --live a cell is a run of its own processes as
+users start them, whose staleness is bounded instead: rollouts are let run as far ahead as the bound allows, and a small
+micro-batch makes its learner the slower side. Live cells are for spot checks of the others.
 
 Every finished cell is a line appended to the cells' file; cells that are in it already are skipped, so a stopped
-benchmark goes on where it was. One seed of every cell comes before the second seed of any, and within a seed the bounds
-that tell most come first. The answer is what the file then holds: mean, lowest and highest accuracy in percent. With
---cells 0 nothing is run.
-
-Rollouts are let run as far ahead as the bound allows (`pipeline_depth = max_staleness`), so data really is old: the
-mean staleness that was trained stands beside it. Old data hurts in proportion to the learning rate: with the
-quickstart's own an uncorrected run is merely bad; `learner.lr=1e-3` (in a file of its own) shows what breaks.
+benchmark goes on where it was. One seed of every cell comes before the second seed of any, and within a seed those that
+tell most come first. The answer is what the file then holds: mean, lowest and highest accuracy in percent, and of how
+many seeds where it is not three. With --cells 0 nothing is run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import itertools
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.answer import answer, commit, parse
+from benchmarks.parts.cells import LOSSES, TASKS, UNCENTERED, Cell, CellsFile, in_percent, run_cell
 from benchmarks.parts.quickstart import ACCURACY, SMALL, run_quickstart
 
-LOSSES: dict[str, tuple[str, ...]] = {
-    "no_correction": (),
-    "ppo": (),
-    # With one update per batch its clip is idle; the cap on the behavior weight (AReaL's) is what is left to compare.
-    "decoupled_ppo": ("loss.weight_high=5.0",),
-    "tis": (),
-    "cispo": (),
-    "dppo_tv": (),
-    # Its statistic is over all tokens of a micro-batch: the whole batch in one, which makes its learner faster again.
-    "m2po_paper": ("learner.max_tokens_per_microbatch=8192",),
-}
-"""Loss -> settings that it needs beside its preset."""
-COMMON = ("rollout=process", "learner.max_tokens_per_microbatch=192")
-"""Settings of every cell. The small micro-batches make the learner slower than the rollouts: a faster one trains data
-as soon as it is there, long before it reaches the bound."""
-BOUNDS = (8, 0, 16, 4, 2, 1)
+AGES = (8, 16, 32, 0, 4)
+RATES = (1e-3, 3e-4)
+"""More than three times the quickstart's, and the quickstart's."""
 SEEDS = (0, 1, 2)
-SMOKE = {"losses": "dppo_tv", "bounds": [1], "seeds": [0], "cells_file": None}
+EVALUATED = ("eval.every=25",)
+LIVE = ("rollout=process", "learner.max_tokens_per_microbatch=192")
+"""The small micro-batches make the learner slower than the rollouts: a faster one trains data as soon as it is there,
+long before it reaches the bound."""
+SMOKE = {"losses": ["dppo_tv"], "ages": [1], "rates": [3e-4], "seeds": [0], "centering": ["on"], "cells_file": None}
 
-Cell = tuple[str, int, int]
-"""Loss, bound, seed."""
+Cells = dict[Cell, dict[str, Any]]
 
 
-def cells(losses: Sequence[str], bounds: Sequence[int], seeds: Sequence[int]) -> Iterator[Cell]:
+def cells(given: argparse.Namespace) -> Iterator[Cell]:
     """In the order in which they are run."""
-    return ((loss, bound, seed) for seed in seeds for bound in bounds for loss in losses)
+    for seed, lr, age, loss, centering in itertools.product(
+        given.seeds, given.rates, given.ages, given.losses, given.centering
+    ):
+        if centering == "off" or loss not in UNCENTERED:
+            yield Cell(
+                task=given.task,
+                loss=loss,
+                centering=centering == "on",
+                staleness=age,
+                lr=lr,
+                seed=seed,
+                live=given.live,
+            )
 
 
-def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
-    loss, bound, seed = cell
-    settings = (f"seed={seed}", f"loss={loss}", *COMMON, *LOSSES[loss])
-    depth = (f"replay.max_staleness={bound}", f"replay.pipeline_depth={bound}")
+def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
+    """The row of a cell that is a run of its own processes."""
+    depth = (f"replay.max_staleness={cell.staleness}", f"replay.pipeline_depth={cell.staleness}")
     with tempfile.TemporaryDirectory() as folder:
-        run = run_quickstart(Path(folder) / "run", [*settings, *depth, *overrides])
-    accuracies = [row[ACCURACY] for row in run.evaluated()]
+        run = run_quickstart(Path(folder) / "run", [*cell.settings(), *LIVE, *depth, *overrides])
+    later = run.rows[len(run.rows) // 2 :]
     return {
-        "loss": loss,
-        "max_staleness": bound,
-        "seed": seed,
+        **asdict(cell),
         "overrides": list(overrides),
-        "final": accuracies[-1],
-        "best": max(accuracies),
-        "staleness": round(statistics.mean(row["staleness/mean"] for row in run.rows[len(run.rows) // 4 :]), 2),
+        "commit": commit(),
+        "final": round(run.evaluated()[-1][ACCURACY], 4),
+        "age": round(statistics.mean(row["staleness/mean"] for row in later), 2),
         "wall_s": round(run.ended - run.launched, 1),
     }
 
 
-def read_results(path: Path, overrides: Sequence[str]) -> dict[Cell, dict[str, Any]]:
-    """The finished cells that were run with the same extra settings."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.strip()]
-    wanted = list(overrides)
-    return {(row["loss"], row["max_staleness"], row["seed"]): row for row in rows if row["overrides"] == wanted}
+def result(done: Cells) -> dict[str, Any]:
+    """What the cells say: a table per task and rate, the live ones beside those held at their bound, and the cost."""
+    held = {cell: row for cell, row in done.items() if not cell.live}
+    live = {cell: row for cell, row in done.items() if cell.live}
+    said: dict[str, Any] = {"cells": len(held), "live cells": len(live)}
+    timed = [row["cpu_s"] for row in held.values() if "cpu_s" in row]
+    if timed:
+        said["CPU seconds of a cell, median"] = statistics.median(timed)
+    said["commits of the cells"] = sorted({row["commit"] for row in done.values()})
+    for task, lr in itertools.product(TASKS, sorted({cell.lr for cell in held})):
+        rows = table({cell: row for cell, row in held.items() if cell.task == task and cell.lr == lr})
+        if rows:
+            said[f"accuracy, {task}, learning rate {lr:g}, by staleness"] = rows
+    if live:
+        said["live runs, accuracy and mean staleness, beside data held at their bound"] = spot_checks(live, held)
+    return said
 
 
-def append_result(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def table(found: Cells) -> dict[str, dict[str, str]]:
+    """Loss -> staleness -> accuracies in %."""
+    ages = sorted({cell.staleness for cell in found})
+    rows: dict[str, dict[str, str]] = {}
+    for loss, centering in itertools.product(LOSSES, (False, True)):
+        mine = {cell: row for cell, row in found.items() if (cell.loss, cell.centering) == (loss, centering)}
+        if mine:
+            rows[loss + " + centering" * centering] = {
+                str(age): in_percent([row for cell, row in mine.items() if cell.staleness == age], len(SEEDS))
+                for age in ages
+            }
+    return rows
 
 
-def table(results: dict[Cell, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Loss -> bound -> final accuracy in %, mean over the seeds (lowest and highest); staleness, median wall time."""
-    found: dict[str, dict[str, str]] = {}
-    for loss in sorted({loss for loss, _, _ in results}, key=list(LOSSES).index):
-        mine = [row for (name, _, _), row in results.items() if name == loss]
-        bounds = sorted({row["max_staleness"] for row in mine})
-        per_bound = {bound: [row for row in mine if row["max_staleness"] == bound] for bound in bounds}
-        found[loss] = {str(bound): in_percent([row["final"] for row in rows]) for bound, rows in per_bound.items()}
-        ages = (f"{statistics.mean(row['staleness'] for row in rows):.1f}" for rows in per_bound.values())
-        found[loss]["mean staleness of each"] = ", ".join(ages)
-        found[loss]["a run took"] = f"{statistics.median(row['wall_s'] for row in mine):.0f} s"
-    return found
+def spot_checks(live: Cells, held: Cells) -> dict[str, dict[str, str]]:
+    """What identifies a cell but for its seed -> both ways."""
+    rows: dict[str, dict[str, str]] = {}
+    kinds = dict.fromkeys((cell.task, cell.loss, cell.centering, cell.staleness, cell.lr) for cell in live)
+    for kind in kinds:
+
+        def of(cells: Cells, kind: tuple[Any, ...] = kind) -> list[dict[str, Any]]:
+            return [row for c, row in cells.items() if (c.task, c.loss, c.centering, c.staleness, c.lr) == kind]
+
+        task, loss, centering, staleness, lr = kind
+        ages = ", ".join(f"{row['age']}" for row in of(live))
+        rows[f"{task}, {loss}{' + centering' * centering}, staleness {staleness}, {lr:g}"] = {
+            "live": in_percent(of(live), len(SEEDS)),
+            "mean staleness of each": ages,
+            "held": in_percent(of(held), len(SEEDS)),
+        }
+    return rows
 
 
-def in_percent(accuracies: Sequence[float]) -> str:
-    mean = f"{100 * statistics.mean(accuracies):.1f}"
-    if min(accuracies) == max(accuracies):
-        return mean
-    return f"{mean} ({100 * min(accuracies):.1f}–{100 * max(accuracies):.1f})"
+def words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells-file", type=Path, default=Path("runs/staleness_quality.jsonl"))
-    parser.add_argument("--losses", default=",".join(LOSSES))
-    parser.add_argument("--bounds", type=numbers, default=list(BOUNDS))
+    parser.add_argument("--task", choices=list(TASKS), default="reverse")
+    parser.add_argument("--losses", type=words, default=list(LOSSES))
+    parser.add_argument("--centering", type=words, default=["off", "on"])
+    parser.add_argument("--ages", type=numbers, default=list(AGES))
+    parser.add_argument("--rates", type=rates, default=list(RATES))
     parser.add_argument("--seeds", type=numbers, default=list(SEEDS))
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--cells", type=int, default=None, help="run at most so many")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parse(parser, SMOKE)
     with tempfile.TemporaryDirectory() as scratch:
-        file = given.cells_file or Path(scratch) / "cells.jsonl"
-        done = fill(file, given, [*(SMALL if given.smoke else ()), *given.overrides])
-    answer("staleness_quality", {"cells": len(done), "accuracy": table(done)}, smoke=given.smoke)
+        path = given.cells_file or Path(scratch) / "cells.jsonl"
+        done = fill(path, given, [*(SMALL if given.smoke else EVALUATED), *given.overrides])
+    answer("staleness_quality", result(done), smoke=given.smoke)
 
 
-def fill(file: Path, given: argparse.Namespace, overrides: list[str]) -> dict[Cell, dict[str, Any]]:
+def fill(path: Path, given: argparse.Namespace, overrides: list[str]) -> Cells:
     """All finished cells, with those that were open and are run now."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    done = read_results(file, overrides)
-    open_cells = [cell for cell in cells(given.losses.split(","), given.bounds, given.seeds) if cell not in done]
-    for cell in open_cells[: given.cells]:
-        done[cell] = run_cell(cell, overrides)
-        append_result(file, done[cell])
-        print(done[cell], file=sys.stderr, flush=True)
+    file = CellsFile(path, overrides)
+    done = file.read()
+    for cell in [cell for cell in cells(given) if cell not in done][: given.cells]:
+        row = run_live(cell, overrides) if cell.live else run_cell(cell, overrides)
+        file.append(row)
+        done[cell] = row
+        print(row, file=sys.stderr, flush=True)
     return done
 
 
