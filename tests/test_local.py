@@ -25,6 +25,7 @@ from asyncrl.config import load_config
 from asyncrl.errors import RunFolderError
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.storage import sealed
+from asyncrl.telemetry import curves
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.run_folder import origin_of, prepare_run_folder
 
@@ -287,7 +288,7 @@ def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_end
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local, "plot_curves", full)
+    monkeypatch.setattr(curves, "plot_curves", full)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
     out = io.StringIO()
     show_report(

@@ -28,6 +28,7 @@ from asyncrl.cli.commands import RESTARTED, Command, local_commands
 from asyncrl.cli.folder_check import refuse_damaged
 from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead
 from asyncrl.cli.supervisor import Role, Supervisor
+from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
@@ -39,7 +40,7 @@ from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.evaluations import Row
 from asyncrl.telemetry.pool_words import PoolWords
 from asyncrl.telemetry.progress import RunView
-from asyncrl.telemetry.report import CURVES_FILE, plot_curves, read_metrics, suggestions, summary, without
+from asyncrl.telemetry.report import CURVES_FILE, read_metrics, suggestions, summary, without
 from asyncrl.telemetry.run_folder import (
     STOP_FILE,
     changes_in,
@@ -296,9 +297,10 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
         _say(console, f"run folder: {folder}  ({again})")
         return
     try:
-        plot_curves(rows, folder / CURVES_FILE, config.run.name)
+        load("asyncrl.telemetry.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
         drawn = CURVES_FILE
-    except OSError as error:  # a full disk: the run's own end and exit code say more
+    # A full disk, or a matplotlib that does not load here: the run's own end and exit code say more.
+    except (OSError, ImportError) as error:
         drawn = f"not drawn, {error}"
     _say(console, f"run folder: {folder}  (curves: {drawn})")
     if config.learner.keep_best:

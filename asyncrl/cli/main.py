@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import __version__
+from asyncrl.collector import load
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.plain_text import make_streams_plain
 
@@ -143,47 +143,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(given: argparse.Namespace) -> int:
     # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
     if given.command == "keys":
-        importlib.import_module("asyncrl.replay.net.keyring").make_keys(given.directory)
+        load("asyncrl.replay.net.keyring").make_keys(given.directory)
         print(KEYS_MADE.format(given.directory))
         return 0
     if given.command in ("audit", "rerun") and not given.run.is_dir():
         raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
     if given.command == "verify":
         refuse_missing(given.path)
-        return importlib.import_module("asyncrl.cli.verify").main(given.path, given.overrides)
+        return load("asyncrl.cli.verify").main(given.path, given.overrides)
     if given.command == "eval":
         refuse_missing(given.path)
-        return importlib.import_module("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run)
+        return load("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run)
     if given.command == "audit":
-        if importlib.import_module("asyncrl.telemetry.resumed").is_supervised(given.run):
+        if load("asyncrl.telemetry.resumed").is_supervised(given.run):
             raise RunFolderError(
                 f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
                 "when it resumes"
             )
-        code = importlib.import_module("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
-        return max(code, importlib.import_module("asyncrl.cli.folder_check").tell(given.run))
+        code = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
+        return max(code, load("asyncrl.cli.folder_check").tell(given.run))
     if given.command == "retriever":
-        server = importlib.import_module("asyncrl.environments.search.server")
+        server = load("asyncrl.environments.search.server")
         return server.serve(given.corpus, given.host, given.port)
     if given.command == "migrate":
-        return importlib.import_module("asyncrl.cli.migrate.command").main(given.framework, given.arguments)
+        return load("asyncrl.cli.migrate.command").main(given.framework, given.arguments)
     if given.command == "settings":
-        page = importlib.import_module("asyncrl.cli.settings")
+        page = load("asyncrl.cli.settings")
         return page.main(given.words, markdown=given.markdown, sft=given.sft)
     if given.command == "rerun":
-        return importlib.import_module("asyncrl.cli.rerun").main(given.run, given.overrides)
+        return load("asyncrl.cli.rerun").main(given.run, given.overrides)
     if given.command == "sft":
-        return importlib.import_module("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run)
-    given.overrides = importlib.import_module("asyncrl.cli.settings_file").with_files(given.overrides)
+        return load("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run)
+    given.overrides = load("asyncrl.cli.settings_file").with_files(given.overrides)
     if given.command == "local":
-        given.overrides = importlib.import_module("asyncrl.cli.smoke").filled(given.overrides)
+        given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)
     if given.command == "data":
-        return importlib.import_module("asyncrl.cli.data_check").main(given.overrides)
+        return load("asyncrl.cli.data_check").main(given.overrides)
     if given.dry_run and given.command != "quickstart":
-        return importlib.import_module("asyncrl.cli.dry_run").main(given.command, given.overrides)
+        return load("asyncrl.cli.dry_run").main(given.command, given.overrides)
     if given.command == "rollout" and not given.dry_run:
-        importlib.import_module("asyncrl.cli.preflight").check_rollout(given.overrides)
-    role = importlib.import_module(COMMANDS[given.command][0])
+        load("asyncrl.cli.preflight").check_rollout(given.overrides)
+    role = load(COMMANDS[given.command][0])
     return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
 
 

@@ -9,6 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from asyncrl import collector
+
+if __name__ == "__main__":
+    collector.rest()
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.machine import check_machine
@@ -101,5 +106,6 @@ def rank_main(overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    collector.wake()
     make_streams_plain()
     sys.exit(rank_main(sys.argv[1:]))

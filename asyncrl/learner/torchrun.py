@@ -8,6 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+from asyncrl import collector
+
+if __name__ == "__main__":
+    collector.rest()
+
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main as torchrun
 
@@ -22,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    collector.wake()
     main()

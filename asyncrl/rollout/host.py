@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from asyncrl.collector import load
 from asyncrl.errors import AsyncRLError
 
 EXIT_STOPPED, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
@@ -92,4 +92,4 @@ def late_import(module: str) -> ModuleType:
     The one dynamic import: a run on plain processes must not load Ray (0.5 s, 60 MB), and neither the pool nor a Ray
     actor may load torch before the worker's environment variables are set.
     """
-    return importlib.import_module(f"asyncrl.rollout.{module}")
+    return load(f"asyncrl.rollout.{module}")

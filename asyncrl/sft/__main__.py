@@ -9,6 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from asyncrl import collector
+
+if __name__ == "__main__":
+    collector.rest()
+
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.launcher import as_rank
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
@@ -82,5 +87,6 @@ def rank_main(overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    collector.wake()
     make_streams_plain()
     sys.exit(rank_main(sys.argv[1:]))

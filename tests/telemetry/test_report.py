@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 
 from asyncrl.config import load_config
+from asyncrl.telemetry.curves import plot_curves
 from asyncrl.telemetry.evaluations import by_step
-from asyncrl.telemetry.report import QUICKSTART, plot_curves, read_metrics, suggestions, summary
+from asyncrl.telemetry.report import QUICKSTART, read_metrics, suggestions, summary
 
 ROWS = [
     {
