@@ -176,6 +176,13 @@ REFUSED = [
     (["replay.max_times_sampled=0"], ["replay.max_times_sampled must be at least 1"]),
     (["replay.group_timeout_s=-1"], ["replay.group_timeout_s must be at least 0"]),
     (["replay.stale_policy=wait", "replay.order=uniform"], ["replay.order=uniform", "contradict it", "Leave them out"]),
+    (["replay.window=-1"], ["replay.window must be at least 0", "-1"]),
+    (["replay.window=66"], ["replay.window must be at most", "= 65", "that 65 others pass", "Set replay.window=65"]),
+    (["replay.window=9", "replay.stale_policy=wait"], ["replay.window=9 trains groups about as", "stale_policy=wait"]),
+    (
+        ["replay.window=9", "replay.max_times_sampled=2"],
+        ["replay.max_times_sampled=2 say otherwise", "Leave the window"],
+    ),
     (
         ["replay.max_staleness=0", "replay.pipeline_depth=0", "replay.max_times_sampled=2"],
         ["replay.max_times_sampled=2 does nothing", "Raise replay.max_staleness"],

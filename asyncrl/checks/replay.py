@@ -75,6 +75,19 @@ def order_can_be_kept(config: Config) -> Problems:
             f"and replay.max_times_sampled={replay.max_times_sampled} contradict it. Leave them out, or choose mask or "
             "drop"
         )
+    if replay.window and (replay.stale_policy == "wait" or replay.max_times_sampled > 1):
+        yield (
+            f"replay.window={replay.window} trains groups about as they were admitted, once; replay.stale_policy="
+            f"{replay.stale_policy} and replay.max_times_sampled={replay.max_times_sampled} say otherwise. Leave the "
+            "window out, or use replay.stale_policy=mask and replay.max_times_sampled=1"
+        )
+    widest = (replay.max_staleness - replay.pipeline_depth) * config.learner.groups_per_step + 1
+    if replay.window > widest >= 1:
+        yield (
+            f"replay.window must be at most (replay.max_staleness - replay.pipeline_depth) * learner.groups_per_step + "
+            f"1 = {widest}, or a group that {replay.window - 1} others pass gets over-age; got {replay.window}. Set "
+            f"replay.window={widest}, or raise replay.max_staleness"
+        )
     if replay.max_times_sampled > 1 and replay.max_staleness == 0:
         yield (
             f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0: after one "

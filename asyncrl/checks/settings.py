@@ -77,6 +77,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "rollout.max_attempts": (config.rollout.max_attempts, 1),
         "rollout.max_worker_restarts": (config.rollout.max_worker_restarts, 0),
         "replay.max_staleness": (config.replay.max_staleness, 0),
+        "replay.window": (config.replay.window, 0),
         "replay.max_times_sampled": (config.replay.max_times_sampled, 1),
         "replay.group_timeout_s": (config.replay.group_timeout_s, 0),
         "replay.max_restarts": (config.replay.max_restarts, 0),

@@ -36,6 +36,10 @@ class ReplayConfig:
     order: str = "fifo"
     """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards) or
     `uniform` (at random). It can choose only while more wait than a batch needs: with `pipeline_depth` above 0."""
+    window: int = 0
+    """Windowed FIFO: a group is trained only if it is among the `window` groups from the oldest open one on, as they
+    were admitted. At most `window - 1` younger ones pass a straggler and none gets over-age; the learner may wait. 1:
+    strictly in order; 0: no window. At most `(max_staleness - pipeline_depth) * learner.groups_per_step + 1`."""
     max_times_sampled: int = 1
     """In how many steps a group may be trained. Above 1 the rollouts make fewer groups; the bound holds at each use."""
     group_timeout_s: float = 3600.0

@@ -30,12 +30,18 @@ class Oracle:
         """Line -> the place it began at."""
         self.steps_of: dict[int, list[int]] = {}
         """Steps that a group was trained in."""
+        self.passed: dict[int, int] = {}
+        """Of groups in flight or inserted: younger ones that were sealed before them."""
+        self.issued: dict[int, int] = {}
+        """Steps trained when a group was given out last."""
         self.rolled_back = False
         self.reported: DropReason | None = None
         """What a worker is just reporting."""
         self.evaluations: dict[int, tuple[str, int, int]] = {}
         """Job -> its set, rows and version: asked for, not superseded, not reported."""
         self.begun: set[int] = set()
+        self.steps = 0
+        """Trained in the surviving history."""
         self.begin({}, {}, 0, 0)
 
     def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
@@ -95,9 +101,11 @@ class Oracle:
 
     def watch(self, event: ev.Event) -> None:
         """Called with each event before it is applied."""
-        if isinstance(event, ev.Issued) and event.group_id not in self.states:
-            self.admitted += 1
-            self.move(event.group_id, "in_flight")
+        if isinstance(event, ev.Issued):
+            self.issued[event.group_id] = self.steps
+            if event.group_id not in self.states:
+                self.admitted += 1
+                self.move(event.group_id, "in_flight")
         elif isinstance(event, ev.Inserted):
             self.trajectories[event.header.group_id] = len(event.header.trajectories)
             members = sum(not trajectory.branch for trajectory in event.header.trajectories)
@@ -107,14 +115,14 @@ class Oracle:
             self.returned(event)
         elif isinstance(event, ev.Dropped):
             self.returned(event)
-            if (
-                event.reason in (DropReason.STALE, DropReason.DEAD_BRANCH)
-                and self.settings.stale_policy is StalePolicy.WAIT
+            if event.reason in (DropReason.STALE, DropReason.DEAD_BRANCH) and (
+                self.settings.stale_policy is StalePolicy.WAIT or self.settings.window
             ):
-                assert self.rolled_back, "policy wait dropped a group"
+                assert self.rolled_back, "policy wait, or a window, dropped a group"
             self.move(event.group_id, "dropped")
         elif isinstance(event, ev.Sealed):
             assert len(set(event.members)) == len(event.members) == self.settings.groups_per_step
+            self.windowed(event)
             for group_id in event.members:
                 self.move(group_id, "leased")
         elif isinstance(event, ev.Reused):
@@ -124,6 +132,21 @@ class Oracle:
         elif isinstance(event, ev.Retired):
             assert self.steps_of[event.group_id], "a group was retired that was never trained"
             self.move(event.group_id, "trained")
+
+    def windowed(self, event: ev.Sealed) -> None:
+        """At most `window - 1` younger groups pass one, and it is trained soon after it was given out."""
+        settings, size = self.settings, self.settings.groups_per_step
+        if not settings.window:
+            return
+        members = set(event.members)
+        for group_id, state in self.states.items():
+            if state in ("in_flight", "inserted") and group_id not in members:
+                self.passed[group_id] = self.passed.get(group_id, 0) + sum(member > group_id for member in members)
+                assert self.passed[group_id] < settings.window, f"{self.passed[group_id]} groups passed {group_id}"
+        latest = ((1 + settings.pipeline_depth) * size + settings.window - 2) // size
+        for group_id in members if not self.rolled_back else ():
+            waited = event.step - self.issued[group_id]
+            assert waited <= latest, f"group {group_id} was trained {waited} steps after it was given out"
 
     def train(self, plan: StepPlan, version: int) -> None:
         """Judge a step trained by a learner that holds `version`."""
@@ -145,14 +168,15 @@ class Oracle:
                     if contributes:
                         assert age <= settings.max_staleness, f"a token of staleness {age} was trained"
                         fresh_of_group += count
-                    elif settings.stale_policy is not StalePolicy.MASK:
-                        assert self.rolled_back, f"policy {settings.stale_policy} masked a token"
+                    elif settings.stale_policy is not StalePolicy.MASK or settings.window:
+                        assert self.rolled_back, f"policy {settings.stale_policy}, {settings.window=}, masked a token"
             assert fresh_of_group > 0
             fresh_total += fresh_of_group
         assert fresh_total > 0
 
     def trained(self, event: ev.Trained, core: ReplayCore) -> None:
         """A group that a restore has planned for a later step too stays leased."""
+        self.steps = event.step + 1
         for entry in core.state.buffer.untrained[event.step].members:
             if not any(step != event.step for step in entry.planned):
                 self.move(entry.group_id, "trained")
@@ -174,6 +198,8 @@ class Oracle:
             assert version <= summary.version_min <= summary.version_max
 
     def restore(self, step: int) -> None:
+        self.steps = step + 1
+        self.passed.clear()
         self.steps_of = {group: [n for n in steps if n <= step] for group, steps in self.steps_of.items()}
 
     def check(self, core: ReplayCore) -> None:

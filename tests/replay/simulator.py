@@ -61,7 +61,9 @@ class SimWorker:
 
 
 class Simulation:
-    def __init__(self, seed: int, policy: StalePolicy | None = None, rollbacks: bool = True) -> None:
+    def __init__(
+        self, seed: int, policy: StalePolicy | None = None, rollbacks: bool = True, window: bool | None = None
+    ) -> None:
         self.random = rng = Random(seed)
         max_staleness = rng.choice((0, 1, 2, 3))
         group_size = rng.choice((1, 1, 2, 3))
@@ -72,7 +74,7 @@ class Simulation:
             max_staleness=max_staleness,
             pipeline_depth=rng.choice((max_staleness, rng.randint(0, max_staleness))),
             max_in_flight=rng.choice((1, 3, 16, 16)),
-            stale_policy=policy or rng.choice(tuple(StalePolicy)),
+            stale_policy=policy or rng.choice(tuple(StalePolicy)[:2] if window else tuple(StalePolicy)),
             readmit_dropped=rng.random() < 0.5,
             max_attempts=rng.choice((1, 2, 3)),
             group_timeout_s=rng.choice((0.0, 0.0, 9.0)),
@@ -80,7 +82,9 @@ class Simulation:
         )
         if self.settings.stale_policy is not StalePolicy.WAIT:
             order, uses = rng.choice(("fifo", *SELECTORS)), rng.choice((1, 1, 2, 3))
-            self.settings = replace(self.settings, order=order, max_times_sampled=uses)
+            self.settings = replace(self.settings, order=order, max_times_sampled=1 if window else uses)
+            if window or (window is None and self.settings.max_times_sampled == 1 and rng.random() < 0.4):
+                self.settings = replace(self.settings, window=self._a_window(self.settings))
         self.rollbacks = rollbacks
         self.now = 0.0
         self.stragglers = rng.choice((0.0, 0.5, 0.95))
@@ -100,6 +104,11 @@ class Simulation:
         self._start_learner()
 
     # ---- parts
+
+    def _a_window(self, settings: AdmissionSettings) -> int:
+        """Any that the settings allow."""
+        spare = settings.max_staleness - settings.pipeline_depth
+        return self.random.randint(1, spare * settings.groups_per_step + 1)
 
     def _new_core(self) -> ReplayCore:
         self.events.clear()
@@ -388,12 +397,16 @@ class Simulation:
         """Another batch and another bound, as a run that is resumed may have."""
         self.learner_settings += 1
         bound = self.random.choice((0, 1, 2, 3))
+        windowed = self.settings.window > 0
         self.settings = replace(
             self.settings,
             groups_per_step=self.random.choice((1, 2, 3)),
             max_staleness=bound,
             pipeline_depth=self.random.randint(0, bound),
+            window=0,
         )
+        if windowed:
+            self.settings = replace(self.settings, window=self._a_window(self.settings))
         self.oracle.settings = self.core.run.settings = self.settings
         self.core.configure(plain(self.settings))
 

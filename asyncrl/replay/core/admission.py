@@ -29,6 +29,8 @@ class AdmissionSettings:
     readmit_dropped: bool = False
     max_attempts: int = 3
     order: str = "fifo"
+    window: int = 0
+    """Groups from the oldest open one on that may be trained; 0: all."""
     max_times_sampled: int = 1
     group_timeout_s: float = 0.0
     """After so long an order is given to another worker; 0: never."""
@@ -49,6 +51,11 @@ class AdmissionSettings:
                 f"groups that far ahead get over-age. Lower pipeline_depth or raise max_staleness"
             )
 
+        if self.max_lag < 0:
+            raise ConfigError(
+                f"window={self.window} lets a group be passed for {self.bypass_steps} steps, which with "
+                f"pipeline_depth={self.pipeline_depth} is over max_staleness={self.max_staleness}. Lower it"
+            )
         if self.min_group_size > self.group_size:
             raise ConfigError(f"min_group_size={self.min_group_size} is above group_size={self.group_size}. Lower it")
 
@@ -65,6 +72,7 @@ class AdmissionSettings:
             readmit_dropped=config.replay.readmit_dropped,
             max_attempts=config.rollout.max_attempts,
             order=config.replay.order,
+            window=config.replay.window,
             max_times_sampled=config.replay.max_times_sampled,
             group_timeout_s=config.replay.group_timeout_s,
             min_group_size=config.rollout.min_group_size,
@@ -76,9 +84,14 @@ class AdmissionSettings:
         return self.min_group_size or self.group_size
 
     @property
+    def bypass_steps(self) -> int:
+        """By how many steps the younger groups that pass one can put off its training: see `order.within_window`."""
+        return -(-max(0, self.window - 1) // self.groups_per_step)
+
+    @property
     def max_lag(self) -> int:
         """How far behind the newest version a worker may serve and still get assignments."""
-        return self.max_staleness - self.pipeline_depth
+        return self.max_staleness - self.pipeline_depth - self.bypass_steps
 
 
 def curriculum_of(data: DataConfig) -> Curriculum | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.replay.core.admission import AdmissionSettings, Verdict, judge, may_train, over_committed
 from asyncrl.replay.core.ledger import Entry
-from asyncrl.replay.core.order import SELECTORS, Waiting, most_urgent
+from asyncrl.replay.core.order import SELECTORS, Waiting, most_urgent, within_window
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import NO_VERSION, StalePolicy
 
@@ -21,7 +21,8 @@ class Choice:
     stale: list[Entry] = field(default_factory=list)
     """To be dropped (retired, if trained before), whether or not there is a batch."""
     waiting_for: str = ""
-    """`generation`: too few groups. `stale_wait`: policy `wait` holds the learner for groups still in flight."""
+    """`generation`: too few groups. `stale_wait`: policy `wait`, or the window, holds the learner for groups still in
+    flight."""
 
 
 class _Ages:
@@ -56,11 +57,16 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
         return choice
 
     candidates = []
-    for entry in fresh:
+    for entry in sorted(fresh, key=lambda entry: entry.group_id) if settings.window else fresh:
         age = verdicts[entry.group_id].staleness
         candidates.append(Waiting(entry=entry, staleness=age, slack=bound - age))
     select = most_urgent if settings.stale_policy is StalePolicy.WAIT else SELECTORS[settings.order]
     order = select(candidates, seed=seed, step=step)
+    if settings.window:
+        order = within_window(order, [*state.held, *state.pending], settings.window)
+    if len(order) < settings.groups_per_step:
+        choice.waiting_for = "stale_wait"
+        return choice
     if settings.stale_policy is StalePolicy.WAIT:
         left = [group.slack for group in order[settings.groups_per_step :]]
         in_flight = [bound - ages[entry.served_version] for entry in state.held.values()]

@@ -69,7 +69,8 @@ def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Worke
         case "weights":
             return f"{have}; no worker serves a version near {state.version}: {who}"
         case "stale_wait":
-            return f"{have}; stale_policy=wait holds the step for groups in flight: {who}"
+            holder = f"window={settings.window}" if settings.window else "stale_policy=wait"
+            return f"{have}; {holder} holds the step for groups in flight: {who}"
         case _:
             return f"{have}; waiting for {who}"
 

@@ -1,4 +1,5 @@
-"""In which order waiting groups are trained: one pure function per word of `replay.order`.
+"""In which order waiting groups are trained: one pure function per word of `replay.order`; and the window
+(`replay.window`) that keeps any of them near the order of admission.
 
 An order decides anything only while more groups wait than a batch needs, that is with `pipeline_depth` > 0. Whatever it
 says, groups over the staleness bound are out before, and ties go to the group that came first.
@@ -7,8 +8,9 @@ says, groups over the staleness bound are out before, and ties go to the group t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 from asyncrl.replay.core.ledger import Entry
@@ -64,6 +66,41 @@ SELECTORS: dict[str, Selector] = {
     "prioritized": prioritized,
     "uniform": uniform,
 }
+
+
+def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: int) -> list[Waiting]:
+    """Those of `order` that may be trained now, in turn: always the first that is among the `window` group ids from the
+    oldest open group on. `unfinished`: ids of the open groups that do not wait.
+
+    Taking a younger group does not move the window, so at most `W - 1` pass any group (windowed FIFO: section 6.2.4 of
+    arXiv 2605.26494; the bound follows torchtitan's `experiments/rl/docs/windowed_fifo.md`). When a group is given to a
+    worker at version v, at most `A - 1` others are untrained, `A = (1 + depth) * B`, the older ones among them. Before
+    its batch of B groups are trained at most those and the W - 1 that pass it, hence
+
+        staleness <= lag + floor((A - 1 + W - 1) / B) = lag + depth + ceil((W - 1) / B)
+
+    with the worker's `lag` behind v, for which `AdmissionSettings.max_lag` leaves what is missing to the bound. Nothing
+    gets stuck: once no group is unfinished, all are in.
+    """
+    rank = {group.entry.group_id: place for place, group in enumerate(order)}
+    ids = sorted([*rank, *unfinished], reverse=True)  # popped from the end: the next to come into the window
+    ready: list[int] = []
+    taken: set[int] = set()
+    result: list[Waiting] = []
+    oldest = len(ids) - 1
+    incoming = oldest
+    while oldest >= 0:
+        while incoming >= 0 and ids[incoming] < ids[oldest] + window:
+            if ids[incoming] in rank:
+                heappush(ready, rank[ids[incoming]])
+            incoming -= 1
+        if not ready:
+            break
+        result.append(order[heappop(ready)])
+        taken.add(result[-1].entry.group_id)
+        while oldest >= 0 and ids[oldest] in taken:
+            oldest -= 1
+    return result
 
 
 def advantage_spread(header: GroupHeader | None) -> float:

@@ -30,6 +30,14 @@ def test_no_schedule_of_many_breaks_a_promise(seeds: range) -> None:
     run_seeds("tests.replay.simulator:run_schedule", seeds, actions=100)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("rollbacks", [False, True])
+def test_no_schedule_of_many_with_a_window_breaks_a_promise(rollbacks: bool) -> None:
+    run_seeds("tests.replay.simulator:run_schedule", range(LONG), actions=100, window=True, rollbacks=rollbacks)
+
+
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
     kinds: set[type] = set()
     masked = ahead = held_back = short = 0
@@ -52,6 +60,13 @@ def test_policy_wait_neither_drops_nor_masks_without_a_rollback() -> None:
     """The oracle fails on the first stale drop or masked token."""
     for seed in range(400):
         run_schedule(seed, policy=StalePolicy.WAIT, rollbacks=False)
+
+
+def test_a_window_lets_no_token_get_over_age_and_few_groups_pass_one() -> None:
+    """The oracle fails on the first stale drop or masked token, on a group that too many passed, and on one that was
+    trained too long after it was given out."""
+    for seed in range(400):
+        run_schedule(seed, window=True, rollbacks=seed % 4 == 0)
 
 
 def test_applying_the_events_again_gives_the_same_state() -> None:
