@@ -124,7 +124,7 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         )
 
 
-TRUST_REGION = ("clip_low", "clip_high", "dual_clip", "delta", "tau_pos", "tau_neg")
+TRUST_REGION = ("clip_low", "clip_high", "dual_clip", "delta", "sat_quantile", "tau_pos", "tau_neg")
 
 
 def proximal_source(config: LossConfig, updates_per_batch: int) -> str:

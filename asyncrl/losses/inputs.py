@@ -73,5 +73,7 @@ class Kept:
     """Largest (log r)^2 that `m2po_areal` keeps, or `m2po_paper` of outward tokens."""
     m2_range: tuple[float, float] | None = None
     """Between which ratios `m2po_release` does not clip."""
+    clip_tail: float | None = None
+    """|log r| beyond which `sat_quantile` narrows the clip range."""
     mean_weight: float | None = None
     """What `weight=self_normalize` divides by."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from asyncrl.losses.adaptive import tail_from
 from asyncrl.losses.centering import weight_log_ratio
 from asyncrl.losses.compose import kept_tokens, surrogate_edge, with_anchor
 from asyncrl.losses.config import find_preset, resolve
@@ -19,7 +20,7 @@ from asyncrl.losses.preset_row import Preset
 from asyncrl.losses.ratios import Tokens, edge_ends, make_safe
 from asyncrl.losses.rejection import anchor_log_ratio, rejections
 from asyncrl.losses.settings import LossConfig
-from asyncrl.losses.surrogates import outward_of
+from asyncrl.losses.surrogates import log_ratio_of, outward_of
 from asyncrl.losses.weights import behavior_weight, capped_weight
 
 
@@ -27,7 +28,7 @@ def needs_first_pass(config: LossConfig) -> bool:
     """Whether `policy_loss` asks for `kept` beside global denominators."""
     resolved = resolve(config)
     whole = find_preset(config.preset).batch_statistic or resolved.weight == "self_normalize"
-    return whole or resolved.denominator == "renormalize"
+    return whole or resolved.denominator == "renormalize" or bool(resolved.sat_quantile)
 
 
 @torch.no_grad()
@@ -81,6 +82,11 @@ def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gath
         else:
             everyone = torch.ones_like(outward, dtype=torch.bool)
             whole = dataclasses.replace(whole, m2_range=m2po_clip_range(outward, everyone, bound))
+    if config.sat_quantile:
+        far = [
+            log_ratio_of(tokens, config, surrogate_edge(tokens, row, config)).abs()[tokens.mask] for tokens in batches
+        ]
+        whole = dataclasses.replace(whole, clip_tail=tail_from(gather(torch.cat(far)), config.sat_quantile))
     if config.weight == "self_normalize":
         sums = [torch.stack(capped_weight(tokens, config, weight_log_ratio(tokens, row))) for tokens in batches]
         total, count = gather(torch.stack(sums).sum(0)).view(-1, 2).sum(0).tolist()

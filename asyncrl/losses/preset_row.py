@@ -46,6 +46,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "reject_gate": "none",
     "denominator": "keep",
     "centering": False,
+    "sat_quantile": 0.0,
     "kl": "k3",
     "kl_coef": 0.0,
     "behavior_kl": 0.0,

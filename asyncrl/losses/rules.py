@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Allowed values of the keys that are words."""
 
 SURROGATE_KEYS: dict[str, tuple[str, ...]] = {
-    "clip": ("edge", "level", "clip_low", "clip_high", "dual_clip", "delta"),
+    "clip": ("edge", "level", "clip_low", "clip_high", "dual_clip", "delta", "sat_quantile"),
     "detached": ("edge", "level", "ratio_floor", "ratio_cap"),
     "capped": ("edge", "level", "ratio_cap"),
     "tapered": ("edge", "level", "ratio_floor", "ratio_cap"),
@@ -136,6 +136,9 @@ def check_centering(row: Preset, config: LossConfig) -> None:
         f"loss.level={config.level} weighs whole sequences": config.level not in (None, "token"),
         f"loss.weight_level={config.weight_level} weighs whole sequences": config.weight_level not in (None, "token"),
         "loss.weight=self_normalize divides by a mean over the batch": config.weight == "self_normalize",
+        f"loss.sat_quantile={config.sat_quantile} clips by where a token stands in the batch": bool(
+            config.sat_quantile
+        ),
         f"loss.reject={config.reject} of single tokens is a weight that it does not see": config.reject
         not in (None, "none")
         and config.reject_scope == "token",
@@ -158,6 +161,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("clip_low", 0.0, math.inf, "at least 0 (the lower bound is 1 - clip_low)"),
     ("clip_high", 0.0, math.inf, "at least 0 (the upper bound is 1 + clip_high)"),
     ("dual_clip", 1.0 + 1e-9, math.inf, "above 1"),
+    ("sat_quantile", 0.0, math.nextafter(1.0, 0.0), "at least 0 (off) and below 1"),
     ("ratio_floor", 0.0, math.inf, "at least 0"),
     _positive("ratio_cap"),
     ("band_low", 0.0, math.inf, "at least 0"),

@@ -33,6 +33,9 @@ class LossConfig:
     """Cap c > 1 on the loss of tokens with a negative advantage: at most -A c."""
     delta: float | None = None
     """Two-sided cap on the unclipped ratio; more than 1 + clip_high."""
+    sat_quantile: float | None = None
+    """Staleness-adaptive trust region (SAT, 2607.18722): of the tokens whose |log ratio| is above this quantile of the
+    batch, the clip range is narrower the further out they are. 0 is off; the authors take 0.9."""
     ratio_floor: float | None = None
     """Absolute bounds of a detached ratio."""
     ratio_cap: float | None = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from asyncrl.losses.adaptive import contraction, tail_from
 from asyncrl.losses.m2po import m2po_clip_range, m2po_keep
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, at_level, edge_ends, probability
 from asyncrl.losses.settings import LossConfig
@@ -51,12 +52,32 @@ def pick(where: Bool[Tensor, " T"], yes: float, no: float, like: Float[Tensor, "
 
 
 def clip(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
-    """max(-A r, -A clip(r)), with the optional caps: dual (A < 0: at most -A c) and two-sided (r at most delta)."""
-    low, high = 1 - value(config.clip_low), 1 + value(config.clip_high)
-    return clip_between(tokens, config, ratio_of(tokens, config, edge), low, high)
+    """max(-A r, -A clip(r)), with the optional caps: dual (A < 0: at most -A c) and two-sided (r at most delta).
+
+    With `sat_quantile` the range of the tokens in the tail is narrower (`adaptive.py`).
+    """
+    low, high = value(config.clip_low), value(config.clip_high)
+    ratio = ratio_of(tokens, config, edge)
+    if not config.sat_quantile:
+        return clip_between(tokens, config, ratio, 1 - low, 1 + high)
+    far = log_ratio_of(tokens, config, edge)
+    known = tokens.whole and tokens.whole.clip_tail
+    tail = tail_from(far.abs()[tokens.mask], config.sat_quantile) if known is None else known
+    scale = contraction(far, tail)
+    below, above = (torch.where(side, scale, torch.ones_like(scale)) for side in (far < 0, far > 0))
+    shaped = clip_between(tokens, config, ratio, 1 - low * below, 1 + high * above)
+    return replace(shaped, numbers={"sat/gated": (scale < 1).to(scale.dtype), "sat/contraction": scale})
 
 
-def clip_between(tokens: Tokens, config: LossConfig, ratio: Tensor, low: float, high: float) -> Shaped:
+def log_ratio_of(tokens: Tokens, config: LossConfig, edge: str) -> Float[Tensor, " T"]:
+    """The log of `ratio_of`, without gradient."""
+    new, old = edge_ends(tokens, edge)
+    return at_level(tokens, (new - old).detach(), config.level or "token")
+
+
+def clip_between(
+    tokens: Tokens, config: LossConfig, ratio: Tensor, low: float | Tensor, high: float | Tensor
+) -> Shaped:
     """The max of the two products written by the sign of A: -A min(r, high) where A > 0, -A max(r, low) where A < 0.
 
     Same values and gradients as `torch.maximum`, at a third of its time: its backward is the slowest part of PPO.
@@ -64,7 +85,8 @@ def clip_between(tokens: Tokens, config: LossConfig, ratio: Tensor, low: float, 
     advantages = tokens.advantages
     caps = [cap for cap in (config.dual_clip, config.delta) if cap is not None]
     rise, fall = advantages.clamp(min=0), advantages.clamp(max=0)
-    loss = -(rise * ratio.clamp(max=high) + fall * ratio.clamp(low, min(caps, default=None)))
+    held = ratio.clamp(min=low)
+    loss = -(rise * ratio.clamp(max=high) + fall * (held.clamp(max=min(caps)) if caps else held))
     frozen = ratio.detach()
     return Shaped(loss, lambda: ((frozen < low) & (advantages < 0), (frozen > high) & (advantages > 0)))
 

@@ -38,9 +38,27 @@ def at_level(b: Batch, d: Array, frozen: Array, level: str) -> Array:
     return out
 
 
-def clip_tokens(a: Array, r: Array, s: Any) -> Array:
+def narrowed(b: Batch, r: Array, share: float) -> tuple[Array, Array]:
+    """SAT, as its authors write it: c_- and c_+ of each token from its ratio, without gradient."""
+    d = np.log(np.where(b.mask, r, 1.0))
+    found = sorted(abs(d[t]) for t in np.flatnonzero(b.mask))
+    q = next((x for x in found if sum(y <= x for y in found) / len(found) >= share), 0.0)
+    if q == 0:
+        return np.ones_like(d), np.ones_like(d)
+
+    def factor(u: Array) -> Array:
+        return np.where(np.abs(d) > q, 1 / (1 + (u / q) ** 2), 1.0)
+
+    return factor(np.maximum(-d, 0)), factor(np.maximum(d, 0))
+
+
+def clip_tokens(b: Batch, r: Array, frozen: Array, s: Any) -> Array:
     """Literally: PPO, the two-sided cap on the unclipped ratio, the dual clip where A < 0."""
+    a = b.advantages
     low, high = 1 - s.clip_low, 1 + s.clip_high
+    if s.sat_quantile:
+        down, up = narrowed(b, frozen, s.sat_quantile)
+        low, high = 1 - s.clip_low * down, 1 + s.clip_high * up
     unclipped = r if s.delta is None else np.minimum(r, s.delta)
     loss = -np.minimum(unclipped * a, np.clip(r, low, high) * a)
     if s.dual_clip is None:
@@ -66,7 +84,7 @@ def surrogate(b: Batch, kind: str, cur: Array, sg: Array, s: Any) -> Array:
     level = s.level or "token"
     r, fixed = at_level(b, d, frozen, level), at_level(b, frozen, frozen, level)
     if kind in ("clip", "m2po_areal"):
-        return clip_tokens(a, r, s)
+        return clip_tokens(b, r, fixed, s)
     if kind == "detached":
         return -np.clip(fixed, s.ratio_floor, s.ratio_cap) * a * cur
     if kind == "capped":

@@ -42,6 +42,8 @@ def test_a_key_the_preset_does_not_use_is_refused() -> None:
     [
         ({"preset": "ppo", "clip_low": -0.1}, ["loss.clip_low", "at least 0", "-0.1"]),
         ({"preset": "ppo", "dual_clip": 1.0}, ["loss.dual_clip", "above 1"]),
+        ({"preset": "ppo", "sat_quantile": 1.0}, ["loss.sat_quantile", "below 1", "1.0"]),
+        ({"preset": "ppo", "sat_quantile": 0.9, "centering": True}, ["centering", "sat_quantile=0.9"]),
         ({"preset": "ppo", "delta": 1.1}, ["loss.delta", "1.2", "1.1"]),
         ({"preset": "ppo", "edge": "X"}, ["loss.edge", "B, U, E", "'X'"]),
         ({"preset": "ppo", "aggregation": "mean"}, ["loss.aggregation", "seq_mean_token_mean", "'mean'"]),

@@ -34,6 +34,8 @@ SPLITTABLE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS},
     "m2po_areal keep": ("m2po_areal", {"denominator": "keep"}),
     **{f"{name} tight": (name, {"m2_tau": 0.002}) for name in ("m2po_paper", "m2po_release", "m2po_areal")},
+    "sat": ("ppo", {"sat_quantile": 0.6}),
+    "sat of sequences": ("gspo", {"sat_quantile": 0.6, "clip_high": 0.1}),
     **{
         f"self_normalize {level}": ("ppo", {"weight": "self_normalize", "weight_level": level, "weight_high": 1.5})
         for level in ("token", "sequence", "geometric", "segment")
@@ -99,6 +101,22 @@ def test_gspo_token_has_the_gradient_of_gspo_when_the_advantage_is_one_per_seque
         token_value, token_gradient = loss_and_gradient(inputs, preset("gspo_token"))
         assert token_value == pytest.approx(value)
         torch.testing.assert_close(token_gradient, gradient)
+
+
+def test_the_staleness_adaptive_clip_is_never_looser_than_the_clip_and_stops_tokens_of_the_tail_alone() -> None:
+    """Its surrogate is at most PPO's; the gradient of a token is that of PPO, or 0 beyond the quantile."""
+    stopped = 0
+    for seed in range(20):
+        inputs = to_inputs(random_batch(seed, proximal=False))
+        far = torch.where(inputs.loss_mask, (inputs.learner_logprobs - inputs.behavior_logprobs).abs(), 0.0).detach()
+        tail = far[inputs.loss_mask].quantile(0.8, interpolation="lower")
+        loose, slope = loss_and_gradient(inputs, preset("ppo"))
+        tight, narrow = loss_and_gradient(inputs, preset("ppo", sat_quantile=0.8))
+        assert tight >= loose - 1e-12
+        other = narrow != slope
+        assert (narrow[other] == 0).all() and (far[other] > tail).all()
+        stopped += int(other.sum())
+    assert stopped > 0
 
 
 def test_with_the_current_policy_as_proximal_the_update_ratio_is_one_and_its_clip_idle() -> None:

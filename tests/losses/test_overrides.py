@@ -29,6 +29,8 @@ CHANGES: list[dict[str, Any]] = [
     {"dual_clip": 1.1},
     {"delta": 1.6},
     {"dual_clip": 1.3, "delta": 1.7, "clip_low": 0.1},
+    {"sat_quantile": 0.6},
+    {"sat_quantile": 0.9, "level": "geometric", "clip_high": 0.05, "dual_clip": 1.3},
     {"ratio_floor": 0.9},
     {"ratio_cap": 1.05},
     {"band_low": 0.95},
