@@ -21,7 +21,7 @@ from asyncrl.config import JOURNAL_DIR, KEYS_DIR, load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.canary import ProvingPublisher
-from asyncrl.learner.launcher import as_rank
+from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.stop import StopRequest
@@ -48,14 +48,7 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
     Raises:
         AsyncRLError: a refused setting, or what ended training.
     """
-    with ExitStack() as opened:
-        try:
-            work(overrides, opened)
-        except AsyncRLError as error:
-            if failed is not None:
-                failed(error)
-            raise
-    return 0
+    return to_the_end(lambda opened: work(overrides, opened), failed)
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:

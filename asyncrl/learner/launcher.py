@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from asyncrl.errors import (
@@ -77,6 +78,25 @@ class Launcher:
             signal.signal(signal.SIGTERM, previous)
             return False
         return True
+
+
+def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:
+    """Exit code 0, once `work` is done and what it put into the stack is closed.
+
+    Args:
+        failed: called with the error that ended it, before anything is closed.
+
+    Raises:
+        AsyncRLError: that one.
+    """
+    with ExitStack() as opened:
+        try:
+            work(opened)
+        except AsyncRLError as error:
+            if failed is not None:
+                failed(error)
+            raise
+    return 0
 
 
 def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) -> int:

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     collector.rest()
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.launcher import as_rank
+from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
 from asyncrl.learner.stop import StopRequest
 from asyncrl.plain_text import make_streams_plain
@@ -40,14 +40,7 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
     Raises:
         AsyncRLError: a refused setting or row, or what ended training.
     """
-    with ExitStack() as opened:
-        try:
-            work(overrides, opened)
-        except AsyncRLError as error:
-            if failed is not None:
-                failed(error)
-            raise
-    return 0
+    return to_the_end(lambda opened: work(overrides, opened), failed)
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:

@@ -185,3 +185,8 @@ def turned_step(seed: int, told: float = 1.0) -> Lease:
             plan, groups=(*plan.groups[:g], replace(plan.groups[g], trajectories=headers), *plan.groups[g + 1 :])
         )
     return make_lease(plan, made)
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    """[P] of all parameters that have one."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

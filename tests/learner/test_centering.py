@@ -26,7 +26,7 @@ from asyncrl.losses import LossInputs, TopK, policy_loss, preset
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, LearnerConfig, ModelConfig, RolloutConfig
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS, Completion, SamplingParams, Trajectory
-from tests.learner.feed import VOCABULARY, make_lease, make_step, tiny_checkpoint
+from tests.learner.feed import VOCABULARY, gradient, make_lease, make_step, tiny_checkpoint
 
 CPU = torch.device("cpu")
 TEMPERATURE, K = 0.8, 5
@@ -114,10 +114,6 @@ def make_step_with_topk(seed: int) -> Lease:
     rng = np.random.default_rng(seed)
     made = [replace(group, trajectories=tuple(with_topk(t, rng) for t in group.trajectories)) for group in groups]
     return make_lease(plan, made)
-
-
-def gradient(model: PolicyModel) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def by_hand(config: Config, model: PolicyModel, batch: MicroBatch) -> torch.Tensor:

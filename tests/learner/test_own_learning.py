@@ -12,7 +12,6 @@ from asyncrl.advantages.own import own_advantages, try_advantages
 from asyncrl.config import learner_digest
 from asyncrl.errors import AsyncRLError, OwnCodeError
 from asyncrl.learner.batch import pack
-from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step import accumulate, loss_inputs
@@ -21,7 +20,7 @@ from asyncrl.losses import LossConfig, policy_loss
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptWeights
-from tests.learner.feed import make_lease, make_step, tiny_checkpoint
+from tests.learner.feed import gradient, make_lease, make_step, tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
 
@@ -93,10 +92,6 @@ def make_config(folder: Path, run: str = "run", **learner: object) -> Config:
 
 def own(folder: Path, name: str) -> AdvantageConfig:
     return AdvantageConfig(estimator="own", baseline="none", function=f"{folder}/mine.py:{name}")
-
-
-def gradient(model: PolicyModel) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("advantage", ["median", "fading"])

@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.learner.batch import pack
-from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step import accumulate, loss_inputs
 from asyncrl.learner.targets import with_targets
 from asyncrl.losses import LossConfig, policy_loss, preset
 from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
-from tests.learner.feed import make_lease, make_step, tiny_checkpoint
+from tests.learner.feed import gradient, make_lease, make_step, tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
 
@@ -71,10 +70,6 @@ def test_what_a_loss_asks_of_all_tokens_is_asked_of_those_of_all_micro_batches(n
     norm = found[0].norm()
     torch.testing.assert_close(found[1] / norm, found[0] / norm, atol=1e-6, rtol=0)
     assert (apart_each - found[0]).norm() > 0.001 * norm, "the statistic of a micro-batch would do as well"
-
-
-def gradient(model: PolicyModel) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -6,7 +6,6 @@ Rows for `environment=reasoning_gym`: the question, and by what it can be made a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from asyncrl.environments.reasoning.environment import COLUMN
 from asyncrl.environments.reasoning.tasks import entry_of, names
-from asyncrl.errors import ConfigError
+from asyncrl.environments.rows import print_rows
 
 
 def rows(tasks: Sequence[str], size: int, seed: int, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -38,15 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=json.loads, default={}, help="settings of the task, as JSON")
     given = parser.parse_args(arguments)
-    try:
-        out = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):  # some tasks print while they are made
-            for row in rows(names() if given.tasks == ["all"] else given.tasks, given.size, given.seed, given.config):
-                print(json.dumps(row), file=out)
-    except ConfigError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_rows(
+        lambda: rows(names() if given.tasks == ["all"] else given.tasks, given.size, given.seed, given.config)
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Rows for `environment=verifiers`: what a task asks, and its data.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
+from asyncrl.environments.rows import print_rows
 from asyncrl.environments.verifiers.environment import COLUMN
 from asyncrl.environments.verifiers.host import built
 from asyncrl.errors import ConfigError
@@ -40,15 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.path:
         sys.path.insert(0, given.path)
     settings: Mapping[str, Any] = {"taskset": given.taskset, "harness": "", "env": given.env, "uv": True}
-    try:
-        out = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):  # some tasksets print while they load
-            for row in rows(built(settings).taskset, given.take):
-                print(json.dumps(row), file=out)
-    except ConfigError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_rows(lambda: rows(built(settings).taskset, given.take))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""Commands that print the rows of an environment, one JSON object a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def print_rows(made: Callable[[], Iterable[dict[str, Any]]]) -> int:
+    """Exit code of such a command; 2 with a line where `made` raises ConfigError. What is printed while they are made
+    (some tasks do, some tasksets while they load) goes to stderr."""
+    out = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            for row in made():
+                print(json.dumps(row), file=out)
+    except ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    return 0
