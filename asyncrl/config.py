@@ -219,7 +219,7 @@ def _addable(override: str) -> str:
     return f"++{override}" if free else override
 
 
-OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "durability", "max_restarts", "journal")
+OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "local_sockets", "durability", "max_restarts", "journal")
 """Settings of the replay that need not be the same for all."""
 
 

@@ -16,6 +16,7 @@ consumer.
     ray_each  the same, trajectory by trajectory
     memory    the replay server: acquire, insert, lease, train, commit; the producer and the server check every value
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
+    *_tcp     the same two with `replay.local_sockets=false`: by tcp and encrypted, as between machines
     shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
 
 `cpu_us_per_group` is what all processes together spent, which says more than the rates where others use the machine.
@@ -127,9 +128,16 @@ def serve_shard(config: ReplayConfig, number: int, folder: Path) -> None:
     run_shard(replace(config, shard_address=free_address()), number, "d", folder=folder)
 
 
-def measure_replay(size: Size, seconds: float, folder: Path, *, journal: bool, shards: int = 0) -> Row:
+def measure_replay(
+    size: Size, seconds: float, folder: Path, *, journal: bool, shards: int = 0, local: bool = True
+) -> Row:
     config = ReplayConfig(
-        address=free_address(), keys=some_keys(), max_staleness=1 << 20, pipeline_depth=4, shards=shards
+        address=free_address(),
+        keys=some_keys(),
+        local_sockets=local,
+        max_staleness=1 << 20,
+        pipeline_depth=4,
+        shards=shards,
     )
     groups_per_step = int(min(64, max(4, STEP_BYTES // size.nbytes)))
     place = folder / f"journal-{time.monotonic_ns()}" if journal else None
@@ -212,6 +220,8 @@ CONTENDERS: dict[str, Callable[[Size, float, Path], Row]] = {
     "ray_each": lambda size, seconds, folder: measure_ray(size, seconds, "--each"),
     "memory": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=False),
     "journal": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True),
+    "memory_tcp": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=False, local=False),
+    "journal_tcp": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True, local=False),
     "shards": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True, shards=2),
 }
 

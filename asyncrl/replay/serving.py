@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-
 from asyncrl.errors import JournalError
 from asyncrl.replay.audit.ledger_file import LedgerFile
 from asyncrl.replay.audit.ledger_thread import LedgerThread
@@ -25,12 +23,11 @@ from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.journal.recovery import unfinished_run
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.clock import awake_clock
-from asyncrl.replay.net.keys import Guests
 from asyncrl.replay.net.malloc import keep_heap, spare_collector
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.loop import TICK_S, ReplayServer
 from asyncrl.replay.server.payloads import refuse_other_store
-from asyncrl.replay.server.router import router
+from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.replay.server.survivors import learner_of
 from asyncrl.replay.shards.handlers import with_shards
 from asyncrl.replay.shards.payloads import InShards
@@ -76,24 +73,24 @@ def run_server(
         patience: with a full disk.
 
     Raises:
-        ConfigError: see `router`. LedgerError: the conservation law broke. DiskFullError: there was no space for longer
-        than the patience lasts. JournalError: the journal is damaged, in use
-        or of another version, or its disk failed.
+        ConfigError: see `entrance`. LedgerError: the conservation law broke. DiskFullError: there was no space for
+        longer than the patience lasts. JournalError: the journal is damaged, in use or of another version, or its disk
+        failed.
     """
     keep_heap()
     if threading.current_thread() is threading.main_thread():
         spare_collector()
     stopped = stopped_by_signals(stop)
     with contextlib.ExitStack() as stack:
-        # The socket first: a second server at this address must not touch the journal of the first.
-        socket = stack.enter_context(router(config))
+        # The sockets first: a second server at this address must not touch the journal of the first.
+        way_in = stack.enter_context(entrance(config))
         if config.durability == "journal" and folder is not None:
             disk = FolderDisk(folder, locked=True)
-        if fresh and disk is not None and not goes_on(disk, socket, config, stopped):
+        if fresh and disk is not None and not goes_on(disk, way_in, config, stopped):
             discard(disk)
         told = stack.enter_context(contextlib.closing(LedgerThread(ledger))) if ledger is not None else None
         memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, told, disk, folder, patience))
-        server = server_of(memory, config, socket, run_digest)
+        server = server_of(memory, config, way_in, run_digest)
         log.info("replay server of run %s listens on %s", memory.run_id, config.address)
         server.serve(stopped)
 
@@ -107,7 +104,7 @@ def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
     return stopped
 
 
-def server_of(memory: Memory, config: ReplayConfig, socket: zmq.Socket, run_digest: str) -> ReplayServer:
+def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest: str) -> ReplayServer:
     """Raises JournalError when its payloads are elsewhere than `replay.shards` says."""
     kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
     refuse_other_store(kept, config.shards)
@@ -119,8 +116,7 @@ def server_of(memory: Memory, config: ReplayConfig, socket: zmq.Socket, run_dige
     return ReplayServer(
         memory.core,
         handlers,
-        socket,
-        guests=Guests(config.keys),
+        way_in,
         run_id=memory.run_id,
         boot=memory.boot,
         run_digest=run_digest,
@@ -185,7 +181,7 @@ def silence_of(config: ReplayConfig) -> float:
     return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
 
 
-def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threading.Event) -> bool:
+def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threading.Event) -> bool:
     """Whether the run that the journal on `disk` is of does: then it is not finished, and its learner is there. Waits
     for that one where there is such a journal. When told to stop nobody knows, and it is taken to go on.
 
@@ -201,7 +197,7 @@ def goes_on(disk: Disk, socket: zmq.Socket, config: ReplayConfig, stopped: threa
         return False
     whose = f"the journal of run {run_id}" if damage is None else f"a journal that cannot be read ({damage})"
     log.info("overwrite=true: %s is deleted unless a learner of its run is heard in %.0f s", whose, wait_s)
-    peer = learner_of(run_id, socket, wait_s, stopped, awake_clock(config), Guests(config.keys))
+    peer = learner_of(run_id, way_in, wait_s, stopped, awake_clock(config))
     if peer is None:
         return stopped.is_set()
     log.warning(

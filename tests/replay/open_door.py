@@ -43,7 +43,7 @@ def without_keys() -> Iterator[None]:
     """For what is started in this process while this lasts."""
     with (
         mock.patch("asyncrl.replay.server.router.secure_server", lambda *_: Nobody()),
-        mock.patch("asyncrl.replay.serving.Guests", Everybody),
+        mock.patch("asyncrl.replay.server.router.Guests", Everybody),
         mock.patch("asyncrl.replay.client.connection.secure_client", lambda *_: None),
     ):
         yield

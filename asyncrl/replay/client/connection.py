@@ -29,6 +29,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
+from asyncrl.replay.net.doors import Doors, open_door
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.net.socket_options import receive, set_socket_options
 from asyncrl.replay.net.wakeup import Wakeup
@@ -84,6 +85,10 @@ class Connection:
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
         self._wakeup = Wakeup(self._context)
+        self._door: Doors | None = None
+        """Where the socket came by one; else by tcp."""
+        self._knocks = config.local_sockets
+        """Whether to look for a door."""
         self._socket, self._handshakes = self._open()
         self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
         self._thread.start()
@@ -161,14 +166,31 @@ class Connection:
     def _open(self) -> tuple[zmq.Socket, Handshakes]:
         socket = self._context.socket(zmq.DEALER)
         set_socket_options(socket, self.address, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
-        secure_client(socket, self._config.keys, self.role, self._server_role)
+        self._door = open_door(self._config.keys, self.address, self.role) if self._knocks else None
+        if self._door is None:
+            secure_client(socket, self._config.keys, self.role, self._server_role)
         handshakes = Handshakes(socket, self._config.keys, self.role)
-        socket.connect(self.address)
+        socket.connect(self.address if self._door is None else f"ipc://{self._door.path(self.role)}")
         return socket, handshakes
 
     def _close_socket(self) -> None:
         self._handshakes.close()
         self._socket.close(0)
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _has_door(self) -> bool:
+        door = open_door(self._config.keys, self.address, self.role)
+        if door is not None:
+            door.close()
+        return door is not None
+
+    def _open_anew(self) -> None:
+        self._attempt = self._clock()
+        self._close_socket()
+        self._socket, self._handshakes = self._open()
+        self._welcome = False
 
     def _beat(self, now: float) -> None:
         """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
@@ -176,10 +198,9 @@ class Connection:
         if now >= self._deaf_at() and not self._socket.poll(0):
             why = self._suspicion = self._handshakes.suspicion
             log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
-            self._attempt = now
-            self._close_socket()
-            self._socket, self._handshakes = self._open()
-            self._welcome = False
+            # Behind a door that is silent somebody may hang whom tcp goes past.
+            self._knocks = self._config.local_sockets and self._door is None
+            self._open_anew()
         if self._welcome:
             self._say("heartbeat", [0, [self._stats(), self._requests.sent()]])
         elif self._fatal is None:
@@ -268,6 +289,10 @@ class Connection:
             self._die(WireError(f"{self._server}: {error}"))
 
     def _welcomed(self, welcome: words.Welcome) -> None:
+        if self._door is None and self._knocks and self._has_door():  # It came after its server's tcp, or than this.
+            self._open_anew()
+            self._hello()
+            return
         self._run, self._boot, self._requests.window = welcome.run, welcome.boot, welcome.window
         self._welcome = True
         self._requests.resend_all()

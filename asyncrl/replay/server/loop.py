@@ -1,7 +1,7 @@
-"""The replay server: one thread, one ROUTER socket, everything else in `ReplayCore`; or in the host of a shard.
+"""The replay server: one thread, its ROUTER sockets, everything else in `ReplayCore`; or in the host of a shard.
 
     consumes      requests of rollout workers and learner ranks
-    waits for     the socket, at most until the next deadline of a waiting request
+    waits for     the sockets, at most until the next deadline of a waiting request
     unblocked by  any message; after each batch of them, waiting requests are asked again
 
 With a journal a reply leaves once all that it rests on is durable (`outbox.py`); the loop never waits for that.
@@ -24,12 +24,11 @@ from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
-from asyncrl.replay.net.keys import Guests
-from asyncrl.replay.net.socket_options import receive_routed
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET
 from asyncrl.replay.server.outbox import Outbox
 from asyncrl.replay.server.replies import Replies
+from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.replay.server.shutdown import Shutdown
@@ -54,9 +53,8 @@ class ReplayServer:
         self,
         core: Host,
         handlers: Clerk,
-        socket: zmq.Socket,
+        entrance: Entrance,
         *,
-        guests: Guests,
         run_id: str,
         boot: str,
         run_digest: str,
@@ -65,11 +63,10 @@ class ReplayServer:
         sync: SyncThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.core, self.handlers, self.socket, self.clock = core, handlers, socket, clock
-        self.guests = guests
+        self.core, self.handlers, self.entrance, self.clock = core, handlers, entrance, clock
         self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
         self.sync, self.patience_s = sync, patience_s
-        self.outbox = Outbox(socket, sync.journal if sync else None, clock)
+        self.outbox = Outbox(entrance, sync.journal if sync else None, clock)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
         self._beats_on_full_disk = 0
@@ -81,7 +78,8 @@ class ReplayServer:
     def serve(self, stop: threading.Event) -> None:
         """Until `stop`, or until the run is finished and everybody has left."""
         poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
+        for socket in self.entrance.sockets:
+            poller.register(socket, zmq.POLLIN)
         if self.sync is not None:
             poller.register(self.sync.wake_fd, zmq.POLLIN)
         next_tick, last_tick = 0.0, self.clock()
@@ -93,10 +91,10 @@ class ReplayServer:
                 self._tick(now)
                 if self._over(now):
                     return
-            ready = poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1)
-            if (self.socket, zmq.POLLIN) in ready:
+            ready = dict(poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1))
+            if self.entrance.heard(ready):
                 self._drain()
-            if self.sync is not None and (self.sync.wake_fd, zmq.POLLIN) in ready:
+            if self.sync is not None and self.sync.wake_fd in ready:
                 self.sync.heard()
             self.waiting.settle()
             self._settle_promises()
@@ -122,16 +120,15 @@ class ReplayServer:
         nbytes = taken = 0
         for _ in range(THROWN_AWAY):
             try:
-                connection, frames = receive_routed(self.socket)
+                identity, connection, role, frames = self.entrance.receive()
             except zmq.Again:
                 self.door.queue_is_empty()
                 return
-            identity = connection.bytes
             if not self.door.may_speak(identity, len(frames)):
                 if self.door.must_close(identity):
                     hang_up(connection)
                 continue
-            self._take(identity, self.guests.role(connection), frames)
+            self._take(identity, role, frames)
             taken += 1
             nbytes += sum(len(frame) for frame in frames)
             if taken == BATCH or nbytes > BATCH_BYTES:

@@ -18,7 +18,6 @@ import zmq
 
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import SEVERAL
-from asyncrl.replay.net.socket_options import send
 from asyncrl.replay.server.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -37,6 +36,12 @@ class Promises(Protocol):
     def durable(self) -> int: ...
 
 
+class WayOut(Protocol):
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """Raises zmq.ZMQError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     position: int
@@ -49,12 +54,10 @@ class _Held:
 class Outbox:
     """`clock`: the server's, or a standstill of its would count as the journal's."""
 
-    def __init__(
-        self, socket: zmq.Socket, journal: Promises | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, way_out: WayOut, journal: Promises | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.undeliverable = 0
         self._clock = clock
-        self._socket, self._journal = socket, journal
+        self._way_out, self._journal = way_out, journal
         self._held: deque[_Held] = deque()
 
     def promise(self, session: Session, request: int, frames: Sequence[Frame]) -> None:
@@ -96,7 +99,7 @@ class Outbox:
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Now or never: what cannot be delivered is lost, and the peer's next heartbeat tells it to ask again."""
         try:
-            send(self._socket, [identity, *frames])
+            self._way_out.send(identity, frames)
         except (zmq.Again, zmq.ZMQError) as error:
             # Gone (EHOSTUNREACH) or not reading (EAGAIN).
             self.undeliverable += 1

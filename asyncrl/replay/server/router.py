@@ -1,19 +1,26 @@
-"""The socket of a server, bound and guarded."""
+"""The sockets of a server, bound and guarded: tcp for whoever has a key, a door for each role on the same machine."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import resource
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import zmq
 
 from asyncrl.checks.addresses import numeric
 from asyncrl.errors import ReplayError
+from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.net.keys import check_address, secure_server
-from asyncrl.replay.net.socket_options import set_socket_options
+from asyncrl.replay.net.doors import Doors
+from asyncrl.replay.net.keyring import ROLES
+from asyncrl.replay.net.keys import Guests, check_address, secure_server
+from asyncrl.replay.net.socket_options import receive_routed, send, set_socket_options
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
 """A connection that has not said who it is by then is closed."""
@@ -21,6 +28,95 @@ BACKLOG = 4096
 """Connections that come at once; with the usual 100 the others would try again after a second."""
 UNREAD = 10_000
 """Replies that wait for one peer to read. Later ones are lost to it, and asked for again."""
+SPELL = 32
+"""Messages taken from one socket before the next has its turn."""
+
+
+class Entrance:
+    """All sockets of a server as one.
+
+    Args:
+        tcp: where the role of a connection is that of its key.
+        doors: sockets by the role that whoever comes by them has.
+    """
+
+    def __init__(self, tcp: zmq.Socket, guests: Guests, doors: Mapping[str, zmq.Socket]) -> None:
+        self.sockets = [tcp, *doors.values()]
+        self._roles: list[Callable[[zmq.Frame], str]] = [guests.role, *(_always(role) for role in doors)]
+        self._ready: deque[int] = deque()
+        """Those that may have messages."""
+        self._taken = 0
+
+    def heard(self, ready: Mapping[object, int]) -> bool:
+        """Whether one of them is among what a poller found."""
+        self._ready = deque(place for place, socket in enumerate(self.sockets) if socket in ready)
+        return bool(self._ready)
+
+    def receive(self) -> tuple[bytes, zmq.Frame, str, list[Frame]]:
+        """`(identity, frame of the connection, role, frames)` of the next message. Identities of two sockets differ.
+
+        Raises:
+            zmq.Again: those that were `heard` have no more.
+        """
+        while self._ready:
+            place = self._ready[0]
+            try:
+                connection, frames = receive_routed(self.sockets[place])
+            except zmq.Again:
+                self._ready.popleft()
+                continue
+            self._taken += 1
+            if self._taken % SPELL == 0:
+                self._ready.rotate(-1)
+            return bytes((place,)) + connection.bytes, connection, self._roles[place](connection), frames
+        raise zmq.Again
+
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """Raises zmq.ZMQError: whoever it is is gone, or does not read."""
+        send(self.sockets[identity[0]], [identity[1:], *frames])
+
+
+def _always(role: str) -> Callable[[zmq.Frame], str]:
+    return lambda connection: role
+
+
+@contextlib.contextmanager
+def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
+    """`router`, and beside it the doors.
+
+    Raises:
+        ConfigError, ReplayError: as of `router`.
+    """
+    with router(config, role) as tcp, _doors(config, tcp.context) as doors:
+        yield Entrance(tcp, Guests(config.keys), doors)
+
+
+@contextlib.contextmanager
+def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq.Socket]]:
+    """None where they are not wanted, or cannot be: then all come by tcp."""
+    opened: dict[str, zmq.Socket] = {}
+    with contextlib.ExitStack() as stack:
+        if config.local_sockets:
+            try:
+                doors = Doors(config.keys, config.address, make=True)
+                stack.callback(doors.close)
+                for role in ROLES[1:]:
+                    opened[role] = stack.enter_context(_listening(config, context, doors, role))
+            except OSError as error:  # a ZMQError is one
+                log.warning("no sockets of this machine in %s, all come by tcp: %s", config.keys, error)
+                opened.clear()
+        yield opened
+
+
+@contextlib.contextmanager
+def _listening(config: ReplayConfig, context: zmq.Context, doors: Doors, role: str) -> Iterator[zmq.Socket]:
+    socket = _configured(context, config)
+    try:
+        socket.bind(f"ipc://{doors.path(role)}")  # what a killed server left there is replaced
+        yield socket
+    finally:
+        socket.close(linger=0)
+        doors.remove(role)
 
 
 def _open_as_many_files_as_allowed() -> None:
@@ -41,23 +137,8 @@ def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
     check_address(address, config.keys)
     _open_as_many_files_as_allowed()
     context = zmq.Context(1)
-    socket = context.socket(zmq.ROUTER)
-    authenticator = None
+    socket, authenticator = _configured(context, config), None
     try:
-        set_socket_options(socket, config.address, config.heartbeat_s, config.heartbeat_timeout_s)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # libzmq 4.3.5 aborts the process when a peer goes away while reading from it is stopped, for more than RCVHWM
-        # messages, and a heartbeat is then due or unread (`stream_engine_base.cpp`, Assertion failed: !_io_error). So
-        # reading never stops, and `doorkeeper.py` closes who floods; the peers beat, and say when to give them up.
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, math.ceil(config.heartbeat_timeout_s))
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, math.ceil(config.heartbeat_s))
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        socket.setsockopt(zmq.SNDHWM, UNREAD)
         authenticator = secure_server(context, socket, config.keys, role)
         try:
             socket.bind(address)
@@ -69,3 +150,22 @@ def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
         if authenticator is not None:  # refused before there was one
             authenticator.stop()
         context.term()
+
+
+def _configured(context: zmq.Context, config: ReplayConfig) -> zmq.Socket:
+    socket = context.socket(zmq.ROUTER)
+    set_socket_options(socket, config.address, config.heartbeat_s, config.heartbeat_timeout_s)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # libzmq 4.3.5 aborts the process when a peer goes away while reading from it is stopped, for more than RCVHWM
+    # messages, and a heartbeat is then due or unread (`stream_engine_base.cpp`, Assertion failed: !_io_error). So
+    # reading never stops, and `doorkeeper.py` closes who floods; the peers beat, and say when to give them up.
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, math.ceil(config.heartbeat_timeout_s))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, math.ceil(config.heartbeat_s))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    socket.setsockopt(zmq.SNDHWM, UNREAD)
+    return socket

@@ -2,7 +2,7 @@
 run's, or that of the run which a supervisor has just started this server again for: then its learner is there. A worker
 or a shard may be left over from a run that is over.
 
-consumes      what comes to the bound socket; whoever sent it asks again. Who names the run is asked for a hello
+consumes      what comes to the bound sockets; whoever sent it asks again. Who names the run is asked for a hello
 waits for     the hello of a learner of that run
 unblocked by  it, the deadline, or `stop`
 """
@@ -20,8 +20,7 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.reply import decode_hello
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.net.clock import AwakeClock
-from asyncrl.replay.net.keys import Guests
-from asyncrl.replay.net.socket_options import receive_routed, send
+from asyncrl.replay.server.router import Entrance
 
 TURN_S = 0.2
 
@@ -38,33 +37,36 @@ class Survivor:
 
 def learner_of(
     run_id: str,
-    socket: zmq.Socket,
+    entrance: Entrance,
     wait_s: float,
     stop: threading.Event,
     clock: AwakeClock,
-    guests: Guests,
 ) -> Survivor | None:
     """A learner, by its key, of the run `run_id`, or of any run if that is empty; within `wait_s` and before `stop`."""
     # By the wall clock a process that was stopped for all of it would not read who spoke meanwhile, and would delete
     # their journal.
     until = clock() + wait_s
+    poller = zmq.Poller()
+    for socket in entrance.sockets:
+        poller.register(socket, zmq.POLLIN)
     while not stop.is_set() and (left := until - clock()) > 0:
-        peer = _next(run_id, socket, guests) if socket.poll(int(min(left, TURN_S) * 1000) + 1) else None
+        ready = dict(poller.poll(int(min(left, TURN_S) * 1000) + 1))
+        peer = _next(run_id, entrance) if entrance.heard(ready) else None
         if peer is not None and peer.role == "learner":
             return peer
     return None
 
 
-def _next(run_id: str, socket: zmq.Socket, guests: Guests) -> Survivor | None:
+def _next(run_id: str, entrance: Entrance) -> Survivor | None:
     """Whoever the next message is a hello of, if it names the run."""
     try:
-        connection, frames = receive_routed(socket)
+        identity, _, role, frames = entrance.receive()
         envelope = wire.decode_envelope(frames[0]) if frames else None
         if envelope is None or not envelope.run or run_id not in ("", envelope.run):
             return None
         if envelope.verb == "hello":
             hello = decode_hello(envelope)
-            if hello.role != guests.role(connection):
+            if hello.role != role:
                 return None
             return Survivor(envelope.run, hello.role, hello.name, envelope.incarnation)
     except (zmq.Again, WireError):
@@ -73,5 +75,5 @@ def _next(run_id: str, socket: zmq.Socket, guests: Guests) -> Survivor | None:
         run=envelope.run, verb="unknown_peer", request=envelope.request, incarnation="", body="say hello first"
     )
     with contextlib.suppress(zmq.ZMQError):  # gone, or not reading
-        send(socket, [connection.bytes, wire.encode_envelope(said)])
+        entrance.send(identity, [wire.encode_envelope(said)])
     return None

@@ -24,10 +24,9 @@ from asyncrl.replay.journal.disk import Disk, FolderDisk
 from asyncrl.replay.journal.recovery import run_of
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.keyring import with_keys
-from asyncrl.replay.net.keys import Guests
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.server.loop import ReplayServer
-from asyncrl.replay.server.router import router
+from asyncrl.replay.server.router import entrance
 from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
 from asyncrl.replay.shards.host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
 from asyncrl.replay.shards.receipts import Seals
@@ -65,7 +64,7 @@ def run_shard(
         fresh: throw away the journal of an earlier run; that of the planner's own run is kept.
 
     Raises:
-        ConfigError: see `router`. ReplayError: the planner serves another run. FencedError: it has another shard of
+        ConfigError: see `entrance`. ReplayError: the planner serves another run. FencedError: it has another shard of
             this number. NoProgress: nobody answers for it.
         JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
     """
@@ -74,8 +73,8 @@ def run_shard(
     place = Place(shard=shard, count=config.shards, address=config.shard_address)
     seals = Seals(config.keys, run_digest)
     with contextlib.ExitStack() as stack:
-        # The socket first: a second shard at this address must not touch the journal of the first.
-        socket = stack.enter_context(router(replace(config, address=place.address), "shard"))
+        # The sockets first: a second shard at this address must not touch the journal of the first.
+        way_in = stack.enter_context(entrance(replace(config, address=place.address), "shard"))
         link = stack.enter_context(contextlib.closing(PlannerLink(config, place, run_digest, seals)))
         first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
         if first is None:
@@ -86,8 +85,7 @@ def run_shard(
         server = ReplayServer(
             host,
             ShardDesk(host, place, first.run_id, seals, config.max_bytes),
-            socket,
-            guests=Guests(config.keys),
+            way_in,
             run_id=first.run_id,
             boot=f"{first.run_id}.{shard}",
             run_digest=run_digest,

@@ -11,8 +11,8 @@ import zmq
 
 from asyncrl.replay.codec.wire import Envelope, encode_envelope
 from asyncrl.replay.net.clock import AwakeClock
-from asyncrl.replay.net.keys import Guests, secure_client
-from asyncrl.replay.server.router import router
+from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.server.router import entrance
 from asyncrl.replay.server.survivors import learner_of
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import Clock, replay_config
@@ -42,11 +42,11 @@ def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one
     body = ["learner", "rank 0", "d", NO_VERSION, ""]
     hello = encode_envelope(Envelope(run="run", verb="hello", request=1, incarnation="life", body=body))
     config = replay_config()
-    with router(config) as socket, zmq.Context() as context, context.socket(zmq.DEALER) as learner:
+    with entrance(config) as way_in, zmq.Context() as context, context.socket(zmq.DEALER) as learner:
         secure_client(learner, config.keys, "learner", "server")
         learner.connect(config.address)
         learner.send(hello)
         wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))
         clock = AwakeClock(5.0, lambda: next(wall))
-        found = learner_of("run", socket, 10.0, threading.Event(), clock, Guests(config.keys))
+        found = learner_of("run", way_in, 10.0, threading.Event(), clock)
     assert found is not None and found.name == "rank 0"

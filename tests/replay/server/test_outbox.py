@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,8 +10,10 @@ import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import SEVERAL, Envelope
+from asyncrl.replay.net.socket_options import send
 from asyncrl.replay.server.outbox import TOGETHER, Outbox
 from asyncrl.replay.server.sessions import Session
 
@@ -24,6 +26,14 @@ class FakeJournal:
 
 def reply(number: int) -> bytes:
     return wire.encode_envelope(Envelope(run="r", verb="ok", request=number, incarnation="b", body=[number]))
+
+
+class Way:
+    def __init__(self, router: zmq.Socket) -> None:
+        self._router = router
+
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        send(self._router, [identity, *frames])
 
 
 @dataclass
@@ -61,7 +71,7 @@ def office() -> Iterator[Office]:
         router.recv_multipart()
         sessions[name] = Session("worker", name, name, name.encode(), 0.0)
     journal = FakeJournal()
-    yield Office(journal, Outbox(router, journal), peers, sessions)
+    yield Office(journal, Outbox(Way(router), journal), peers, sessions)
     context.destroy(linger=0)
 
 

@@ -1,0 +1,101 @@
+"""Doors: unix-domain sockets by which processes of the server's own user on its machine come in, one for each role.
+
+    <replay.keys>/local/<digest of machine, network and address>-<role>
+
+Encryption would take them up to two thirds of the processor time of a group (benchmarks/RESULTS.md), and here it keeps
+nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door proves
+what a key proves, to both ends, and whoever comes by it needs the secret of its role all the same.
+
+A client looks for the door of a server whenever it opens a connection, and takes tcp and its key where there is none:
+on another machine, as another user, or where nobody listens behind what a killed server has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from asyncrl.replay.net.keyring import key_pair
+
+DOORS_DIR = "local"
+PROBE_S = 1.0
+
+
+class Doors:
+    """The doors of one server, as a client or that server finds them: those in a folder that only this user can open.
+
+    Args:
+        keys: `replay.keys`.
+        address: of the server, as all write it.
+        make: the folder too, where it is not there yet.
+
+    Raises:
+        OSError: there is no such folder, or another user could have put a door into it.
+    """
+
+    def __init__(self, keys: str, address: str, *, make: bool = False) -> None:
+        folder = Path(keys) / DOORS_DIR
+        if make:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self._name = _digest(address)
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(self._folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            self.close()
+            raise PermissionError(
+                f"{folder} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}: it must have "
+                f"mode 0700 and be your own (user {os.geteuid()}). Remove it"
+            )
+
+    def path(self, role: str) -> str:
+        """By the open folder: a path of a socket has 107 bytes at most, and nobody can put another folder there."""
+        return f"/proc/self/fd/{self._folder}/{self._name}-{role}"
+
+    def is_open(self, role: str) -> bool:
+        """Whether somebody listens there."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(PROBE_S)
+            try:
+                probe.connect(self.path(role))
+            except TimeoutError:  # a queue of others before it
+                return True
+            except OSError:
+                return False
+        return True
+
+    def remove(self, role: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path(role))
+
+    def close(self) -> None:
+        """Once no socket uses a path any more."""
+        os.close(self._folder)
+
+
+def open_door(keys: str, address: str, role: str) -> Doors | None:
+    """Where the door of `role` is one that a server listens behind; else None.
+
+    Raises:
+        ConfigError: the secret of that role is missing or unreadable.
+    """
+    key_pair(keys, role)
+    try:
+        doors = Doors(keys, address)
+    except OSError:
+        return None
+    if doors.is_open(role):
+        return doors
+    doors.close()
+    return None
+
+
+def _digest(address: str) -> str:
+    """What else could be the same: the folder, on a file system of many machines; the address, in a container that has
+    a loopback of its own."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = os.stat("/proc/self/ns/net").st_ino
+    return hashlib.sha256(f"{machine} {network} {address}".encode()).hexdigest()[:16]
