@@ -198,8 +198,8 @@ class Connection:
         if now >= self._deaf_at() and not self._socket.poll(0):
             why = self._suspicion = self._handshakes.suspicion
             log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
-            # Behind a door that is silent somebody may hang whom tcp goes past.
-            self._knocks = self._config.local_sockets and self._door is None
+            # Who listens at a door and says nothing may be another than who answers by tcp.
+            self._knocks = self._config.local_sockets and not (self._door and self._door.is_open(self.role))
             self._open_anew()
         if self._welcome:
             self._say("heartbeat", [0, [self._stats(), self._requests.sent()]])
