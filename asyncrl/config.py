@@ -243,7 +243,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
             config.rollout.max_new_tokens,
         ],
         "replay": {key: value for key, value in asdict(config.replay).items() if key not in OWN_TO_A_PROCESS},
-        "engine": config.engine.record_topk,
+        "engine": [config.engine.record_topk, "exact"] if config.engine.exact else config.engine.record_topk,
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         "weights": [config.weights.transport, config.weights.wire_dtype],
         "learner": config.learner.groups_per_step,
@@ -305,6 +305,7 @@ def learner_digest(config: Config) -> str:
     # The path says nothing of a file that was changed.
     code = {key: code_fingerprint(spec) for key, spec in own_learning(config).items()}
     settings |= {"code": code} if code else {}
+    settings |= {"exact": True} if config.engine.exact else {}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -140,6 +140,9 @@ class EngineConfig:
     record_topk: int = 0
     """Record so many of the likeliest tokens, with their log-probs, at each sampled token: 8 bytes each in the replay.
     `loss.centering` needs them. 0 is none."""
+    exact: bool = False
+    """Engine and learner compute the same log-probs bit for bit at the same version (transformers, on CPUs, in float32,
+    with `weights.on_update=recompute`), and the canary allows no difference. Costs time, see docs/exact.md."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Any other engine argument of vLLM, by its own name: `engine.vllm.gpu_memory_utilization=0.8`."""
 
@@ -259,7 +262,7 @@ class WeightsConfig:
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
     faster. For bfloat16 on slow links: a small step changes few of its bits, and nearly all of float32's."""
     on_update: str = "keep"
-    """Keys of running sequences at an update: `keep` them (cheap), or `recompute` them with the new weights (vllm)."""
+    """Keys of running sequences at an update: `keep` them (cheap), or `recompute` them with the new weights."""
     verify_every: int = 10
     """Versions between two canaries (engine and learner must agree on the log-probs of probe tokens); 0 is only the
     first version of a worker and after every (re)join."""

@@ -23,11 +23,8 @@ def engine_has_the_setting(config: Config) -> Problems:
     for key, value in settings.items():
         if value != OF_VLLM[key]:
             yield f"engine.{key}={value} does nothing with engine={config.engine.name}. Use engine=vllm, or remove it"
-    if config.weights.on_update == "recompute":
-        yield (
-            f"weights.on_update=recompute needs engine=vllm: engine={config.engine.name} keeps the keys of running "
-            "sequences. Set weights.on_update=keep"
-        )
+    if config.weights.on_update == "recompute" and config.engine.name == "fake":
+        yield "weights.on_update=recompute does nothing with engine=fake, which has no keys. Set weights.on_update=keep"
 
 
 def likeliest_tokens_are_recorded(config: Config) -> Problems:
@@ -39,6 +36,48 @@ def likeliest_tokens_are_recorded(config: Config) -> Problems:
         )
     if config.engine.record_topk and config.engine.name == "fake":
         yield "engine.record_topk needs engine=transformers or engine=vllm. Set engine.record_topk=0"
+
+
+NO_SAME_BITS = {
+    "vllm": "its batch-invariant kernels need a GPU and have not been tried here, and they are not the learner's",
+    "fake": "it has no model",
+}
+"""Why an engine's log-probs cannot be the learner's to the bit."""
+
+
+def exact_engines_can_be(config: Config) -> Problems:
+    if not config.engine.exact:
+        return
+    reason = NO_SAME_BITS.get(config.engine.name)
+    if reason:
+        yield (
+            f"engine.exact=true with engine={config.engine.name}: {reason}. Use engine=transformers, or set "
+            "engine.exact=false"
+        )
+    halves = {
+        "model.dtype": config.model.dtype,
+        "engine.dtype": config.engine.dtype,
+        "weights.wire_dtype": config.weights.wire_dtype,
+    }
+    for key, dtype in halves.items():
+        if dtype != "float32":
+            yield (
+                f"engine.exact=true needs {key}=float32; got {dtype}: the engine would serve other numbers than the "
+                f"learner trains. Set {key}=float32"
+            )
+    if config.model.lora_rank > 0:
+        yield (
+            f"engine.exact=true with model.lora_rank={config.model.lora_rank}: the learner adds what an adapter says, "
+            "the engine adds the adapter to the weights, and the two are rounded differently. Set model.lora_rank=0"
+        )
+    if config.weights.on_update != "recompute" and config.engine.name == "transformers":
+        yield (
+            "engine.exact=true with weights.on_update=keep: a sequence that spans an update goes on over keys of the "
+            "old weights, which the learner has not got. Set weights.on_update=recompute"
+        )
+    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
+        if device == "cuda":
+            yield f"engine.exact=true with {key}=cuda: its kernels were tried on CPUs alone. Set {key}=cpu"
 
 
 def adapters_keep_their_keys(config: Config) -> Problems:
@@ -140,6 +179,7 @@ def transport_has_deltas(config: Config) -> Problems:
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     likeliest_tokens_are_recorded,
+    exact_engines_can_be,
     adapters_keep_their_keys,
     engine_processes_are_its_own,
     tokens_are_drawn_from_the_policy,

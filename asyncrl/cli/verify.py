@@ -131,7 +131,7 @@ def verify_engine(
     expected: Sequence[NDArray[np.float32]],
 ) -> Row:
     """Load `policy` into a new engine, cast to `dtype` as on the wire, and compare. An engine that cannot is a row."""
-    settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype))
+    settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype, exact=False))
     if engine != "vllm":
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
     canary = Canary(sequences=tuple(probes), logprobs=tuple(expected), learner_dtype="float32", wire_dtype=dtype)

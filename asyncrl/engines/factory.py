@@ -50,5 +50,7 @@ def make_engine(config: Config) -> Engine:
         engine_device(engine.device),
         engine.max_sequences,
         adapters=config.model.lora_rank > 0,
+        exact=engine.exact,
     )
-    return TransformersEngine(runner, threads=engine.threads)
+    recompute = config.weights.on_update == "recompute"
+    return TransformersEngine(runner, threads=engine.threads, recompute=recompute)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
+from asyncrl.exact import kernels
+from asyncrl.exact.model import valued
 
 PACKED_ATTENTION = "asyncrl_packed"
+EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
+"""The same by the kernels of `engine.exact`."""
 SLACK_TOKENS = 16
 """A row at most so much shorter than the longest of a block joins it: one more block costs more than the padding."""
 SLACK_RATIO = 0.8
@@ -146,6 +151,8 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packing: Packing | None = None,
+    *,
+    exact: bool = False,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_dim"], None]:
     """Attention function with the signature transformers calls. Dropout is never applied: the behavior policy had none.
@@ -165,7 +172,8 @@ def packed_attention(
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     gather = packing.rows if half else packing.padded
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
-    out = (_flash if half else _blockwise)(q, k, v, packing, scaling, sliding_window)
+    attend = _flash if half else partial(_blockwise, exact=exact)
+    out = attend(q, k, v, packing, scaling, sliding_window)
     return out.index_select(0, gather.owner)[None], None
 
 
@@ -202,16 +210,25 @@ def _blockwise(
     packing: Packing,
     scaling: float | None,
     window: int | None,
+    *,
+    exact: bool,
 ) -> Float[Tensor, "slots heads value_dim"]:
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, grouped = [], q.shape[1] != k.shape[1]
     sizes = [rows * length for rows, length in packing.blocks]
     parts = zip(packing.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     for (rows, length), *tensors in parts:
         bq, bk, bv = (tensor.view(rows, length, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
         mask = None if window is None or window >= length else _band(length, window, q.device)
-        out = functional.scaled_dot_product_attention(
-            bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": mask is None,
+            "scale": scaling,
+            "enable_gqa": grouped,
+        }
+        plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)
+        seen = None if mask is None else mask[None, None]
+        out = valued(plain, partial(kernels.attention, bq, bk, bv, scale, seen)) if exact else plain()
         outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -223,3 +240,4 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 # No mask function goes with it: transformers then builds no mask at all for this implementation.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(EXACT_PACKED_ATTENTION, partial(packed_attention, exact=True))

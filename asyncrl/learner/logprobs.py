@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from asyncrl.exact import kernels
 from asyncrl.learner.support import Support
 
 CHUNK_ELEMENTS = 1 << 19
@@ -24,6 +26,8 @@ def token_logprobs(
     targets: Tensor,
     temperature: float,
     support: Support | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[Tensor, Float[Tensor, " tokens"]]:
     """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
 
@@ -35,8 +39,9 @@ def token_logprobs(
 
     Args:
         targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
+        exact: by the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
     """
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support)  # pyright: ignore[reportReturnType]
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -72,13 +77,23 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, support: Support | None, rows: slice
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    support: Support | None,
+    rows: slice,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
     """Of tokens `rows`."""
-    logits = functional.linear(hidden[rows], weight, bias).to(_wide(hidden))
+    logits = product(hidden[rows], weight, bias).to(_wide(hidden))
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return logits if support is None else support.narrow(logits, rows)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -93,12 +108,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         support: Support | None,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
+        product, total = (kernels.linear, kernels.logsumexp) if exact else (functional.linear, _logsumexp)
+        factors = kernels.rounded_weight(weight) if exact else weight
         logprobs = torch.empty(targets.shape, dtype=_wide(hidden), device=hidden.device)
         entropy, normaliser = (logprobs.new_empty(len(targets)) for _ in range(2))
         for rows in _chunks(len(targets), len(weight)):
-            logits = _logits(hidden, weight, bias, temperature, support, rows)
-            normaliser[rows] = logits.logsumexp(-1)
+            logits = _logits(hidden, factors, bias, temperature, support, rows, product)
+            normaliser[rows] = total(logits)
             chosen = logits.gather(-1, _columns(targets, rows)) - normaliser[rows, None]
             logprobs[rows] = chosen.view_as(logprobs[rows])
             mean_logit = torch.linalg.vecdot(functional.softmax(logits, -1), logits)
@@ -109,7 +127,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
@@ -128,4 +146,4 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 d_weight += d_logits.t() @ hidden[rows]
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None

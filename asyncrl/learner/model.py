@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.checks.architecture import foreign_maths
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED_ATTENTION, Packing, as_rows
+from asyncrl.exact.model import make_exact
+from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, Packing, as_rows
 from asyncrl.learner.layout import Layout, agree_on_layout
 from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero, load_proven
 from asyncrl.learner.logprobs import judged_logprobs, token_logprobs
@@ -70,6 +71,8 @@ class PolicyModel(PackedModel):
 
     adapters: Adapters | None = None
     """With LoRA: what is trained; all else is frozen."""
+    exact: bool = False
+    """Log-probs are bit for bit those of an exact engine (`compute_exactly`)."""
 
     def forward(
         self,
@@ -100,7 +103,7 @@ class PolicyModel(PackedModel):
         wanted = input_ids.index_select(0, loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
-        found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support)
+        found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support, exact=self.exact)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
@@ -150,7 +153,13 @@ class PolicyModel(PackedModel):
 
 
 def build_model(
-    config: Config, device: torch.device, mesh: DeviceMesh | None, *, path: str = "", frozen: bool = False
+    config: Config,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    *,
+    path: str = "",
+    frozen: bool = False,
+    exact: bool = False,
 ) -> PolicyModel:
     """Load a policy with fp32 master weights on `device`, sharded over `mesh` (None: a single rank).
 
@@ -159,6 +168,7 @@ def build_model(
     Args:
         path: of the checkpoint; empty is `model.path`.
         frozen: without gradients: the reference, the averaged policy.
+        exact: as `engine.exact`.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, or computes its logits in a way the learner does not.
@@ -170,11 +180,24 @@ def build_model(
     model = PolicyModel(hf)
     agree_on_layout(model, f"model.path={settings.path}", kept, longest_sequence(config), mesh)
     refuse_scores(config, hf.config, device, model.layout)
+    if exact:
+        compute_exactly(model, device)
     if frozen:
         model.requires_grad_(False)
     if adapted:
         model.adapters = add_adapters(hf, settings, config.seed, device)
     return place(model, settings, device, mesh)
+
+
+def compute_exactly(model: PolicyModel, device: torch.device) -> None:
+    """Let `model`, in float32, compute the log-probs of an exact engine, however it is packed or sharded.
+
+    Raises:
+        ConfigError: see `make_exact`.
+    """
+    make_exact(model.hf, device)
+    model.exact = True
+    model.hf.config._attn_implementation = EXACT_PACKED_ATTENTION
 
 
 def longest_sequence(config: Config) -> int:

@@ -81,7 +81,8 @@ def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -
     Raises:
         ConfigError: one of them cannot be loaded; the message names its setting.
     """
-    policy = build_model(config, device, mesh)
+    exact = config.engine.exact
+    policy = build_model(config, device, mesh, exact=exact)
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     advantage, ema = config.advantage, config.learner.proximal_ema
     if advantage.uses_critic:
@@ -90,9 +91,9 @@ def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -
     roles.base_is_reference = needs_reference(config) and policy.adapters is not None and not config.reference.path
     roles.reference_comes = needs_reference(config) and config.reference.from_rollout
     if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
-        roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True)
+        roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True, exact=exact)
     if ema > 0:
-        roles.average = build_model(config, device, mesh, frozen=True)
+        roles.average = build_model(config, device, mesh, frozen=True, exact=exact)
     roles.kl_coef = advantage.kl_coef
     if advantage.kl_target > 0:
         roles.kl_control = AdaptiveKL(advantage.kl_coef, advantage.kl_target, advantage.kl_horizon)

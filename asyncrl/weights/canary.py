@@ -37,6 +37,8 @@ class Tolerance:
         return found.within >= self.share and found.mean <= self.mean
 
 
+EXACT = Tolerance(max=0.0, mean=0.0)
+"""With `engine.exact`: the same bits."""
 FULL = Tolerance(max=2e-3, mean=2e-4)
 HALF = Tolerance(max=0.75, mean=0.1)
 ROUTED = Tolerance(max=0.75, mean=0.15, share=0.95)
@@ -152,6 +154,9 @@ def _differences(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> NDAr
     return np.where(np.isnan(apart), math.inf, apart)
 
 
+SAME_BITS = "With engine.exact=true both must have it, and the same torch and transformers"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """How a worker proves what its engine serves.
@@ -164,10 +169,13 @@ class Proof:
     score: Score
     engine_dtype: str
     verify_every: int = 0
+    exact: bool = False
+    """The engine computes as the learner does: nothing is rounding."""
 
     def prove(self, policy_version: int, canary: Canary) -> Difference:
         """Raises WeightsError, with the first probe that is off, when the engine disagrees with the learner."""
-        allowed = tolerance(canary.learner_dtype, canary.wire_dtype, self.engine_dtype, routed=canary.routed)
+        ordinary = tolerance(canary.learner_dtype, canary.wire_dtype, self.engine_dtype, routed=canary.routed)
+        allowed = EXACT if self.exact else ordinary
         found = compare(canary, self.score(canary.sequences), allowed.max)
         if not allowed.admits(found):
             raise WeightsError(
@@ -176,7 +184,7 @@ class Proof:
                 f"{allowed.share:.0%} of the tokens, which {found.within:.1%} keep (mean {allowed.mean:g}); "
                 f"{canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
                 f"Probe {found.probe}, token {found.token}: learner {found.learner:.4f}, engine {found.engine:.4f}. "
-                "`asyncrl verify` shows which engine loads this model right"
+                + (SAME_BITS if self.exact else "`asyncrl verify` shows which engine loads this model right")
             )
         return found
 

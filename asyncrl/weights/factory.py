@@ -82,7 +82,8 @@ def make_subscriber(
     weights = config.weights
     proof = None
     if score is not None:
-        proof = Proof(score=score, engine_dtype=config.engine.dtype, verify_every=weights.verify_every)
+        engine = config.engine
+        proof = Proof(score=score, engine_dtype=engine.dtype, verify_every=weights.verify_every, exact=engine.exact)
     if weights.transport == "files":
         return FilesSubscriber(rendezvous, load, proof, stall_s)
     if weights.transport != "broadcast":

@@ -80,6 +80,11 @@ class RunningBatch:
         rows = np.arange(self.rows)
         return self.tokens[rows, self.produced[: self.rows] - 1].astype(np.int64)
 
+    def held(self, row: int) -> NDArray[np.int32]:
+        """[length] the tokens of a row whose keys are in the slots."""
+        prompt = self.owners[row][0].request.prompt_ids
+        return np.concatenate([prompt, self.tokens[row, : self.length[row] - len(prompt)]])
+
     def record(
         self,
         tokens: NDArray[np.int64],

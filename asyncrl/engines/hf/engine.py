@@ -3,13 +3,15 @@
 Each turn of the thread, in this order: forget cancelled requests, swap in weights, prefill
 waiting requests (each prompt once, whatever `n`), one decode step of everything that runs.
 
-Updates keep the KV of running sequences: a sequence that spans an update was sampled from old keys and new weights,
-and the recorded log-prob of every token is that of the distribution it was drawn from all the same.
+Updates keep the KV of running sequences, unless `weights.on_update=recompute`: a sequence that spans an update is then
+sampled from old keys and new weights, and the recorded log-prob of every token is that of the distribution it was drawn
+from all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.hf.batch import RunningBatch
-from asyncrl.engines.hf.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, prefill_chunks
+from asyncrl.engines.hf.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, chunks
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.types import NO_VERSION, Completion
@@ -39,12 +41,16 @@ class TransformersEngine:
         runner: the model with its slots.
         threads: intra-op threads of the engine thread (CPU).
         load_timeout_s: longest `load_weights` waits for the end of a decode step.
+        recompute: an update computes the keys of running sequences again.
     """
 
-    def __init__(self, runner: ModelRunner, threads: int = 1, load_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, runner: ModelRunner, threads: int = 1, load_timeout_s: float = 600.0, *, recompute: bool = False
+    ) -> None:
         self._runner = runner
         self._threads = threads
         self._load_timeout_s = load_timeout_s
+        self._recompute = recompute
         self._batch = RunningBatch(runner.max_sequences)
         self._inbox = Inbox()
         self._admitted: list[Pending] = []
@@ -190,7 +196,9 @@ class TransformersEngine:
             self._inbox.loads.clear()
         for job in jobs:
             try:
-                self._runner.parameters.load(job.tensors)
+                self._runner.load(job.tensors)
+                if self._recompute and job is jobs[-1]:
+                    self._recompute_keys()
                 self._policy_version = job.policy_version
             except RuntimeError as error:
                 # Checked before, so this is a device failure in mid-copy: the weights are of no version. Stop.
@@ -202,6 +210,15 @@ class TransformersEngine:
         seconds = time.perf_counter() - started
         self._stats["load_s"] += seconds
         self._stats["stall_s"] += seconds  # it decodes nothing meanwhile
+
+    def _recompute_keys(self) -> None:
+        """Those of all running rows, with the weights that have just been loaded."""
+        first = 0
+        for chunk in chunks([int(length) for length in self._batch.length[: self._batch.rows]]):
+            cache, _ = self._runner.prefill([self._batch.held(first + row) for row in range(len(chunk))])
+            self._runner.slots.fill(cache, torch.arange(len(chunk), device=self._runner.device), first)
+            first += len(chunk)
+            self._stats["prefill_tokens"] += sum(chunk)
 
     def _score(self, job: ScoreJob) -> None:
         self._scoring = job
@@ -223,7 +240,9 @@ class TransformersEngine:
                 free -= pending.request.n
                 admitted.append(inbox.waiting.popleft())
             self._admitted = admitted
-        return prefill_chunks(admitted)
+        sizes = chunks([len(pending.request.prompt_ids) for pending in admitted])
+        rest = iter(admitted)
+        return [list(itertools.islice(rest, len(chunk))) for chunk in sizes]
 
     def _prefill(self, chunk: list[Pending]) -> None:
         """Prefill each prompt once, give its keys to all siblings, and sample their first tokens."""

@@ -164,15 +164,14 @@ def check_ids(ids: NDArray[np.int32], vocabulary: int) -> None:
         raise GenerationError(f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}")
 
 
-def prefill_chunks(admitted: list[Pending]) -> list[list[Pending]]:
-    """Split by prompt count and padded tokens, so that a prefill's activations stay bounded."""
-    chunks: list[list[Pending]] = []
-    longest = 0
-    for pending in admitted:
-        longest = max(longest, len(pending.request.prompt_ids))
-        full = chunks and (len(chunks[-1]) >= _PREFILL_PROMPTS or longest * (len(chunks[-1]) + 1) > _PREFILL_TOKENS)
-        if not chunks or full:
-            chunks.append([])
-            longest = len(pending.request.prompt_ids)
-        chunks[-1].append(pending)
-    return chunks
+def chunks(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences in their order, by length, split by number and padded tokens so that a prefill's activations stay
+    bounded."""
+    parts: list[list[int]] = []
+    for length in lengths:
+        longest = max(*parts[-1], length) if parts else 0
+        full = parts and (len(parts[-1]) >= _PREFILL_PROMPTS or longest * (len(parts[-1]) + 1) > _PREFILL_TOKENS)
+        if not parts or full:
+            parts.append([])
+        parts[-1].append(length)
+    return parts

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from asyncrl.engines.hf.kv import SlotCache, check_mergeable
-from asyncrl.engines.hf.sampling import at_temperature, sample
+from asyncrl.engines.hf.sampling import at_temperature, log_softmax, sample
 from asyncrl.engines.hf.truncation import Truncation, supports, written
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ConfigError
+from asyncrl.exact.model import EXACT_ATTENTION, make_exact
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
 _ROUND_COLUMNS = 8
@@ -44,7 +45,13 @@ class ModelRunner:
     """A Hugging Face causal LM with the slots its running sequences live in."""
 
     def __init__(
-        self, model: PreTrainedModel, device: torch.device, max_sequences: int, *, adapters: bool = False
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        max_sequences: int,
+        *,
+        adapters: bool = False,
+        exact: bool = False,
     ) -> None:
         check_mergeable(model)
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
@@ -56,18 +63,35 @@ class ModelRunner:
         self.max_sequences = max_sequences
         self.slots = SlotCache(self.num_layers, max_sequences, device)
         self.parameters = AdapterTable(self.model) if adapters else ParameterTable(self.model)
+        self.exact = make_exact(self.model, device, keep=True) if exact else None
+        if exact:
+            self.model.config._attn_implementation = EXACT_ATTENTION
 
     @classmethod
     def from_pretrained(
-        cls, path: str, dtype: torch.dtype, device: torch.device, max_sequences: int, *, adapters: bool = False
+        cls,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_sequences: int,
+        *,
+        adapters: bool = False,
+        exact: bool = False,
     ) -> ModelRunner:
         """Load from a directory or hub name; code shipped with a checkpoint is never run.
 
         Args:
             adapters: updates are adapters for these weights, not weights.
+            exact: as `engine.exact`.
         """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        return cls(model, device, max_sequences, adapters=adapters)
+        return cls(model, device, max_sequences, adapters=adapters, exact=exact)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Swap in an update that `parameters.check` has passed."""
+        self.parameters.load(tensors)
+        if self.exact is not None:
+            self.exact.forget()
 
     def prefill(self, prompts: list[NDArray[np.int32]]) -> tuple[DynamicCache, torch.Tensor]:
         """Keys of all `prompts`, padded on the right, and the logits [P, V] after each one's last token.
@@ -122,7 +146,9 @@ class ModelRunner:
             top_p, top_k, min_p = self._tensor(truncation)
             given = Truncation(top_p=top_p, top_k=top_k, min_p=min_p)
             support = supports(at_temperature(logits, heat, any_greedy), given)
-        tokens, logprobs, likeliest = sample(logits, heat, self._tensor(uniform), any_greedy, support, topk)
+        tokens, logprobs, likeliest = sample(
+            *(logits, heat, self._tensor(uniform), any_greedy, support, topk), exact=self.exact is not None
+        )
         both = torch.stack([tokens, logprobs.view(torch.int32).to(torch.int64)]).cpu().numpy()
         return Drawn(
             tokens=both[0],
@@ -139,7 +165,7 @@ class ModelRunner:
         for ids in sequences:
             tokens = self._tensor(ids.astype(np.int64))
             logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-            logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+            logprobs = log_softmax(logits, self.exact is not None).gather(1, tokens[1:, None])[:, 0]
             scored.append(logprobs.cpu().numpy())
         return scored
 

@@ -1,0 +1,165 @@
+"""A Hugging Face decoder made to compute with the exact kernels; its gradients stay those of the ordinary ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.exact import kernels
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of decoders that compute nothing but what is in `_REPLACED`, sums of two, and products."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not follow the length of what is computed."""
+EXACT_ATTENTION = "asyncrl_exact"
+
+
+def make_exact(model: PreTrainedModel, device: torch.device, *, keep: bool = False) -> Exact:
+    """Let `model` compute with the exact kernels, all but its attention (see `exact_attention`).
+
+    Args:
+        keep: the weights stay until `Exact.forget`; float64 copies of those of all linear layers are kept then.
+
+    Raises:
+        ConfigError: it has parts that are not known to be computed exactly, or is not on a CPU.
+    """
+    config = model.config.get_text_config(decoder=True)
+    fault = f"it is on {device.type}, and the kernels were tried on CPUs alone" if device.type != "cpu" else ""
+    if config.model_type not in FAMILIES:
+        fault = fault or f"its model type is {config.model_type!r}, and known are {', '.join(FAMILIES)}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPES:
+        fault = fault or f"its rotary embedding is of the kind {rope!r}, and known are {', '.join(ROPES)}"
+    leaves = [module for module in model.modules() if not any(module.children())]
+    foreign = sorted({type(leaf).__name__ for leaf in leaves if _replacement(leaf) is None} - {"Embedding", "Identity"})
+    if foreign:
+        fault = fault or f"it has {', '.join(foreign)}"
+    if fault:
+        raise ConfigError(f"engine.exact=true cannot compute this model bit for bit: {fault}. Set engine.exact=false")
+    exact = Exact(keep)
+    for leaf in leaves:
+        make = _replacement(leaf)
+        if make is not None:
+            leaf.forward = make(exact, leaf)
+    return exact
+
+
+class Exact:
+    """What the exact forwards of a model share: its rounded weights, if they are kept."""
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._rounded: dict[nn.Linear, Tensor] = {}
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._rounded.clear()
+
+    def weight(self, layer: nn.Linear) -> Tensor:
+        found = self._rounded.get(layer)
+        if found is None:
+            found = kernels.rounded_weight(layer.weight)
+            if self._keep:
+                self._rounded[layer] = found
+        return found
+
+
+class _Valued(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def valued(plain: Callable[[], Tensor], exact: Callable[[], Tensor]) -> Tensor:
+    """The value of `exact()`, with the gradient of `plain()`, which is the same function but for rounding."""
+    with torch.no_grad():
+        value = exact()
+    return _Valued.apply(plain(), value) if torch.is_grad_enabled() else value  # pyright: ignore[reportReturnType]
+
+
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """With the signature transformers calls; for models that are not trained. A mask has bools; None is causal."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kernels.attention(query, key, value, scale, attention_mask).transpose(1, 2), None
+
+
+def _replacement(leaf: nn.Module) -> Callable[[Exact, Any], Callable[..., Any]] | None:
+    name = type(leaf).__name__
+    if type(leaf) is nn.Linear:
+        return _linear
+    if name.endswith("RMSNorm") and hasattr(leaf, "variance_epsilon"):
+        return _rms_norm
+    if name in ("SiLU", "SiLUActivation"):
+        return _silu
+    return _rotary if name.endswith("RotaryEmbedding") else None
+
+
+def _linear(exact: Exact, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    plain = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return valued(lambda: plain(x), lambda: kernels.linear(x, exact.weight(layer), layer.bias))
+
+    return forward
+
+
+def _rms_norm(_: Exact, norm: Any) -> Callable[[Tensor], Tensor]:
+    plain = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return valued(lambda: plain(x), lambda: kernels.rms_norm(x, norm.weight, norm.variance_epsilon))
+
+    return forward
+
+
+def _silu(_: Exact, activation: nn.Module) -> Callable[[Tensor], Tensor]:
+    plain = activation.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return valued(lambda: plain(x), lambda: kernels.silu(x))
+
+    return forward
+
+
+def _rotary(_: Exact, rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    table = partial(_grown, rotary, {})
+
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = table(int(position_ids.max()) + 1)
+        return cosines[position_ids], sines[position_ids]
+
+    return forward
+
+
+def _grown(rotary: Any, tables: dict[str, tuple[Tensor, Tensor]], positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [positions or more, head_dim], by the C library: ATen's depend on the place in a tensor."""
+    known = len(tables["both"][0]) if tables else 0
+    if known < positions:
+        angles = torch.arange(max(positions, 2 * known, 512)).float()[:, None] * rotary.inv_freq.cpu().float()
+        rows = angles.tolist()
+        both = (torch.tensor([[f(angle) for angle in row] for row in rows]) for f in (math.cos, math.sin))
+        first, second = (torch.cat([half, half], -1) * float(rotary.attention_scaling) for half in both)
+        tables["both"] = first, second
+    return tables["both"]
+
+
+AttentionInterface.register(EXACT_ATTENTION, exact_attention)
