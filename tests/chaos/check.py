@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ class Verdict:
     lost: list[int] = field(default_factory=list)
     """Acknowledged groups that are neither trained nor dropped with a reason."""
     twice: list[int] = field(default_factory=list)
+    """Trained more often than asked for, or from two attempts."""
+    trained_in: dict[int, int] = field(default_factory=dict)
+    """Number of steps -> groups that were trained in so many."""
+    retired: int = 0
+    """Of those, in fewer than asked for, and the audit says that they were over-age or left when the run was over."""
     fenced: list[int] = field(default_factory=list)
     """Groups trained from data whose sender was told that it was refused."""
     split: list[int] = field(default_factory=list)
@@ -64,7 +70,7 @@ def check(settings: ChaosSettings, ended: bool = True) -> Verdict:
     steps = surviving(learner)
     verdict.steps, verdict.rollbacks = len(steps), sum(row["what"] == "restore" for row in learner) - 1
     trained = [group for what in steps.values() for group in what["groups"]]
-    verdict.trained = len(trained)
+    verdict.trained = len({group["group"] for group in trained})
     check_learner(verdict, learner)
     if not ended and not steps:
         return verdict
@@ -100,6 +106,10 @@ def check_books(settings: ChaosSettings, verdict: Verdict, ended: bool) -> None:
     books = audit(read_journal(settings.journal))
     if ended and not books.balances:
         verdict.audit = "; ".join(books.violations[:3])
+    verdict.retired = books.retired
+    named = sum(books.trained_in.values()) == books.trained
+    if ended and named and books.trained_in != verdict.trained_in:
+        verdict.wrong.append(f"the audit has groups by steps {books.trained_in}, the learner {verdict.trained_in}")
     if books.trained_steps < verdict.steps or (
         ended and (books.trained_steps, books.trained) != (verdict.steps, verdict.trained)
     ):
@@ -109,20 +119,26 @@ def check_books(settings: ChaosSettings, verdict: Verdict, ended: bool) -> None:
 def check_training(
     settings: ChaosSettings, verdict: Verdict, steps: dict[int, dict[str, Any]], trained: list[dict[str, Any]]
 ) -> None:
-    """Once each, whole, and the weights are those of exactly this."""
+    """As often as asked for, whole, and the weights are those of exactly this."""
     if sorted(steps) != list(range(len(steps))):
         verdict.wrong.append(f"steps are missing: {sorted(set(range(max(steps))) - set(steps))[:5]}")
-    seen: set[int] = set()
+    seen: Counter[int] = Counter()
+    nonces: dict[int, list[int]] = {}
     for group in trained:
-        names = {group["group"], *(-1 - nonce for nonce in group["nonces"])}
-        if names & seen:
+        seen[group["group"]] += 1
+        if (
+            seen[group["group"]] > settings.uses
+            or nonces.setdefault(group["group"], group["nonces"]) != group["nonces"]
+        ):
             verdict.twice.append(group["group"])
-        seen |= names
         whole = group["size"] == settings.group_size and len(group["nonces"]) == 1
         if not whole or group["members"] != sorted(set(group["members"])):
             verdict.split.append(group["group"])
         if group["content"] != [group["group"]]:
             verdict.wrong.append(f"group {group['group']} was trained with the content of {group['content']}")
+    if len({nonce for marks in nonces.values() for nonce in marks}) < len(nonces):
+        verdict.wrong.append("two groups were trained from one")
+    verdict.trained_in = dict(Counter(seen.values()))
     digest = ""
     for step in sorted(steps):
         digest = train(digest, [group["group"] for group in steps[step]["groups"]])

@@ -1,11 +1,13 @@
 """Chaos from outside: kill -9 over every kind of process of `asyncrl local`, by somebody who knows pids and the run
 folder and nothing else.
 
-    python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--folder DIR]
+    python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--uses K] [--folder DIR]
 
-The quickstart's task and model at default staleness. A killed process is left to whoever watches it; when `asyncrl
-local` itself is gone (killed, or ended by a death it could not mend) it is started again with resume=auto, as the
-documentation says. At the end the run is finished in peace and its folder judged by `outside_reader.py`.
+The quickstart's task and model at default staleness; with `--uses K` (`replay.max_times_sampled`) at a bound of 16,
+which nothing reaches: then every group is trained in exactly K steps, unless the run is over before. A killed process
+is left to whoever watches it; when `asyncrl local` itself is gone (killed, or ended by a death it could not mend) it is
+started again with resume=auto, as the documentation says. At the end the run is finished in peace and its folder judged
+by `outside_reader.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PROGRESS_S = 600.0
 """Without a new trained step for so long, with nothing killed in between, the run stands still."""
 LEAVE_S = 30.0
 """So long the children of a killed `asyncrl local` may take to end."""
-BOUND = 4
+BOUND, BOUND_OF_REUSE = 4, 16
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 KINDS = {
     "raylet": ("raylet/raylet",),
@@ -111,8 +113,9 @@ def kill(process: Found) -> bool:
 class Outside:
     """One run folder, and whoever works on it just now."""
 
-    def __init__(self, folder: Path, host: str, seed: int) -> None:
-        self.folder, self.host = folder, host
+    def __init__(self, folder: Path, host: str, seed: int, uses: int = 1) -> None:
+        self.folder, self.host, self.uses = folder, host, uses
+        self.bound = BOUND if uses == 1 else BOUND_OF_REUSE
         self.random = random.Random(seed)
         self.tally = Tally()
         self.task = prepare(WarmupRecipe())
@@ -127,6 +130,8 @@ class Outside:
             "eval.path": self.task / "heldout.jsonl",
             "run.dir": self.folder,
             "resume": "auto",
+            "replay.max_staleness": self.bound,
+            "replay.max_times_sampled": self.uses,
             "rollout.host": self.host,
             "learner.steps": steps,
             "learner.schedule": "constant",
@@ -222,14 +227,16 @@ class Outside:
 def line_of(tally: Tally, found: Findings, host: str, seconds: float) -> str:
     kills = ", ".join(f"{kind} {count}" for kind, count in sorted(tally.kills.items()))
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(found.dropped.items())) or "none"
+    uses = ", ".join(f"{groups} in {number}" for number, groups in sorted(found.trained_in.items()))
     left = ", ".join(f"{kind} {count}" for kind, count in sorted(tally.left_behind.items())) or "none"
     return (
         f"host {host}, {sum(tally.kills.values())} kills in {seconds:.0f} s ({kills}); {tally.starts} starts, "
         f"{tally.ended_by_itself} after an end by itself, left behind by a dead local: {left}; {found.acknowledged} "
-        f"groups acknowledged, {found.trained} trained in {found.steps} steps, {found.lost} lost, {found.twice} "
-        f"trained twice; dropped after they came: {dropped}; {found.restores} restores undid {found.undone} groups, "
-        f"{100 * found.share:.2f} % of them trained again (lowest {100 * found.lowest_share:.2f} %), "
-        f"{found.steps_same} of {found.steps_undone} steps the same; broken: {'; '.join(found.broken) or 'nothing'}"
+        f"groups acknowledged, {found.trained} trained in {found.steps} steps (each: {uses}; {found.retired} retired), "
+        f"{found.lost} lost, {found.twice} trained too often; dropped after they came: {dropped}; {found.restores} "
+        f"restores undid {found.undone} groups, {100 * found.share:.2f} % of them trained again (lowest "
+        f"{100 * found.lowest_share:.2f} %), {found.steps_same} of {found.steps_undone} steps the same; "
+        f"broken: {'; '.join(found.broken) or 'nothing'}"
     )
 
 
@@ -247,11 +254,12 @@ def main() -> int:
     arguments.add_argument("--kills", type=int, default=60)
     arguments.add_argument("--host", choices=("process", "ray"), default="process")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--uses", type=int, default=1, metavar="K", help="steps that each group is trained in")
     arguments.add_argument("--folder", type=Path, default=None)
     given = arguments.parse_args()
     root = given.folder or Path(tempfile.mkdtemp(prefix="asyncrl-outside-"))
     root.mkdir(parents=True, exist_ok=True)
-    outside = Outside(root / "run", given.host, given.seed)
+    outside = Outside(root / "run", given.host, given.seed, given.uses)
     started, steps = time.monotonic(), 1_000_000
     try:
         outside.start(steps)
@@ -263,7 +271,7 @@ def main() -> int:
         outside.end()
     finally:
         outside.stop()
-    found = judge(outside.folder, BOUND)
+    found = judge(outside.folder, outside.bound, given.uses)
     print(line_of(outside.tally, found, given.host, time.monotonic() - started), flush=True)
     return 0 if not (found.lost or found.twice or found.broken) and found.lowest_share >= 0.99 else 1
 

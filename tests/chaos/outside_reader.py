@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,11 @@ class Findings:
     dropped: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     twice: int = 0
+    """Trained in more steps than asked for."""
+    trained_in: dict[int, int] = field(default_factory=dict)
+    """Number of steps -> groups that the surviving history trained in so many."""
+    retired: int = 0
+    """Trained in fewer steps than asked for, and the ledger says that they are used no more."""
     restores: int = 0
     """That undid trained steps."""
     undone: int = 0
@@ -71,18 +77,18 @@ def records(journal: Path) -> Iterator[tuple[str, list[Any]]]:
                 yield kind, values
 
 
-def judge(folder: Path, bound: int) -> Findings:
-    """Of a run that is finished: every group it took in is trained, or dropped for a reason."""
+def judge(folder: Path, bound: int, uses: int = 1) -> Findings:
+    """Of a run that is finished: every group it took in is trained in `uses` steps, or dropped or retired."""
     found = Findings()
     ledger = rows(folder / "ledger.jsonl")
-    _conserved(found, ledger)
+    _conserved(found, ledger, uses)
     _trained_again(found, ledger)
     _compare_journal(found, ledger, folder / "journal")
     _compare_metrics(found, rows(folder / "metrics.jsonl"), bound)
     return found
 
 
-def _conserved(found: Findings, ledger: list[dict[str, Any]]) -> None:
+def _conserved(found: Findings, ledger: list[dict[str, Any]], uses: int) -> None:
     inserted = {line["group"] for line in ledger if line["event"] == "inserted"}
     dropped = {line["group"]: line["reason"] for line in ledger if line["event"] == "dropped"}
     steps = surviving(ledger)
@@ -91,7 +97,13 @@ def _conserved(found: Findings, ledger: list[dict[str, Any]]) -> None:
         for group in groups:
             places.setdefault(group, []).append(step)
     found.acknowledged, found.trained, found.steps = len(inserted), len(places), len(steps)
-    found.twice = sum(len(where) > 1 for where in places.values())
+    found.twice = sum(len(where) > uses or len(set(where)) < len(where) for where in places.values())
+    retired = {line["group"] for line in ledger if line["event"] == "retired"}
+    short = {group for group, where in places.items() if len(where) < uses}
+    found.trained_in = dict(Counter(len(where) for where in places.values()))
+    found.retired = len(short & retired)
+    if short - retired:
+        found.broken.append(f"groups {sorted(short - retired)[:5]} were trained in fewer than {uses} steps")
     found.lost = len(inserted - set(places) - set(dropped))
     for group in inserted & set(dropped):
         found.dropped[dropped[group]] = found.dropped.get(dropped[group], 0) + 1

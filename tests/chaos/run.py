@@ -83,7 +83,8 @@ def describe(name: str, verdict: Verdict) -> str:
     return (
         f"{name}; inserts {verdict.invoked}, acknowledged {verdict.acked}, too late {verdict.late}, "
         f"outcome unknown {verdict.unknown}; "
-        f"steps {verdict.steps}, groups trained {verdict.trained}, learner restarts {verdict.rollbacks}, "
+        f"steps {verdict.steps}, groups trained {verdict.trained} (in {verdict.trained_in} steps, retired "
+        f"{verdict.retired}), learner restarts {verdict.rollbacks}, "
         f"max staleness {verdict.max_staleness}; lost {len(verdict.lost)}, trained twice {len(verdict.twice)}, "
         f"fenced data trained {len(verdict.fenced)}, split {len(verdict.split)}, "
         f"audit {'DOES NOT BALANCE' if verdict.audit else 'balances'}: {f'FAIL {bad}' if bad else 'PASS'}"
@@ -96,6 +97,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--counts", default="", help=f"fault=number,...: {' '.join(WEIGHTS)}")
     parser.add_argument("--failpoints", type=int, default=0, metavar="N")
+    parser.add_argument("--uses", type=int, default=1, metavar="K", help="steps that a group is trained in")
     parser.add_argument("--mutant", default="")
     parser.add_argument("--folder", default="", help="where logs, histories and journal stay; default: deleted")
     parser.add_argument("--drain", type=float, default=DRAIN_S, help="seconds without a step that are a failure")
@@ -111,6 +113,7 @@ def main() -> int:
             listen="" if given.failpoints else free_address(),
             shards=[free_address() for _ in range(given.shards)],
             sync_delay_s=0.01,
+            uses=given.uses,
             mutant=given.mutant,
         )
         with running(settings, given.seed, given.drain) as harness:

@@ -32,6 +32,8 @@ class ChaosSettings:
     group_size: int = 2
     max_staleness: int = 2
     pipeline_depth: int = 1
+    uses: int = 1
+    """Steps that a group is trained in."""
     steps: int = 0
     """0: until the file `stop` is there."""
     save_every: int = 3
@@ -76,6 +78,7 @@ class ChaosSettings:
             shards=len(self.shards),
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,
+            max_times_sampled=self.uses,
             heartbeat_s=self.heartbeat_s,
             heartbeat_timeout_s=self.silence_s,
             wait_timeout_s=120.0,
@@ -88,6 +91,7 @@ class ChaosSettings:
             group_size=self.group_size,
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,
+            max_times_sampled=self.uses,
             max_in_flight=64,
             stale_policy=StalePolicy.MASK,
             max_attempts=1000,

@@ -43,6 +43,19 @@ def test_nothing_acknowledged_is_lost_and_nothing_trained_twice_whatever_dies(tm
     assert verdict.trained >= 8 and verdict.rollbacks >= 1
 
 
+@pytest.mark.long
+def test_a_group_is_trained_in_exactly_three_steps_whatever_dies(tmp_path: Path) -> None:
+    """At a bound that nothing reaches: only what the end of the run cuts off is trained in fewer."""
+    counts = {"worker": 3, "server": 3, "learner": 3, "everything": 1, "power": 2}
+    with running(settings_in(tmp_path, uses=3, max_staleness=12), 21) as harness:
+        chaos(harness, Random(21), counts=counts)
+        harness.wait_for_steps(6)
+        verdict = harness.finish()
+    assert verdict.passed, verdict
+    whole = verdict.trained_in.pop(3)
+    assert whole >= 8 and sum(verdict.trained_in.values()) == verdict.retired, verdict
+
+
 def test_cut_slow_and_silent_connections_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     counts = {"cut": 4, "delay": 1, "blackhole": 3, "worker": 1, "server": 1}
     with running(settings_in(tmp_path, listen=free_address()), 4) as harness:

@@ -22,6 +22,8 @@ class Group:
     """It is planned for, or was trained in, in the surviving history."""
     before: int = 0
     """Steps it was trained in before the journal begins."""
+    retired: bool = False
+    """It was trained, waited for another step, and is used no more: over-age, or the run is over."""
     header: GroupHeader | None = None
 
     @property

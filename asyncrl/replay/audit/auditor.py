@@ -178,7 +178,7 @@ class Auditor:
         if group is not None:
             self._rule(self.books.was_trained(group), f"group {event.group_id} is retired, but it was never trained")
             self.books.unplan(event.group_id, group)
-            group.state = "trained"
+            group.state, group.retired = "trained", True
 
     def _judge(self, number: int, step: Step) -> None:
         """Staleness at this moment, against what the batch was sealed for."""
@@ -236,6 +236,7 @@ class Auditor:
             if group is None:
                 continue
             before.setdefault(group_id, group.state)
+            group.retired = False
             if step.evicted:
                 group.steps.remove(number)
             else:

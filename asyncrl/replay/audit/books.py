@@ -66,6 +66,12 @@ class Books:
         """Groups by state, dropped ones not among them."""
         return self._before + Counter(group.state for group in self.groups.values())
 
+    def uses_of_trained(self) -> Counter[tuple[int, bool]]:
+        """(Steps that it was trained in, whether it was retired) -> groups that will be trained no more, as far as they
+        are named."""
+        over = [group for group in self.groups.values() if group.state == "trained"]
+        return Counter((group.before + len(group.steps), group.retired) for group in over)
+
     def close(self) -> None:
         """The conservation law over the whole history."""
         held = sum(self.counts().values()) + sum(self.dropped.values())

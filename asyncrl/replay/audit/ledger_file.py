@@ -133,6 +133,8 @@ class LedgerFile:
             case ev.Trained(step=step, policy_version=version):
                 groups = self._members.get(step, ())
                 return {"event": "trained", "step": step, "policy_version": version, "groups": groups}
+            case ev.Retired(group_id=group):
+                return {"event": "retired", "group": group}
             case ev.Committed(step=step):
                 return {"event": "committed", "step": step}
             case ev.Restored(step=step, again=again):

@@ -46,6 +46,10 @@ class Audit:
     lineages: int
     max_times_sampled: int
     """In so many steps a group may be trained."""
+    trained_in: dict[int, int]
+    """Number of steps -> groups that were trained in so many and will be in no other; of those the journal names."""
+    retired: int
+    """Of those: groups that were to be trained once more, and got over-age or outlived the run."""
     max_staleness: int | None
     """The bound; None where the journal does not name it."""
     staleness: dict[int, int]
@@ -73,6 +77,10 @@ def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
     states = books.counts()
     steps = [step for step in books.steps.values() if step.trained]
     bound = books.bound
+    uses = books.uses_of_trained()
+    trained_in: dict[int, int] = {}
+    for (number, _), groups in sorted(uses.items()):
+        trained_in[number] = trained_in.get(number, 0) + groups
     ages: dict[int, int] = {}
     wasted = dict(books.wasted)
     for step in steps:
@@ -99,6 +107,8 @@ def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
         versions=len(books.tree),
         lineages=1 + books.tree.forks if len(books.tree) else 0,
         max_times_sampled=books.uses,
+        trained_in=trained_in,
+        retired=sum(groups for (_, retired), groups in uses.items() if retired),
         max_staleness=bound,
         staleness=dict(sorted(ages.items())),
         wasted_tokens=dict(sorted(wasted.items())),
@@ -108,8 +118,12 @@ def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
     )
 
 
-def _uses(most: int) -> str:
-    return "one step" if most == 1 else f"at most {most} steps"
+def _uses(found: Audit) -> str:
+    if found.max_times_sampled == 1:
+        return "one step"
+    each = ", ".join(f"{groups:,} in {number}" for number, groups in sorted(found.trained_in.items(), reverse=True))
+    fewer = f" ({found.retired:,} got over-age before another, or the run was over)" if found.retired else ""
+    return f"at most {found.max_times_sampled} steps: {each}{fewer}"
 
 
 def table(found: Audit) -> str:
@@ -123,7 +137,7 @@ def table(found: Audit) -> str:
         + ("finished" if found.finished else "not finished"),
         "",
         f"groups     {found.admitted:>10,}  admitted",
-        f"         = {found.trained:>10,}  trained, each in " + _uses(found.max_times_sampled),
+        f"         = {found.trained:>10,}  trained, each in " + _uses(found),
         f"         + {lost:>10,}  dropped" + _listed(found.dropped),
         f"         + {found.leased:>10,}  leased",
         f"         + {found.inserted:>10,}  inserted",

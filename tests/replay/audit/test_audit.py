@@ -195,10 +195,12 @@ def test_a_group_that_is_used_too_often_is_found() -> None:
         return [*events, ev.Reused((0,)), ev.Sealed(1, 1, 0, (0,), 1), ev.Trained(1, 2)]
 
     found = checked(history(2))
-    assert found.balances and "at most 2 steps" in table(found)
+    assert found.balances and "trained, each in at most 2 steps: 1 in 2" in table(found)
     assert any("used again" in text for text in checked(history(1)).violations)
     retired = [*history(3), ev.Reused((0,)), ev.Retired(0), ev.Dropped(0, DropReason.STALE)]
-    assert checked(retired[:-1]).balances
+    cut_short = checked(retired[:-1])
+    assert cut_short.balances and (cut_short.trained_in, cut_short.retired) == ({2: 1}, 1)
+    assert "at most 3 steps: 1 in 2 (1 got over-age before another, or the run was over)" in table(cut_short)
     assert not checked(retired).balances
 
 
