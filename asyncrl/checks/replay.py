@@ -88,6 +88,12 @@ def order_can_be_kept(config: Config) -> Problems:
             f"1 = {widest}, or a group that {replay.window - 1} others pass gets over-age; got {replay.window}. Set "
             f"replay.window={widest}, or raise replay.max_staleness"
         )
+    if replay.order == "ess" and replay.max_times_sampled == 1:
+        yield (
+            "replay.order=ess goes by what the learner measured when it trained a group last, and with "
+            "replay.max_times_sampled=1 none waits that was trained. Set replay.max_times_sampled=2 or more, or leave "
+            "replay.order out"
+        )
     if replay.max_times_sampled > 1 and replay.max_staleness == 0:
         yield (
             f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0: after one "

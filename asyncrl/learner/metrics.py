@@ -36,6 +36,9 @@ class Measured:
     spreads: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     """Stem -> (sum, sum of squares, count), each added up; the metrics are `<stem>mean` and `<stem>std`."""
 
+    group_weights: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """See `asyncrl.learner.group_ess`; each added up, and no metric."""
+
     @classmethod
     def of(cls, sums: Sums, maxima: Mapping[str, Tensor], per_update: Mapping[str, Tensor]) -> Measured:
         """From scalar tensors, with one transfer from the device."""
@@ -60,9 +63,10 @@ class Measured:
             for name, value in values.items():
                 into[name] = into.get(name, 0.0) + value
         self.updates += other.updates
-        for stem, (total, squares, count) in other.spreads.items():
-            had = self.spreads.get(stem, (0.0, 0.0, 0.0))
-            self.spreads[stem] = had[0] + total, had[1] + squares, had[2] + count
+        for into, values in ((self.spreads, other.spreads), (self.group_weights, other.group_weights)):
+            for stem, (total, squares, count) in values.items():
+                had = into.get(stem, (0.0, 0.0, 0.0))
+                into[stem] = had[0] + total, had[1] + squares, had[2] + count
 
     def row(self) -> dict[str, float]:
         """Metrics by name."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.critic import CriticModel, value_loss
+from asyncrl.learner.group_ess import group_weights
 from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.model import PolicyModel, reshard, set_gradient_sync
@@ -156,10 +157,13 @@ def accumulate(
     kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
-        out = policy_loss(loss_inputs(config, model, batch), config.loss, denominators, kept=kept)
+        inputs = loss_inputs(config, model, batch)
+        out = policy_loss(inputs, config.loss, denominators, kept=kept)
         backward(out.loss, world)
         total = total + out.loss.detach()
         numbers = Measured.of(out.sums, out.maxima, out.parts)
+        if config.replay.order == "ess":
+            numbers.group_weights = group_weights(inputs)
         sequences = float(len(batch.packing.cu_seqlens) - 1) if len(batch.loss_positions) else 0.0
         numbers.ratios["completion/truncated"] = float(batch.truncated), sequences
         if batch.support is not None:

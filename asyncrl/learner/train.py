@@ -17,6 +17,7 @@ from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_critic, export_hf
+from asyncrl.learner.group_ess import ess_of_groups
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
@@ -121,7 +122,8 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         version += 1
         # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
         # be sent, lost with this learner and given to other weights by the next one.
-        reply = replay.trained(step=step, policy_version=version) if rank == 0 else TrainedReply()
+        ess = ess_of_groups(measured.group_weights, len(lease.plan.groups)) if measured.group_weights else ()
+        reply = replay.trained(step=step, policy_version=version, ess=ess) if rank == 0 else TrainedReply()
         sent = publisher.publish(version, roles.policy.named_hf_parameters())
         if last:
             publisher.wait_copied()  # no step follows that would tell of a failure

@@ -38,8 +38,9 @@ class ReplayConfig:
     readmit_dropped: bool = False
     """Put the prompt of a group dropped as stale back in the stream."""
     order: str = "fifo"
-    """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards) or
-    `uniform` (at random). It can choose only while more wait than a batch needs: with `pipeline_depth` above 0."""
+    """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards),
+    `uniform` (at random), or, with `max_times_sampled` above 1, `ess` (new ones, then those whose importance weights
+    still have the largest effective sample size). It can choose only while more wait than a batch needs."""
     window: int = 0
     """Windowed FIFO: a group is trained only if it is among the `window` groups from the oldest open one on, as they
     were admitted. At most `window - 1` younger ones pass a straggler and none gets over-age; the learner may wait. 1:

@@ -166,8 +166,13 @@ class LearnerReplay(Protocol):
         """
         ...
 
-    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
-        """`step` was trained and its weights are `policy_version` (parent: the version before)."""
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+        """`step` was trained and its weights are `policy_version` (parent: the version before).
+
+        Args:
+            ess: of each group of the plan, in turn, for `replay.order=ess`: the effective sample size, as a share, of
+                its tokens' importance weights, at the weights that the step began with.
+        """
         ...
 
     def commit(self, *, step: int) -> None:

@@ -95,6 +95,19 @@ def test_a_run_makes_its_calls_in_the_order_of_the_protocol(tmp_path: Path):
     assert [(row["step"], row["policy_version"]) for row in rows.evaluations] == [(0, 0), (4, 4), (6, 6)]
 
 
+def test_the_effective_sample_size_of_each_group_is_reported_where_the_order_goes_by_it(tmp_path: Path):
+    config = make_config(tmp_path, steps=2)
+    plain, asked = FedReplay(), FedReplay()
+    run(config, plain)
+    config.replay.order, config.replay.max_times_sampled = "ess", 2
+    config.run.dir = str(tmp_path / "second")
+    run(config, asked)
+    assert plain.named("ess") == []
+    assert [len(shares) for shares in asked.named("ess")] == [4, 4]
+    assert all(0 < share <= 1 for shares in asked.named("ess") for share in shares)
+    assert len(set(asked.named("ess")[0])) > 1, "the feed's log-probs are not the model's"
+
+
 def test_a_step_without_a_fresh_token_has_a_row_of_the_same_names(tmp_path: Path):
     _, rows = run(make_config(tmp_path), FedReplay(groups=1, size=1))
     without = [row for row in rows.rows if row["perf/trained_tokens_per_s"] == 0]

@@ -224,9 +224,9 @@ class InProcessLearner:
     def _payload(self, core: ReplayCore, plan: StepPlan, position: int) -> TrajectoryGroup:
         return core.state.ledger.entry(plan.groups[position].group_id).payload
 
-    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
         with self._replay.changing() as core:
-            return core.trained(step=step, policy_version=policy_version)
+            return core.trained(step=step, policy_version=policy_version, ess=ess)
 
     def commit(self, *, step: int) -> None:
         with self._replay.changing() as core:

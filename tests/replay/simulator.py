@@ -308,7 +308,8 @@ class Simulation:
         self.oracle.train(self.held, self.version)
         version = self.core.state.tree.newest + 1
         self.oracle.publish(version, self.version, trained=True)
-        reply = self.core.trained(step=self.next_step, policy_version=version)
+        ess = [self.random.random() for _ in self.held.groups] if self.settings.order == "ess" else []
+        reply = self.core.trained(step=self.next_step, policy_version=version, ess=ess)
         assert self.core.trained(step=self.next_step, policy_version=version) is reply
         self.oracle.evaluated(reply.evaluations)
         self.version, self.held = version, None

@@ -6,6 +6,7 @@ planned again is served as it was trained.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ class RetainedReplay:
     def publish(self, *, policy_version: int, parent: int) -> None:
         return
 
-    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
         return TrainedReply()
 
     def commit(self, *, step: int) -> None:

@@ -182,8 +182,8 @@ class LearnerClient:
         request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
         return decode_lease(request.result(), rank, self._shards)
 
-    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
-        reply = messages.decode_trained(self._ask("trained", [step, policy_version]))
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+        reply = messages.decode_trained(self._ask("trained", [step, policy_version, list(ess)]))
         return replace(reply, evaluations=self._untold(reply.evaluations))
 
     def commit(self, *, step: int) -> None:

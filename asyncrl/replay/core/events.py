@@ -95,6 +95,15 @@ class Reused:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """What the learner measured of the groups of a step that it has just trained (`replay.order=ess`)."""
+
+    step: int
+    ess: tuple[int, ...]
+    """Effective sample size of their tokens' importance weights, in millionths of their number."""
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """A group that was trained and waits, or is planned, to be trained again is over-age or not needed any more."""
 
@@ -216,6 +225,7 @@ Event = (
     | Dropped
     | Sealed
     | Trained
+    | Weighed
     | Reused
     | Retired
     | Evicted

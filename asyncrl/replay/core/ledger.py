@@ -115,6 +115,8 @@ class Entry:
     """Trained steps it was in that are not committed, in order."""
     trained: int = 0
     """Steps of the surviving history that it was trained in, committed ones included."""
+    ess: float = 1.0
+    """As the learner measured it when it was trained last; 1 before that."""
     header: GroupHeader | None = None
     payload: Any = None
 

@@ -55,6 +55,12 @@ def uniform(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting
     return sorted(waiting, key=lambda group: _lot(seed, step, group.entry.group_id))
 
 
+def most_effective(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
+    """Those not trained yet, then the largest effective sample size: the share of a group's tokens that its importance
+    weights leave, as the learner measured it when it trained the group last (`asyncrl/learner/group_ess.py`)."""
+    return sorted(waiting, key=lambda group: -group.entry.ess if group.entry.trained else -1.0)
+
+
 def most_urgent(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
     """By how many steps a group can still wait. What `stale_policy=wait` relies on, whatever `replay.order` says."""
     return sorted(waiting, key=lambda group: group.slack)
@@ -65,6 +71,7 @@ SELECTORS: dict[str, Selector] = {
     "freshest": freshest,
     "prioritized": prioritized,
     "uniform": uniform,
+    "ess": most_effective,
 }
 
 

@@ -16,7 +16,7 @@ from asyncrl.replay.core.peers import Peers
 from asyncrl.replay.core.versions import VersionTree, tree_edges
 from asyncrl.types import DropReason, StepPlan
 
-_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in ("state", "header", "payload"))
+_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in ("state", "ess", "header", "payload"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +47,7 @@ def encode_image(parts: Parts) -> dict[str, Any]:
         "counts": {key.value: count for key, count in ledger.counts.items()},
         "dropped": {key.value: count for key, count in ledger.dropped.items()},
         "entries": [_entry_row(entry) for entry in ledger.entries.values()],
+        "ess": [[entry.group_id, entry.ess] for entry in ledger.entries.values() if entry.ess != 1],
         "pending": list(parts.pending),
         "held": list(parts.held),
         "waiting": list(buffer.waiting),
@@ -86,6 +87,8 @@ def _step_row(step: Step) -> list[Any]:
 def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
     ledger = Ledger()
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
+    for group, ess in image.get("ess", ()):  # an image of before it was measured has none
+        ledger.entries[group].ess = ess
     ledger.admitted, ledger.committed = image["admitted"], image["committed"]
     ledger.counts.update({GroupState(name): count for name, count in image["counts"].items()})
     ledger.dropped.update({DropReason(name): count for name, count in image["dropped"].items()})

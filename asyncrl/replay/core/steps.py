@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -129,11 +130,12 @@ class Steps:
         mark = self._run.meter.inserted_groups, self._state.trained_steps, self._run.workers.moves
         return None if step > self._state.trained_steps else mark
 
-    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
-        """Count a step and publish its version. Repeating the last one returns the same reply.
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+        """Count a step and publish its version. Repeating the last one returns the same reply. `ess`: see
+        `LearnerReplay.trained`.
 
         Raises:
-            ReplayError: not the next step, or it was never leased.
+            ReplayError: not the next step, or it was never leased; or `ess` is not of its groups.
         """
         state = self._state
         if self._last_trained and self._last_trained[:2] == (step, policy_version):
@@ -147,7 +149,11 @@ class Steps:
         if policy_version <= state.tree.newest:
             raise ReplayError(f"policy_version {policy_version} is not above {state.tree.newest}: never reused")
         plan = sealed.plan
+        if ess and (len(ess) != len(plan.groups) or not all(0 <= share <= 1 for share in ess)):
+            raise ReplayError(f"ess is a number from 0 to 1 for each of {len(plan.groups)} groups, not {list(ess)[:8]}")
         self._run.record(ev.Trained(step, policy_version))
+        if ess:
+            self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share in ess)))
         again = [entry.group_id for entry in sealed.members if self._may_reuse(entry)]
         if again:
             self._run.record(ev.Reused(tuple(again)))

@@ -261,10 +261,11 @@ class Handlers:
         return Answer()
 
     def _trained(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        step, version = wire.sequence(body, "trained", 2)
+        step, version, told = wire.sequence(body, "trained", 3)
         wire.integer(step, "step", 0, wire.MAX_ID)
         wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
-        return Answer(messages.encode_trained(self.core.trained(step=step, policy_version=version)))
+        ess = [wire.number(value, "ess") for value in wire.sequence(told, "ess", limit=wire.MAX_TOKENS)]
+        return Answer(messages.encode_trained(self.core.trained(step=step, policy_version=version, ess=ess)))
 
     def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.errors import ReplayError
 from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.batches import choose_batch
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.core.order import SELECTORS, Waiting, advantage_spread
+from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader
 from tests.replay.helpers import Clock, header, settings
 
@@ -92,6 +95,31 @@ def test_a_group_is_trained_as_often_as_asked_and_the_rollouts_slow_down_to_that
     assert set(uses) == {3}
     assert made <= len(trained) / 3 + 4
     assert play.core.state.ledger.admitted == made
+
+
+def test_of_groups_used_again_those_with_the_largest_effective_sample_size_come_first_and_a_restart_knows_it() -> None:
+    play = Play(max_times_sampled=3, max_staleness=8, groups_per_step=4, pipeline_depth=1, order="ess")
+    play.fill()
+    play.core.lease(0)
+    play.core.trained(step=0, policy_version=1, ess=[0.4, 0.9, 0.2, 0.7])
+    play.version = play.step = 1
+    play.core.run.settings = replace(play.core.run.settings, groups_per_step=6)
+    again = ReplayState()
+    again.load(play.core.state.image())
+    for state in (play.core.state, again):
+        batch = choose_batch(state, play.core.run.settings, step=1, ahead=0).batch
+        assert batch is not None and [entry.group_id for entry in batch] == [4, 5, 6, 7, 1, 3]
+
+
+@pytest.mark.parametrize("ess", [[0.5], [0.5, 1.1], [0.5, float("nan")]])
+def test_an_effective_sample_size_that_cannot_be_changes_nothing(ess) -> None:
+    play = Play(max_times_sampled=2, order="ess")
+    play.fill()
+    play.core.lease(0)
+    before = len(play.events)
+    with pytest.raises(ReplayError, match="ess is a number from 0 to 1 for each of 2 groups"):
+        play.core.trained(step=0, policy_version=1, ess=ess)
+    assert len(play.events) == before
 
 
 def test_a_group_that_gets_over_age_between_two_uses_counts_as_trained_and_not_as_dropped() -> None:
