@@ -177,7 +177,7 @@ class Trajectory:
     @property
     def prompt_length(self) -> int:
         """Tokens before the first sampled one."""
-        return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.token_ids)
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from asyncrl.checks.sampling import truncations
 from asyncrl.cli.commands import learner_command, local_commands, replay_command, rollout_command, shard_command
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
+from asyncrl.learner.memory_plan import MASTER, Shape, Sizes, head_bytes, head_rows, held, stacked, whole_numbers
 from asyncrl.losses.config import required_inputs
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.rollout.concurrency import sequences_per_engine
@@ -34,6 +35,9 @@ class ModelSize:
     parameters: int
     kv_values_per_token: int
     """Keys and values of one token over all layers, counted in numbers."""
+    shapes: Mapping[str, Shape]
+    """As the learner holds them (`memory_plan.stacked`)."""
+    sizes: Sizes | None
     matrices: Mapping[str, tuple[int, int]]
     """[out, in] of the weights in the blocks, by the name of their layer; without experts."""
 
@@ -55,7 +59,7 @@ def model_size(folder: Path) -> ModelSize | None:
         return None
     try:
         shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
-        values = kv_values(json.loads(config_file.read_text()))
+        config = json.loads(config_file.read_text())
     except (ValueError, struct.error):  # the plan of a replay server, whose machine need not hold a whole model
         return None
     matrices = {
@@ -63,8 +67,15 @@ def model_size(folder: Path) -> ModelSize | None:
         for name, shape in shapes.items()
         if len(shape) == 2 and re.search(r"\.\d+\.", name) and ".experts." not in name
     }
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    return ModelSize(parameters=parameters, kv_values_per_token=values, matrices=matrices)
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # some checkpoints have it twice, the model once
+    return ModelSize(
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        kv_values_per_token=kv_values(config),
+        shapes=stacked(shapes),
+        sizes=Sizes.of(config),
+        matrices=matrices,
+    )
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
@@ -193,23 +204,10 @@ def memory_lines(config: Config) -> list[str]:
             *lines,
             f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
         ]
-    ranks, count = config.learner.ranks, model.parameters
+    count = model.parameters
     if config.model.lora_rank > 0:
         count = model.adapters(config.model.lora_rank, config.model.lora_targets)
-        base = BYTES[config.model.dtype] * model.parameters / ranks
-        lines.append(
-            f"learner, per rank: {size(base)} frozen base ({model.parameters:,} parameters), and for adapters:"
-        )
-    lines.append(
-        f"learner, per rank: {size(4 * count / ranks)} master weights + {size(4 * count / ranks)} gradients + "
-        f"{size(8 * count / ranks)} Adam moments ({count:,} parameters over {ranks} rank(s)); activations not estimated"
-    )
-    if config.learner.reduce_gradients != "each":
-        needed = "" if config.learner.reduce_gradients == "last" else ", unless there is no room for it"
-        lines.append(
-            f"learner, per rank: {size(4 * count)} whole gradient where an optimizer step has several micro-batches"
-            f"{needed} (learner.reduce_gradients={config.learner.reduce_gradients})"
-        )
+    lines += learner_lines(config, model)
     lines += role_lines(config, model.parameters)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
@@ -222,6 +220,62 @@ def memory_lines(config: Config) -> list[str]:
     wire = BYTES[config.weights.wire_dtype] * count
     lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
     return lines
+
+
+def learner_lines(config: Config, model: ModelSize) -> list[str]:
+    """What the fullest rank holds of the policy, and what comes and goes beside it."""
+    ranks, width = config.learner.ranks, BYTES[config.model.dtype]
+    shapes, whole, rows = list(model.shapes.values()), model.parameters, list[tuple[int, str]]()
+    if config.model.lora_rank > 0:
+        base = held(shapes, ranks, width=width, trained=False).weights
+        rows.append((base, f"frozen base ({model.parameters:,} parameters), and for adapters:"))
+        whole = model.adapters(config.model.lora_rank, config.model.lora_targets)
+        shapes = [(whole,)]
+    mine = held(shapes, ranks)
+    rows.append(
+        (
+            mine.total,
+            f"= {size(mine.weights)} master weights + {size(mine.gradients)} gradients + {size(mine.optimizer)} Adam "
+            f"moments ({whole:,} parameters over {ranks} rank(s), each cut along its first dimension)",
+        )
+    )
+    setting = config.learner.reduce_gradients
+    if setting != "each":
+        needed = "" if setting == "last" else ", unless there is no room for it"
+        said = f"whole gradient where an optimizer step has several micro-batches{needed}"
+        rows.append((4 * whole, f"{said} (learner.reduce_gradients={setting})"))
+    if ranks > 1 or width < MASTER:
+        fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
+        rows.append((width * whole_numbers(model.shapes), f"whole weights while it computes: {fetched}"))
+    rows += activation_rows(config, model.sizes)
+    kind = "whole on its one rank" if ranks == 1 and width == MASTER else f"FSDP2 over {ranks} rank(s), layer by layer"
+    return [
+        f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
+        *(f"learner, per rank: {size(count)} {what}" for count, what in rows),
+        f"learner, per rank: {size(sum(count for count, _ in rows))} of the policy, all of the above",
+    ]
+
+
+def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]]:
+    """Estimates; none of a model whose config is none of a plain decoder."""
+    if sizes is None:
+        return []
+    width, checkpointing = BYTES[config.model.dtype], config.model.activation_checkpointing
+    tokens = config.learner.max_tokens_per_microbatch
+    # More slots than a group's siblings have of it no token has.
+    slots = min(config.learner.attention_budget, tokens * config.rollout.group_size)
+    other = size(sizes.activations(tokens, slots, width, not checkpointing))
+    return [
+        (
+            sizes.activations(tokens, slots, width, checkpointing),
+            f"activations of a full micro-batch, about ({tokens} tokens, {slots} in attention, {sizes.layers} layers, "
+            f"{sizes.hidden} wide; {other} with model.activation_checkpointing={str(not checkpointing).lower()})",
+        ),
+        (
+            head_bytes(sizes.vocabulary, sizes.hidden, width),
+            f"head, about: {head_rows(sizes.vocabulary)} * {sizes.vocabulary} logits, and its weight's gradient",
+        ),
+    ]
 
 
 def role_lines(config: Config, parameters: int) -> list[str]:

@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncrl.exact import kernels
+from asyncrl.learner.memory_plan import head_rows
 from asyncrl.learner.support import Support
-
-CHUNK_ELEMENTS = 1 << 19
-"""fp32 logits of one chunk: 2 MiB, so that a chunk stays in cache with a small vocabulary..."""
-CHUNK_MIN_ROWS = 512
-"""... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
 
 
 def token_logprobs(
@@ -63,7 +59,7 @@ def judged_logprobs(
 
 
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    rows = max(CHUNK_MIN_ROWS, CHUNK_ELEMENTS // vocabulary)
+    rows = head_rows(vocabulary)
     return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 

@@ -109,7 +109,7 @@ def loopback_interfaces(environment: Mapping[str, str], weights_host: str) -> di
 
 
 def join_ranks(config: Config, place: Place) -> DeviceMesh:
-    """The process group of the ranks, of one rank too: the same FSDP2 path then runs everywhere.
+    """The process group of the ranks, of one rank too: the same code then runs everywhere.
 
     Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
     engines to acknowledge weights, write a checkpoint, wait for space on a full disk.

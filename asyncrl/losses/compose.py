@@ -36,13 +36,16 @@ class LossOutput:
     """The loss of one call and what is worth knowing about it."""
 
     loss: Float[Tensor, ""]
-    metrics: dict[str, Tensor]
-    """Of this call alone, detached scalars. To combine calls, add up the three below and `summarize()` again."""
     sums: Sums = field(default_factory=dict)
     """Name -> (numerator, denominator)."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
     """`loss/policy`, `loss/kl`, `loss/behavior_kl`: they add up over calls like the loss itself."""
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Of this call alone, detached scalars. To combine calls, add up the three above and `summarize()` those."""
+        return summarize(self.sums, self.maxima) | self.parts
 
 
 def policy_loss(
@@ -93,10 +96,10 @@ def policy_loss(
     total = torch.stack(list(parts.values())).sum() if len(parts) > 1 else parts["loss/policy"]
     parts = {name: part.detach() for name, part in parts.items()}
     if not diagnostics:
-        return LossOutput(total, dict(parts), parts=parts)
+        return LossOutput(total, parts=parts)
     held |= {f"rejected_{name}": rejected for name, rejected in reasons.items()}
     sums, maxima = diagnose(tokens, shaped, held)
-    return LossOutput(total, summarize(sums, maxima) | parts, sums, maxima, parts)
+    return LossOutput(total, sums, maxima, parts)
 
 
 def kept_tokens(

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.learner.accumulation import reduces_each
 from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
+from asyncrl.learner.memory_plan import held
 from asyncrl.learner.model import PolicyModel, set_gradient_sync, shard
 from asyncrl.learner.place import memory_of
 from tests.learner.feed import tiny_model
@@ -31,13 +32,16 @@ def mesh() -> Iterator[DeviceMesh]:
 )
 def test_the_whole_gradient_is_kept_only_where_there_is_room(billions: float, ranks: int, each: bool):
     count = int(billions * 1e9)
-    assert reduces_each("auto", weights=4 * count, trained=count, ranks=ranks, memory=GPU) == each
-    assert reduces_each("each", weights=4 * count, trained=count, ranks=ranks, memory=GPU)
-    assert not reduces_each("last", weights=4 * count, trained=count, ranks=ranks, memory=GPU)
+    shards = held([(count,)], ranks).total
+    assert reduces_each("auto", shards=shards, trained=count, memory=GPU) == each
+    assert reduces_each("each", shards=shards, trained=count, memory=GPU)
+    assert not reduces_each("last", shards=shards, trained=count, memory=GPU)
 
 
 def test_adapters_are_little_beside_a_frozen_base():
-    assert not reduces_each("auto", weights=2 * 7 * 10**9, trained=40 * 10**6, ranks=1, memory=GPU)
+    base = held([(7 * 10**9,)], 1, width=2, trained=False).total
+    adapters = held([(40 * 10**6,)], 1).total
+    assert not reduces_each("auto", shards=base + adapters, trained=40 * 10**6, memory=GPU)
 
 
 def test_a_rank_without_a_gpu_has_its_share_of_the_machine():

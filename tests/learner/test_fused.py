@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from asyncrl.learner import logprobs
+from asyncrl.learner import memory_plan
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.losses import LossInputs, policy_loss, preset
 
@@ -71,8 +71,8 @@ def loss_and_gradients(of: Any, name: str, dtype: torch.dtype, bias: bool, tempe
 def test_the_fused_path_equals_the_plain_one_in_loss_and_every_gradient(
     monkeypatch: pytest.MonkeyPatch, name: str, bias: bool, temperature: float
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 5)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 5)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 1)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         fused = loss_and_gradients(fused_logprobs, name, dtype, bias, temperature)
         plain = loss_and_gradients(plain_logprobs, name, dtype, bias, temperature)
@@ -111,7 +111,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_table_over_tokens_and_vocabulary_ever_exists(dtype: torch.dtype) -> None:
-    tokens, vocabulary = 4 * logprobs.CHUNK_MIN_ROWS, 2048
+    tokens, vocabulary = 4 * memory_plan.HEAD_MIN_ROWS, 2048
     hidden = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, 8, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))

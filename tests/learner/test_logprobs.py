@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.learner import logprobs
+from asyncrl.learner import memory_plan
 from asyncrl.learner.logprobs import token_logprobs
 
 
@@ -14,8 +14,8 @@ from asyncrl.learner.logprobs import token_logprobs
 def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch, temperature: float, with_bias: bool
 ):
-    monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 3)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 3)
     exact: Any = {"dtype": torch.float64, "requires_grad": True}
     hidden = torch.randn(11, 16, **exact)
     weight = torch.randn(50, 16, **exact)
@@ -53,8 +53,8 @@ def test_bfloat16_hidden_states_give_float32_logprobs():
 
 
 def test_several_tokens_of_each_distribution_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 3)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 3)
     hidden, weight = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (11, 50))
     targets, scale = torch.randint(0, 50, (11, 4)), torch.randn(11, 4, dtype=torch.float64)
     targets[:, 3] = targets[:, 0]  # one of them twice

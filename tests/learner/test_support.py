@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.engines.hf import truncation
 from asyncrl.engines.hf.truncation import Truncation, supports, written
-from asyncrl.learner import logprobs
+from asyncrl.learner import memory_plan
 from asyncrl.learner.logprobs import token_logprobs
 from asyncrl.learner.support import support_of
 from asyncrl.types import SUPPORT_COUNTS, Trajectory
@@ -62,8 +62,8 @@ def test_logprobs_over_a_support_are_exact_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch, temperature: float, with_bias: bool
 ) -> None:
     """Chunks of 3 tokens: supports of a chunk begin anywhere among the ids and the rows of bits."""
-    monkeypatch.setattr(logprobs, "CHUNK_MIN_ROWS", 3)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 3)
     sizes = [FEW, WHOLE, MANY, MANY, FEW, 1, FEW, WHOLE, MANY, 1, 1]
     inside, tokens, trajectory = drawn(sizes, vocabulary=203)
     assert (np.sign(trajectory.extras[SUPPORT_COUNTS]) == [(s == 0) - 1 if s == MANY else s > 0 for s in sizes]).all()

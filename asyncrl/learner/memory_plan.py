@@ -1,0 +1,146 @@
+"""What a rank will hold, in bytes, from shapes alone: the one estimate of `--dry-run` and of the learner. No torch.
+
+FSDP2 cuts every parameter along its first dimension into as many equal chunks as there are ranks, the last ones shorter
+or empty; every rank allocates the size of the first. What is exact and what is estimated stands at each function.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MASTER = 4
+"""Bytes of a trained weight, its gradient and each of AdamW's two moments."""
+STEP_COUNT = 4
+"""Bytes of AdamW's count of steps, for each parameter tensor."""
+HEAD_ELEMENTS = 1 << 19
+"""fp32 logits of one chunk of the head (`logprobs`): 2 MiB, so that it stays in cache with a small vocabulary..."""
+HEAD_MIN_ROWS = 512
+"""... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes of a rank for one model."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def share(shape: Shape, ranks: int) -> int:
+    """Numbers of the fullest rank."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:]) if len(shape) else 1
+
+
+def held(shapes: Iterable[Shape], ranks: int, *, width: int = MASTER, trained: bool = True) -> Held:
+    """Exact, of all parameters of one kind; `gradients` are those that have met over the ranks.
+
+    Args:
+        width: bytes of a weight.
+    """
+    kept = list(shapes)
+    numbers = sum(share(shape, ranks) for shape in kept)
+    if not trained:
+        return Held(weights=width * numbers, gradients=0, optimizer=0)
+    moments = 2 * MASTER * numbers + STEP_COUNT * len(kept)
+    return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=moments)
+
+
+def head_rows(vocabulary: int) -> int:
+    """Tokens of a chunk of logits."""
+    return max(HEAD_MIN_ROWS, HEAD_ELEMENTS // vocabulary)
+
+
+def head_bytes(vocabulary: int, hidden: int, width: int) -> int:
+    """Estimate for the backward of the head: two chunks of fp32 logits, one in the compute dtype, and the gradient of
+    its weight in fp32, which one rank holds whole until it is reduced."""
+    return head_rows(vocabulary) * vocabulary * (8 + width) + MASTER * vocabulary * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a decoder, from the names that every Hugging Face config uses."""
+
+    layers: int
+    hidden: int
+    queries: int
+    """Heads times their width."""
+    keys: int
+    """Key-value heads times their width."""
+    inner: int
+    """Of the feed-forward layer: of all the experts that a token goes through."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes | None:
+        """None where the config says otherwise than a plain decoder's does."""
+        model = config.get("text_config") or config
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        if not all(isinstance(model.get(name), int) for name in names):
+            return None
+        layers, hidden, heads, vocabulary = (model[name] for name in names)
+        width = model.get("head_dim") or hidden // heads
+        inner = model.get("intermediate_size") or 4 * hidden
+        if chosen := model.get("num_experts_per_tok"):
+            inner = chosen * (model.get("moe_intermediate_size") or inner) + (
+                model.get("shared_expert_intermediate_size") or 0
+            )
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            queries=heads * width,
+            keys=(model.get("num_key_value_heads") or heads) * width,
+            inner=inner,
+            vocabulary=vocabulary,
+        )
+
+    def layer_bytes(self, tokens: int, slots: int, width: int) -> int:
+        """Estimate: what one layer keeps for its backward.
+
+        Of each token two norms (input in fp32, normalised, weighted), what goes into the projection of the attention's
+        output, and of the feed-forward layer its gate before and after the activation, its other half and their
+        product. Of each slot of attention queries, keys, values and output.
+
+        Args:
+            slots: tokens of all sequences, a shared prompt once for each.
+            width: bytes of a number in the compute dtype.
+        """
+        of_token = 2 * self.hidden * (4 + 2 * width) + (self.queries + 4 * self.inner) * width
+        return tokens * of_token + slots * 2 * (self.queries + self.keys) * width
+
+    def activations(self, tokens: int, slots: int, width: int, checkpointing: bool) -> int:
+        """Estimate, of a micro-batch: of all layers, or the input of each and one layer whole."""
+        each = self.layer_bytes(tokens, slots, width)
+        return tokens * self.hidden * width * self.layers + each if checkpointing else self.layers * each
+
+
+def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """As the model holds them: transformers keeps all experts of a layer in one tensor, by their number first."""
+    experts: dict[str, list[Shape]] = {}
+    whole: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if re.search(r"\.experts\.\d+\.", name):
+            experts.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(shape)
+        else:
+            whole[name] = shape
+    return whole | {name: (len(each), *each[0]) for name, each in experts.items()}
+
+
+def whole_numbers(shapes: Mapping[str, Shape]) -> int:
+    """Parameters that are whole on a rank while it computes: what is in no layer, a layer, and the one fetched next."""
+    groups: dict[str, int] = {}
+    for name, shape in shapes.items():
+        found = re.search(r"^.*?\.\d+\.", name)
+        group = found.group() if found else ""
+        groups[group] = groups.get(group, 0) + math.prod(shape)
+    rest = groups.pop("", 0)
+    return rest + sum(sorted(groups.values())[-2:])

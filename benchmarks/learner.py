@@ -1,0 +1,211 @@
+"""What does the learner cost beside transformers alone: padded or packed, on the same batches and as a whole system?
+
+    python -m benchmarks.learner [--rounds 3] [--steps 60] [--pairs 3]
+
+`batches`: CPU seconds, one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
+512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens a micro-batch, for prompts of 64 and 1,024 tokens in
+groups of 8 and 16; ours is the whole `train_step` (plan, pack, advantages, loss with diagnostics, AdamW) under FSDP2,
+as it runs. `padded_over_ours`: transformers on rows of like length. `packed_over_ours`: transformers on sequences end
+to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts differ.
+
+`system`: optimizer steps per second of the quickstart (no evaluations) over those of a loop of generate, score and
+train in one process with two threads, of the same model, task, batch and lengths. Run after one another, in pairs; on
+a machine with other work the two threads of the loop wait for each other, and the figure says little.
+
+Figures are medians. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from asyncrl.cli.quickstart import prepare
+from asyncrl.config import load_config
+from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.learner.optim import NonFiniteGuard
+from asyncrl.learner.place import Place, joined_ranks
+from asyncrl.learner.roles import Roles, build_roles
+from asyncrl.learner.step import train_step
+from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.protocol import Lease
+from asyncrl.schema import Config
+from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader
+from benchmarks.parts.answer import ROOT, answer, parse
+from benchmarks.parts.bare_training import bare_step, end_to_end, padded
+from benchmarks.parts.quickstart import run_quickstart
+
+SEQUENCES, BUDGET, VOCABULARY = 32, 4096, 4096
+SHAPES = [(prompt, size) for prompt in (64, 1024) for size in (8, 16)]
+WARM = 8
+"""Steps left out of the speed of a whole run."""
+
+
+def model_of_20m(small: bool) -> PreTrainedModel:
+    """20.0 M parameters: hidden 448, 8 layers, 7 heads of 64 on one key-value head."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64 if small else 448, intermediate_size=128 if small else 1216,
+        num_hidden_layers=2 if small else 8, num_attention_heads=1 if small else 7, num_key_value_heads=1, head_dim=64,
+        max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    lease: Lease
+    prompt: int
+
+    @property
+    def members(self) -> list[tuple[Trajectory, float]]:
+        """Each trajectory with its advantage."""
+        rewards = {
+            place: self.lease.plan.groups[place[0]].trajectories[place[1]].reward for place in self.lease.trajectories
+        }
+        means = [statistics.mean(each.reward for each in group.trajectories) for group in self.lease.plan.groups]
+        return [(each, rewards[place] - means[place[0]]) for place, each in self.lease.trajectories.items()]
+
+
+def batch(prompt: int, size: int, sequences: int, *, shared: bool) -> Batch:
+    rng = np.random.default_rng(0)
+    groups, trajectories = [], {}
+    for g in range(sequences // size):
+        asked = rng.integers(0, VOCABULARY, prompt)
+        headers = []
+        for t in range(size):
+            length = int(np.clip(rng.lognormal(np.log(128), 0.8), 8, 512))
+            mine = asked if shared else np.append(t, asked[1:])
+            mask = np.arange(prompt + length) >= prompt
+            made = Trajectory(
+                token_ids=np.concatenate([mine, rng.integers(0, VOCABULARY, length)]).astype(np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.where(mask, -8.3, 0.0).astype(np.float32),
+                policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+                reward=float(rng.integers(0, 2)),
+            )
+            trajectories[g, t] = made
+            headers.append(
+                TrajectoryHeader(
+                    length=prompt + length, prompt_length=prompt, reward=made.reward, version_tokens=((0, length),)
+                )
+            )
+        groups.append(GroupHeader(group_id=g, prompt_index=g, attempt=0, worker="w", trajectories=tuple(headers)))
+    plan = StepPlan(step=0, policy_version=0, groups=tuple(groups), staleness={0: 0}, max_staleness=8, shards=())
+    return Batch(Lease(plan=replace(plan, shards=shard_step(plan, 1)), trajectories=trajectories), prompt)
+
+
+@dataclass(frozen=True)
+class Ours:
+    config: Config
+    roles: Roles
+    guard: NonFiniteGuard
+
+    def step(self, given: Batch) -> None:
+        cpu = torch.device("cpu")
+        train_step(self.config, self.roles, self.guard, given.lease, rank=0, world=1, device=cpu)
+
+
+def begin_ours(folder: Path, opened: ExitStack) -> Ours:
+    config = load_config(
+        [
+            *(f"model.path={folder}", "data.path=none", "reward=exact_match", "learner.lr=1e-6"),
+            *(f"learner.max_tokens_per_microbatch={BUDGET}", "learner.max_attention_per_microbatch=65536"),
+        ]
+    )
+    place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="benchmark")
+    mesh = opened.enter_context(joined_ranks(config, place))
+    return Ours(config, build_roles(config, place.device, mesh), NonFiniteGuard(folder / "nonfinite", 0, 3))
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    bare = model_of_20m(small)
+    bare.save_pretrained(folder)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    found = {}
+    with ExitStack() as opened:
+        ours = begin_ours(folder, opened)
+        for prompt, size in SHAPES:
+            given = batch(prompt, size, SEQUENCES, shared=True)
+            unshared = batch(prompt, size, SEQUENCES, shared=False)
+            contenders = {
+                "padded": lambda g=given, p=prompt: bare_step(bare, optimizer, list(padded(g.members, p, BUDGET))),
+                "packed": lambda g=given: bare_step(bare, optimizer, list(end_to_end(g.members, BUDGET))),
+                "ours": lambda g=given: ours.step(g),
+                "unshared": lambda g=unshared: ours.step(g),
+            }
+            times = {name: [] for name in contenders}
+            for _ in range(rounds):
+                for name, work in contenders.items():
+                    times[name].append(cpu_seconds(work))
+            medians = {name: statistics.median(each) for name, each in times.items()}
+            found[f"prompt={prompt} size={size}"] = {
+                "padded_over_ours": round(medians["padded"] / medians["ours"], 2),
+                "packed_over_ours": round(medians["packed"] / medians["ours"], 2),
+                "packed_over_unshared": round(medians["packed"] / medians["unshared"], 2),
+                "ours_cpu_s": round(medians["ours"], 3),
+            }
+    return found
+
+
+def compare_systems(pairs: int, steps: int, folder: Path) -> dict[str, float]:
+    ready = prepare(WarmupRecipe())
+    bare, busy, ours, trained = [], [], [], []
+    for pair in range(pairs):
+        command = [sys.executable, "-m", "benchmarks.parts.bare_loop", ready, str(steps), str(pair)]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        said = json.loads(done.stdout)
+        bare.append(statistics.median(said["seconds"][WARM:]))
+        busy.append(statistics.median(said["cpu_seconds"][WARM:]))
+        settings = ["rollout.host=process", "eval.every=0", f"learner.steps={steps}", f"seed={pair}"]
+        rows = run_quickstart(folder / f"run{pair}", settings).rows
+        ends = [row["time"] for row in rows[WARM - 1 :]]
+        ours.append(statistics.median(np.diff(ends).tolist()))
+        trained.append(statistics.median(row["time/train"] for row in rows[WARM:]))
+    return {
+        "steps_per_s_over_bare": round(statistics.median(b / o for b, o in zip(bare, ours, strict=True)), 2),
+        "bare_step_ms": round(1000 * statistics.median(bare), 1),
+        "bare_step_cpu_ms": round(1000 * statistics.median(busy), 1),
+        "our_step_ms": round(1000 * statistics.median(ours), 1),
+        "of_it_train_ms": round(1000 * statistics.median(trained), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="of each contender on each batch")
+    parser.add_argument("--pairs", type=int, default=3, help="of whole runs; 0 leaves them out")
+    parser.add_argument("--steps", type=int, default=60, help="of a whole run")
+    given = parse(parser, {"rounds": 1, "pairs": 1, "steps": WARM + 4})
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        result: dict[str, object] = {}
+        if given.rounds:
+            result["batches"] = compare_batches(given.rounds, given.smoke, folder / "model")
+        if given.pairs:
+            result["system"] = compare_systems(given.pairs, given.steps, folder)
+    answer("learner", result, smoke=given.smoke)
+
+
+if __name__ == "__main__":
+    main()

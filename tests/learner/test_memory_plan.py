@@ -1,0 +1,144 @@
+"""The plan of memory against models that are built and sharded as in a run: fake tensors, made-up ranks."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from asyncrl.cli.dry_run import model_size
+from asyncrl.learner import model as model_room
+from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
+from asyncrl.learner.memory_plan import Sizes, held, share, stacked
+from asyncrl.learner.model import PolicyModel, shard
+from asyncrl.learner.optim import make_optimizer
+from asyncrl.schema import LearnerConfig
+from tests.learner.feed import tiny_model
+
+WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+QWEN = {
+    "7b": (3584, 18944, 28, 28, 4),
+    "7b in 2 layers": (3584, 18944, 2, 28, 4),
+    "32b": (5120, 27648, 64, 40, 8),
+    "72b": (8192, 29568, 80, 64, 8),
+}
+"""Of Qwen2.5."""
+long = pytest.mark.long
+
+
+def qwen(size: str) -> Qwen2Config:
+    sizes = dict(zip(WIDTHS, QWEN[size], strict=True))
+    return Qwen2Config(**sizes, vocab_size=152064, tie_word_embeddings=False)
+
+
+@contextmanager
+def made_up_ranks(world: int) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield init_device_mesh("cpu", (world,))
+    finally:
+        dist.destroy_process_group()
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [
+        ("7b in 2 layers", 3),
+        pytest.param("7b", 8, marks=long),
+        pytest.param("32b", 32, marks=long),
+        pytest.param("72b", 64, marks=long),
+    ],
+)
+def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(
+    size: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(model_room, "fill_from_rank_zero", lambda module, mesh: None)
+    with made_up_ranks(ranks) as mesh, FakeTensorMode():
+        model = PolicyModel(AutoModelForCausalLM.from_config(qwen(size)))
+        plan = held((tuple(parameter.shape) for parameter in model.parameters()), ranks)
+        write_headers(tmp_path, qwen(size), model.hf)
+        shard(model, mesh, torch.bfloat16)
+        optimizer = make_optimizer(model.parameters(), LearnerConfig())
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        assert plan.weights == sum(map(local_bytes, model.parameters()))
+        assert plan.optimizer == sum(map(local_bytes, state))
+        assert plan.gradients == plan.weights
+    read = model_size(tmp_path)
+    assert read is not None and held(read.shapes.values(), ranks) == plan
+
+
+def write_headers(folder: Path, config: Qwen2Config, hf: PreTrainedModel) -> None:
+    """A checkpoint with everything but the numbers."""
+    config.save_pretrained(folder)
+    entries = {name: {"dtype": "BF16", "shape": list(each.shape)} for name, each in hf.named_parameters()}
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_what_a_layer_keeps_for_its_backward_is_about_as_planned(family: str, dtype: torch.dtype):
+    lengths = np.array([40, 56])
+    packing = plan_packing(np.arange(96), lengths, 96)
+    kept, sizes = {}, None
+    for layers in (1, 2):
+        hf: Any = tiny_model(
+            family, hidden_size=128, intermediate_size=384, num_attention_heads=4, num_hidden_layers=layers
+        )
+        hf.set_attn_implementation(PACKED_ATTENTION)
+        kept[layers] = saved_bytes(PolicyModel(hf.to(dtype=dtype)), packing)
+        sizes = Sizes.of(hf.config.to_dict())
+    assert sizes is not None
+    planned = sizes.layer_bytes(96, 96, dtype.itemsize)
+    assert 0.8 < (kept[2] - kept[1]) / planned < 1.25
+
+
+def saved_bytes(model: PolicyModel, packing: Packing) -> int:
+    """Of everything that autograd keeps in a forward, but for parameters; each storage once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, int] = {}
+    alive = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    ids = torch.arange(96)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.hidden_states(ids, torch.cat([torch.arange(40), torch.arange(56)]), packing)
+    return sum(found.values())
+
+
+def test_experts_are_planned_as_one_tensor_of_a_layer():
+    names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in (0, 1) for e in range(5)]
+    found = stacked(dict.fromkeys(names, (8, 4)) | {"lm_head.weight": (7, 4)})
+    assert sorted(map(tuple, found.values())) == [(5, 8, 4), (5, 8, 4), (7, 4)]
+    assert share((5, 8, 4), 4) == 2 * 32 and share((7, 4), 4) == 8 and share((3,), 8) == 1
+
+
+def test_a_checkpointed_model_keeps_one_layer_and_the_input_of_each():
+    sizes = Sizes(layers=10, hidden=4, queries=4, keys=2, inner=8, vocabulary=100)
+    each = sizes.layer_bytes(3, 3, 2)
+    assert sizes.activations(3, 3, 2, checkpointing=False) == 10 * each
+    assert sizes.activations(3, 3, 2, checkpointing=True) == each + 10 * 3 * 4 * 2
