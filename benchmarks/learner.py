@@ -145,9 +145,10 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
     found = {}
     with ExitStack() as opened:
         ours = begin_ours(folder, opened)
-        for prompt, size in SHAPES:
-            given = batch(prompt, size, SEQUENCES, shared=True)
-            unshared = batch(prompt, size, SEQUENCES, shared=False)
+        for length, size in SHAPES:
+            prompt, count = (length // 16, 16) if small else (length, SEQUENCES)
+            given = batch(prompt, size, count, shared=True)
+            unshared = batch(prompt, size, count, shared=False)
             contenders = {
                 "padded": lambda g=given, p=prompt: bare_step(bare, optimizer, list(padded(g.members, p, BUDGET))),
                 "packed": lambda g=given: bare_step(bare, optimizer, list(end_to_end(g.members, BUDGET))),
