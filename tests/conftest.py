@@ -15,6 +15,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from asyncrl import collector
+
 PATIENCE_S = 60.0
 """For what was told to end and has not quite: a thread in its last poll, a process that is closing its sockets."""
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
@@ -24,12 +26,46 @@ FOREIGN = ("tqdm", "wandb", "zmq")
 OURS = ("replay-", "weights-", "journal", "lease-", "network")
 """Names of threads, as they begin. Beside vLLM, which keeps threads and processes as it likes, only these count."""
 
+MARKS = ("slow", "unhurried", "long", "gpu")
+"""By which `launchers/test.sh` chooses."""
+
 # Whoever starts this in the background of a shell has it ignore Ctrl-C, and all its children with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that stands still for two seconds says nothing about an example.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+# All modules of the tests are imported one after the other, and stay.
+collector.rest()
+
+
+def pytest_collection_finish() -> None:
+    collector.wake()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m "slow and unhurried and not gpu"`: a file that does not write these words has no test of that kind, and is
+    not imported at all."""
+    every = config.getoption("markexpr").split(" and ")
+    asked = [mark for mark in every if mark.isidentifier()]
+    if not asked or not all(mark.removeprefix("not ").isidentifier() for mark in every):  # an "or" in it, say
+        return None
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    return True if any(f"mark.{mark}" not in text for mark in asked) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every mark stands in the file of its test, for `pytest_ignore_collect`; the fast part looks at all of them."""
+    texts = {path: path.read_text() for path in {item.path for item in items} if path.suffix == ".py"}
+    for item in items:
+        lacking = [mark for mark in MARKS if item.get_closest_marker(mark) and f"mark.{mark}" not in texts[item.path]]
+        if lacking:
+            raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{lacking[0]} in this file, or it is left out")
 
 
 def children() -> set[int]:

@@ -15,11 +15,12 @@ PATIENCE_S = 60.0
 def forked_from(*modules: str) -> ForkServerContext:
     """A context whose processes are forked from one that has imported `modules` and done nothing else."""
     server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-    if server._preload_modules != list(modules):
+    preloaded = ["tests.collector_at_rest", *modules, "tests.collector_awake"]
+    if server._preload_modules != preloaded:
         _wait_for_children_of(server)
         server._stop()  # It has imported something else; as Python's own tests do it.
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
+    context.set_forkserver_preload(preloaded)
     return context
 
 

@@ -6,6 +6,7 @@ the run and resume it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -126,30 +127,39 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if name in metafunc.fixturenames:
             also = metafunc.cls.ALSO[name]
             kinds = [*metafunc.cls.KINDS[name], *(pytest.param(kind, marks=pytest.mark.long) for kind in also)]
-            metafunc.parametrize(name, kinds)
+            metafunc.parametrize(name, kinds, ids=lambda kind: kind if isinstance(kind, str) else " and ".join(kind))
 
 
 class Deaths:
     """What is tested under each host."""
 
     HOST: str
-    KINDS: ClassVar[dict[str, list[str]]]
-    ALSO: ClassVar[dict[str, list[str]]]
+    KINDS: ClassVar[dict[str, list[Any]]]
+    """Killed one after the other; stopped all those of a list at once: to be named takes each of them seconds."""
+    ALSO: ClassVar[dict[str, list[Any]]]
     """Of these the other host's run says what there is to say."""
 
-    def test_a_stopped_process_is_named_and_the_run_goes_on_when_it_does(self, runs: Runs, stopped: str) -> None:
+    def test_stopped_processes_are_named_and_the_run_goes_on_when_they_do(self, runs: Runs, stopped: list[str]) -> None:
         run = runs.of(self.HOST)
-        victim = find(run, stopped)
-        victim.suspend()
+        victims = {kind: find(run, kind) for kind in stopped}
         try:
-            said = f"(pid {victim.pid}) stands still"
-            until(lambda: said in run.output.read_text(), run, f"nobody named {stopped}")
+            for victim in victims.values():
+                victim.suspend()
+            for kind, victim in victims.items():
+                said = f"(pid {victim.pid}) stands still"
+                until(lambda said=said: said in run.output.read_text(), run, f"nobody named {kind}")
         finally:
-            if victim.is_running():
-                victim.resume()
-        # A worker, or a reward process, that was replaced meanwhile does not come back.
-        back = f"(pid {victim.pid}) runs again"
-        until(lambda: back in run.output.read_text() or not victim.is_running(), run, f"{stopped} did not come back")
+            for victim in victims.values():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.resume()
+        for kind, victim in victims.items():
+            back = f"(pid {victim.pid}) runs again"
+            # A worker, or a reward process, that was replaced meanwhile does not come back.
+            until(
+                lambda back=back, victim=victim: back in run.output.read_text() or not victim.is_running(),
+                run,
+                f"{kind} did not come back",
+            )
         goes_on(run)
 
     def test_a_killed_process_costs_nothing_but_time(self, runs: Runs, killed: str) -> None:
@@ -217,14 +227,14 @@ class Deaths:
 
 class TestProcess(Deaths):
     HOST = "process"
-    KINDS: ClassVar = {"stopped": [*COMMON, *ALONE], "killed": [*COMMON, *ALONE]}
+    KINDS: ClassVar = {"stopped": [COMMON, ALONE], "killed": [*COMMON, *ALONE]}
     ALSO: ClassVar = {"stopped": [], "killed": []}
 
 
 class TestRay(Deaths):
     HOST = "ray"
-    KINDS: ClassVar = {"stopped": ["a rollout worker", "Ray's raylet"], "killed": [*RAYS, *POOLS]}
-    ALSO: ClassVar = {"stopped": [kind for kind in COMMON if kind != "a rollout worker"], "killed": OUTSIDE_RAY}
+    KINDS: ClassVar = {"stopped": [["a rollout worker", "Ray's raylet"]], "killed": [*RAYS, *POOLS]}
+    ALSO: ClassVar = {"stopped": [["the rollout pool", *OUTSIDE_RAY]], "killed": OUTSIDE_RAY}
 
     @pytest.mark.long
     def test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(self, runs: Runs) -> None:
