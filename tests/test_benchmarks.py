@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.quickstart import cache_folder
+from asyncrl.cli.quickstart import cache_folder, quickstart_overrides
+from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
+from benchmarks.parts.held_age import Rollouts, run_held
 from benchmarks.parts.model import tiny_model
+from benchmarks.parts.quickstart import SMALL
 from benchmarks.parts.results import PAGE, figure, page, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +66,32 @@ def numbers(value: object) -> list[float]:
     if isinstance(value, list):
         return [number for part in value for number in numbers(part)]
     return [value] if isinstance(value, int | float) else []
+
+
+def held(cache: Path, age: int, *more: str) -> list[dict[str, float]]:
+    """The rows of a run in this process whose data is held at `age`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASYNCRL_CACHE", str(cache))
+        settings = quickstart_overrides(cache_folder(WarmupRecipe()), [*SMALL, "learner.steps=5", *more])
+    gates = (f"replay.max_staleness={age + 4}", "replay.pipeline_depth=2")
+    config = load_config([*settings, *gates])
+    with Rollouts(config) as rollouts:
+        return run_held(config, rollouts, age=age, groups=4 // config.replay.max_times_sampled).rows.steps
+
+
+@pytest.mark.unhurried
+def test_data_is_held_at_exactly_its_age_and_the_same_settings_make_the_same_numbers(cache: Path) -> None:
+    rows = held(cache, 2)
+    assert [(row["staleness/mean"], row["staleness/max"]) for row in rows] == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]
+    told = ("loss/total", "optim/grad_norm", "ratio/E/rms_log_ratio")
+    assert [[row[name] for name in told] for row in rows] == [[row[name] for name in told] for row in held(cache, 2)]
+
+
+@pytest.mark.unhurried
+def test_a_held_run_that_uses_groups_twice_makes_half_as_many_for_each_step(cache: Path) -> None:
+    """Of 4 per step: A is trained in steps 0 and 1, what is made before steps 1 and 2 in steps 2 and 3, and so on."""
+    rows = held(cache, 0, "replay.max_times_sampled=2")
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
