@@ -399,8 +399,10 @@ class Simulation:
         self.learner_settings += 1
         bound = self.random.choice((0, 1, 2, 3))
         windowed = self.settings.window > 0
+        once = windowed or self.settings.stale_policy is StalePolicy.WAIT
         self.settings = replace(
             self.settings,
+            max_times_sampled=1 if once else self.random.choice((1, 2, 3)),
             groups_per_step=self.random.choice((1, 2, 3)),
             max_staleness=bound,
             pipeline_depth=self.random.randint(0, bound),

@@ -20,6 +20,8 @@ class Auditor:
     def __init__(self) -> None:
         self.books = Books()
         self._rule, self._group = self.books.rule, self.books.group
+        self._oldest = 0
+        """No group below this id is open; found anew after a restore."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Snapshotted: self.books.take_over,
             ev.Configured: self.books.configure,
@@ -35,7 +37,7 @@ class Auditor:
             ev.Evicted: self._evicted,
             ev.Committed: self._committed,
             ev.Restored: self._restored,
-            ev.Reloaded: self.books.reload,
+            ev.Reloaded: self._reloaded,
             ev.Finished: self._finished,
         }
 
@@ -138,6 +140,21 @@ class Auditor:
                 group.steps.append(event.step)
                 group.state = "leased"
         self.books.steps[event.step] = Step(members=event.members, version=event.policy_version, ahead=event.ahead)
+        self._window(event)
+
+    def _window(self, event: ev.Sealed) -> None:
+        """Windowed FIFO: no group of the step came from beyond the window of the oldest one that it left behind."""
+        window = self.books.settings.get("window", 0)
+        if not window:
+            return
+        while self._oldest < self.books.next_id:
+            group = self.books.groups.get(self._oldest)
+            if group is not None and group.state in ("in_flight", "inserted"):
+                break
+            self._oldest += 1
+        beyond = [group_id for group_id in event.members if group_id >= self._oldest + window]
+        text = f"step {event.step} has groups {beyond[:5]}, beyond the window of {window} from group {self._oldest} on"
+        self._rule(not beyond, text)
 
     def _gate(self, group_id: int, group: Group, event: ev.Sealed) -> None:
         """The consumption gate, judged again. What is unknown is a violation already, where it was inserted."""
@@ -211,7 +228,12 @@ class Auditor:
 
     # ---- the learner goes back
 
+    def _reloaded(self, event: ev.Reloaded) -> None:
+        self._oldest = 0
+        self.books.reload(event)
+
     def _restored(self, event: ev.Restored) -> None:
+        self._oldest = 0
         inside = self.books.committed_step <= event.step < max(self.books.trained_steps, 1)
         self._rule(inside, f"the learner goes back to step {event.step}; {self.books.committed_step} is committed")
         undone = [number for number, step in self.books.steps.items() if step.trained and number > event.step]

@@ -155,7 +155,8 @@ def table(found: Audit) -> str:
         "",
     ]
     if found.balances:
-        return "\n".join([*lines, "balances: every admitted group is accounted for, none is in two steps"])
+        most = "two" if found.max_times_sampled == 1 else f"more than {found.max_times_sampled}"
+        return "\n".join([*lines, f"balances: every admitted group is accounted for, none is in {most} steps"])
     shown = [f"  {text}" for text in found.violations]
     more = found.violation_count - len(shown)
     return "\n".join(

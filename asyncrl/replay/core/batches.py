@@ -49,7 +49,9 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
     ages = _Ages(state, ahead)
     bound = settings.max_staleness
     verdicts = {entry.group_id: _judge(entry, ages, bound) for entry in waiting}
-    fresh = [entry for entry in waiting if may_train(verdicts[entry.group_id], settings.stale_policy)]
+    # A run that is resumed with a lower limit may have groups waiting that have reached it.
+    usable = [entry for entry in waiting if entry.trained < settings.max_times_sampled]
+    fresh = [entry for entry in usable if may_train(verdicts[entry.group_id], settings.stale_policy)]
     chosen = {entry.group_id for entry in fresh}
     choice = Choice(stale=[entry for entry in waiting if entry.group_id not in chosen])
     if len(fresh) < settings.groups_per_step:

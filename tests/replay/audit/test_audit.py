@@ -184,6 +184,18 @@ def test_a_group_that_the_consumption_gate_had_to_hold_back_is_found(policy: str
     assert passes or "group 1 is in step 1 with tokens of staleness 1 over the bound" in found.violations[0]
 
 
+def test_a_group_from_beyond_the_window_is_found() -> None:
+    def history(window: int) -> list[ev.Event]:
+        events = [begun(groups_per_step=1, window=window), restored(-1, NO_VERSION), ev.Published(0, NO_VERSION)]
+        events += [issued(group) for group in range(4)]
+        events += [inserted(0, (0, 3)), ev.Sealed(0, 0, 0, (0,), 1), ev.Trained(0, 1)]
+        return [*events, inserted(3, (0, 3)), ev.Sealed(1, 1, 0, (3,), 1), ev.Trained(1, 2)]
+
+    assert checked(history(0)).balances and checked(history(3)).balances
+    (found,) = checked(history(2)).violations
+    assert "step 1 has groups [3], beyond the window of 2 from group 1 on" in found
+
+
 def test_a_group_that_is_used_too_often_is_found() -> None:
     def history(uses: int) -> list[ev.Event]:
         events = [

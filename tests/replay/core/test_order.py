@@ -153,6 +153,22 @@ def test_a_restored_learner_gets_reused_groups_in_the_same_steps_again() -> None
     assert again == before
 
 
+def test_a_run_that_is_resumed_with_fewer_uses_trains_none_more_often() -> None:
+    play = Play(max_times_sampled=2, max_staleness=8, groups_per_step=2)
+    play.fill()
+    assert play.train() == [0, 1]
+    play.core.run.settings = replace(play.core.run.settings, max_times_sampled=1)
+    play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second", settings="others")
+    play.version = play.core.state.tree.newest + 1
+    play.core.publish(policy_version=play.version, parent=1)
+    trained = []
+    for _ in range(4):
+        play.fill()
+        trained += play.train()
+    assert trained == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert {event.group_id for event in play.events if isinstance(event, ev.Retired)} == {0, 1}
+
+
 def test_a_payload_is_kept_until_the_last_step_with_it_is_committed() -> None:
     play = Play(max_times_sampled=2, max_staleness=8, pipeline_depth=0, groups_per_step=2)
     play.fill()
