@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, NoProgress, WireError
+from asyncrl.errors import WireError
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.futures import Futures
 from asyncrl.replay.client.requests import Response
@@ -249,21 +248,3 @@ def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:
     """(group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
     group = wire.integer(row[0], "group", 0, len(plan.groups) - 1)
     return plan.groups[group].group_id, plan.groups[group].attempt
-
-
-def wait_for_server(address: str, *, config: ReplayConfig, run_digest: str, wait_s: float) -> None:
-    """Return once the replay server answers.
-
-    Raises:
-        NoProgress: it did not within `wait_s`. ReplayError: it serves another run.
-    """
-    probe = Connection(address, role="learner", name="probe", run_digest=run_digest, config=config)
-    deadline = time.monotonic() + wait_s
-    try:
-        probe.request("members").result(timeout=max(0.0, deadline - time.monotonic()))
-    except TimeoutError as error:
-        if isinstance(error, AsyncRLError):
-            raise
-        raise NoProgress(f"the replay server at {address} did not answer within {wait_s:.0f} s") from error
-    finally:
-        probe.close()
