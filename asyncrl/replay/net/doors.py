@@ -3,8 +3,8 @@
     <replay.keys>/local/<digest of machine, network and address>-<role>
 
 Encryption would take them a fifth (1 k tokens) to three fifths (32 k) of the processor time of a group, and here it
-keeps nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door proves
-what a key proves, to both ends, and whoever comes by it needs the secret of its role all the same.
+keeps nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door
+proves what a key proves, to both ends, and whoever comes by it needs the secret of its role all the same.
 
 A client looks for the door of a server whenever it opens a connection, and takes tcp and its key where there is none:
 on another machine, as another user, or where nobody listens behind what a killed server has left.

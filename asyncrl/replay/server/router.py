@@ -102,8 +102,9 @@ def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq
                 stack.callback(doors.close)
                 for role in ROLES[1:]:
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
-            except OSError as error:  # a ZMQError is one
+            except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or that nothing is written to
                 log.warning("no sockets of this machine in %s, all come by tcp: %s", config.keys, error)
+                stack.close()  # one that is bound and not listened to would leave whoever comes by it waiting
                 opened.clear()
         yield opened
 

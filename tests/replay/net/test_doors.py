@@ -170,6 +170,15 @@ def test_behind_a_door_that_is_silent_a_client_takes_tcp(config: ReplayConfig) -
             assert client.members() == [] and not came_by_door(client)
 
 
+def test_where_one_door_cannot_be_there_is_none(config: ReplayConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Doors(config.keys, config.address, make=True)) as doors:
+        Path(doors.path("learner")).mkdir()  # as a file system that has no sockets
+    with running_server(config, settings()), learner(config) as client:
+        assert client.members() == [] and not came_by_door(client)
+        assert not has_door(config, "worker")
+    assert "all come by tcp" in caplog.text
+
+
 def test_a_second_server_at_the_address_leaves_the_doors_of_the_first(config: ReplayConfig) -> None:
     with running_server(config, settings()), learner(config) as client:
         client.members()
