@@ -241,9 +241,9 @@ class HeldReplay:
             plan=replace(plan, shards=shards), trajectories={(g, t): sent(groups[g].trajectories[t]) for g, t in places}
         )
 
-    def trained(self, *, step: int, policy_version: int, metrics: dict[str, float] | None = None) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
         with self._lock:
-            return self._core.trained(step=step, policy_version=policy_version)
+            return self._core.trained(step=step, policy_version=policy_version, ess=ess)
 
     def commit(self, *, step: int) -> None:
         with self._lock:
