@@ -12,7 +12,7 @@ from asyncrl.cli import local, quickstart, smoke, verify
 from asyncrl.cli.dry_run import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir
-from asyncrl.data.warmup_recipe import CalculatorRecipe, WarmupRecipe
+from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:
     assert kv_values({}) == 0
 
 
-@pytest.mark.parametrize("typed", [[], ["experiment=tools_quickstart"]])
+@pytest.mark.parametrize("typed", [[], *([f"experiment={name}"] for name in quickstart.AGENT_OF)])
 def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
     typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,9 +269,12 @@ def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
     first = quickstart.prepare(recipe)
     assert quickstart.prepare(recipe) == first
     assert len(made) == 1
-    assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"}
+    corpus = {"corpus.jsonl"} if "experiment=search_quickstart" in typed else set[str]()
+    assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"} | corpus
+    given = [text for text in quickstart.quickstart_overrides(first, typed) if text.startswith("environment.")]
+    assert given == [f"environment.args.corpus={first / name}" for name in corpus]
     assert list(tmp_path.iterdir()) == [first], "nothing half-made is left"
-    others = [replace(recipe, seed=1), CalculatorRecipe() if type(recipe) is WarmupRecipe else WarmupRecipe()]
+    others = [replace(recipe, seed=1), AgentRecipe() if type(recipe) is WarmupRecipe else WarmupRecipe()]
     assert first not in [quickstart.cache_folder(other) for other in others]
 
 

@@ -52,6 +52,15 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 
+@pytest.mark.parametrize("asked", [["--dry-run"], []])
+def test_a_curriculum_of_more_rows_than_are_counted_is_refused_at_the_start(
+    asked: list[str], task: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("asyncrl.drawing.curriculum.MOST_ROWS", 49)
+    assert main(["local", *task, "data.curriculum=pass_rate", *asked]) == 2
+    assert "at most 49; there are 50. Choose rows with data.where" in capsys.readouterr().err
+
+
 def test_a_set_s_own_reward_and_environment_are_looked_at_before_the_start(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 
 VARIANTS = sorted(file.stem for file in config_dir().glob("experiment/smoke/*.yaml") if file.stem != "small")
 
-NAMED = {"verifiers": ["environment.args.taskset=numbers_v1"]}
+NAMED = {"verifiers": ["environment.args.taskset=numbers_v1", "model.renderer=default"]}
 """Settings that a recipe leaves to the user, beside its files."""
 
 
@@ -74,4 +74,6 @@ def test_what_the_user_types_wins_over_what_a_variant_is_given(fake_models: Path
 
 def test_a_variant_that_is_none_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["local", "experiment=smoke/gsm8k_grop", "--dry-run"]) == 2
-    assert "there is no such choice" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "`experiment=smoke/gsm8k_grop`: there is no such choice" in said
+    assert "Did you mean `smoke/gsm8k_grpo`" in said and "smoke/retool" in said

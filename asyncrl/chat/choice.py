@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from renderers.base import MODEL_RENDERER_MAP
 
 from asyncrl.chat.base import Message, ToolSpec
-from asyncrl.chat.names import AUTO, DEFAULT, FAMILIES
+from asyncrl.chat.names import AUTO, DEFAULT, candidates
 from asyncrl.chat.renderer import RendererChat, make_renderer
 
 log = logging.getLogger(__name__)
@@ -73,15 +71,6 @@ def open_chat(
         return RendererChat(tokenizer, known, options, chosen=False)
     found = next((each for each in candidates(model_path) if agrees(tokenizer, each, options)), DEFAULT)
     return RendererChat(tokenizer, found, options, chosen=False)
-
-
-def candidates(model_path: str) -> tuple[str, ...]:
-    """Renderers of the model's family, by the config.json of a local folder."""
-    try:
-        model_type = json.loads((Path(model_path) / "config.json").read_text()).get("model_type", "")
-    except (OSError, ValueError, AttributeError):
-        return ()
-    return FAMILIES.get(model_type, ())
 
 
 def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 AUTO, DEFAULT = "auto", "default"
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -30,3 +33,30 @@ from here: it is the one that gives the same ids as the tokenizer's own chat tem
 
 RENDERERS = (DEFAULT, *dict.fromkeys(name for names in FAMILIES.values() for name in names))
 """All that the library has, by its names."""
+
+
+def candidates(model_path: str) -> tuple[str, ...]:
+    """Renderers of the model's family, by the config.json of a local folder."""
+    try:
+        model_type = json.loads((Path(model_path) / "config.json").read_text()).get("model_type", "")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return FAMILIES.get(model_type, ())
+
+
+def why_single(name: str, *, template: bool, chosen: bool) -> str:
+    """Why a renderer is good for one turn only; empty where it is good for several.
+
+    Args:
+        template: whether the tokenizer has a chat template.
+        chosen: whether the user named the renderer.
+    """
+    if not template and name == DEFAULT:
+        return "the tokenizer has no chat template. Use an instruction-tuned model"
+    if name != DEFAULT or chosen:
+        return ""
+    return (
+        "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
+        "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
+        "where the template would leave their reasoning out), or name the renderer of the model it was made of"
+    )

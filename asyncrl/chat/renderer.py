@@ -12,7 +12,7 @@ from renderers import ParsedToolCall, Renderer, ToolCallParseStatus, create_rend
 from renderers.configs import config_from_name
 
 from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable
-from asyncrl.chat.names import DEFAULT
+from asyncrl.chat.names import DEFAULT, why_single
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template
 from asyncrl.chat.template import extension_text
@@ -52,15 +52,7 @@ class RendererChat:
 
     @property
     def why_single(self) -> str:
-        if not self._tokenizer.chat_template and self.name == DEFAULT:
-            return "the tokenizer has no chat template. Use an instruction-tuned model"
-        if self.name != DEFAULT or self._chosen:
-            return ""
-        return (
-            "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
-            "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
-            "where the template would leave their reasoning out), or name the renderer of the model it was made of"
-        )
+        return why_single(self.name, template=bool(self._tokenizer.chat_template), chosen=self._chosen)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -206,7 +206,9 @@ def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[st
 def _unknown_option(message: str) -> str:
     """A config group exists, the file in it does not."""
     wanted = re.search(r"Could not find '([^']+)'", message)
-    group, _, name = (wanted.group(1) if wanted else "").rpartition("/")
+    group, _, name = (wanted.group(1) if wanted else "").partition("/")
+    folder = name.rpartition("/")[0]
     lines = message.split("Available options", 1)[1].splitlines()[1:]
     options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
+    options = [f"{folder}/{option}" for option in options] if folder else options
     return f"`{group}={name}`: there is no such choice.{nearest(name, options)} Choices: {', '.join(options)}"

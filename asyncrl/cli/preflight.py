@@ -19,6 +19,7 @@ from asyncrl.checks.sources import sources
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
 from asyncrl.data.survey import Survey
+from asyncrl.drawing.curriculum import too_many
 from asyncrl.environments.probe import check_environment
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.own_code import try_in_process
@@ -48,6 +49,8 @@ def look_ahead(config: Config) -> Preflight:
     """
     limit = config.data.max_prompt_tokens
     train = [look_over(source, config.model.path, limit=limit) for source in sources(config.data)]
+    if config.data.curriculum and (why := too_many(sum(each.rows for each in train))):
+        raise ConfigError(why)
     sets = eval_sets(config)
     evaluated = [look_over(each.source, config.model.path, limit=limit) for each in sets]
     found = [*train, *evaluated]
@@ -79,12 +82,12 @@ def said_of(given: EvalSet) -> Iterator[None]:
 def check_environments(config: Config) -> None:
     """That of the training, and those that evaluated sets have of their own. Raises ConfigError."""
     checked = [config.environment]
-    check_environment(config.environment)
+    check_environment(config.environment, config.model)
     for each in eval_sets(config):
         if each.config.environment not in checked:
             checked.append(each.config.environment)
             with said_of(each):
-                check_environment(each.config.environment)
+                check_environment(each.config.environment, config.model)
 
 
 def check_own_learning(config: Config) -> None:

@@ -2,7 +2,8 @@
 
 The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
 `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
-another `experiment=NAME` gets them too, and `experiment=tools_quickstart` those of its own task.
+another `experiment=NAME` gets them too, and the agents of `experiment=tools_quickstart`, `python_quickstart` and
+`search_quickstart` those of their own tasks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.cli import dry_run
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.local import run_local
-from asyncrl.data import calculator
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
-from asyncrl.data.warmup_recipe import CalculatorRecipe, RewardRecipe, WarmupRecipe
+from asyncrl.data.quick_agents import AGENTS, write_rows
+from asyncrl.data.warmup_recipe import AgentRecipe, RewardRecipe, WarmupRecipe
 from asyncrl.errors import AsyncRLError
 from asyncrl.telemetry.report import QUICKSTART
 
@@ -48,19 +50,23 @@ class Task:
     """What of the task is no part of the recipe: with another one the model is another."""
 
 
-TASKS: dict[type[WarmupRecipe], Task] = {
-    WarmupRecipe: Task(write=write_modes, module="asyncrl.learner.warmup", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE)),
-    CalculatorRecipe: Task(
-        write=calculator.write_sums,
-        module="asyncrl.learner.tools_warmup",
-        stamp=(*calculator.PHRASES, calculator.GUESS_SHARE, calculator.OTHER_SHARE, calculator.HEDGE_SHARE),
-    ),
-}
+MODES = Task(write=write_modes, module="asyncrl.learner.warmup", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
+AGENT_OF = {"tools_quickstart": "calculator", "python_quickstart": "python", "search_quickstart": "search"}
+"""Experiments with a task of their own: that of this agent."""
 
 
 def recipe_of(overrides: Sequence[str]) -> WarmupRecipe:
     """Of the task that the experiment is for."""
-    return CalculatorRecipe() if "experiment=tools_quickstart" in overrides else WarmupRecipe()
+    chosen = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
+    agents = [AGENT_OF[name] for name in chosen if name in AGENT_OF]
+    return AgentRecipe(agent=agents[-1]) if agents else WarmupRecipe()
+
+
+def task_of(recipe: WarmupRecipe) -> Task:
+    if not isinstance(recipe, AgentRecipe):
+        return MODES
+    agent = AGENTS[recipe.agent]
+    return Task(write=partial(write_rows, agent), module="asyncrl.learner.agent_warmup", stamp=agent.stamp())
 
 
 def cache_root() -> Path:
@@ -80,7 +86,7 @@ def cache_folder(recipe: WarmupRecipe) -> Path:
     Raises:
         AsyncRLError: see `cache_root`.
     """
-    text = json.dumps([dataclasses.asdict(recipe), *TASKS[type(recipe)].stamp], sort_keys=True)
+    text = json.dumps([dataclasses.asdict(recipe), *task_of(recipe).stamp], sort_keys=True)
     return cache_root() / f"quickstart-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -94,7 +100,7 @@ def prepare(recipe: WarmupRecipe) -> Path:
     if folder.is_dir():
         return folder
     with scratch_beside(folder) as made:
-        TASKS[type(recipe)].write(made, seed=recipe.seed)
+        task_of(recipe).write(made, seed=recipe.seed)
         warm_up(made / "model", recipe)
     return folder
 
@@ -137,7 +143,7 @@ def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
 
 def warm_up(target: Path, recipe: WarmupRecipe) -> None:
     print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
-    make(TASKS[type(recipe)].module, str(target), json.dumps(dataclasses.asdict(recipe)))
+    make(task_of(recipe).module, str(target), json.dumps(dataclasses.asdict(recipe)))
 
 
 def make(module: str, *arguments: str) -> None:
@@ -162,6 +168,8 @@ def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
     """
     own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
     paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
+    if (corpus := folder / "corpus.jsonl").is_file():
+        paths["environment.args.corpus"] = corpus
     if REWARD_MODEL.intersection(overrides) and not any(text.startswith("reward.model=") for text in overrides):
         paths["reward.model"] = prepare_reward_model(folder, RewardRecipe())
     experiment = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=quickstart"]

@@ -27,8 +27,11 @@ class WarmupRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalculatorRecipe(WarmupRecipe):
-    """The same model, trained on conversations with a calculator, of which a ninth are right throughout."""
+class AgentRecipe(WarmupRecipe):
+    """The same model, trained on conversations with a tool, of which a ninth are right throughout."""
+
+    agent: str = "calculator"
+    """Of `data.quick_agents`."""
 
     lr: float = 2e-3
     min_sampled_accuracy: float = 0.105

@@ -23,6 +23,20 @@ from asyncrl.drawing.turns import Turns
 LONGEST_WALK = 100_000
 """Prompts passed over for one draw; what comes then is taken. Reached by bad luck of e^-100 at `explore` 0.001."""
 
+MOST_ROWS = 1 << 24
+"""That a curriculum is kept of: a byte each, and a permutation of each source at each epoch, made by the replay server
+between two requests (0.1 s for a million)."""
+
+
+def too_many(rows: int) -> str:
+    """Why no curriculum is kept of so many; empty where one is."""
+    if rows <= MOST_ROWS:
+        return ""
+    return (
+        f"data.curriculum keeps the pass rate of each row, of at most {MOST_ROWS:,}; there are {rows:,}. Choose rows "
+        "with data.where, or leave data.curriculum out"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:

@@ -76,5 +76,6 @@ def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     Built on the generator's raw stream, which numpy promises never to change: `Generator.permutation` may change
     with the numpy version, and a run resumed after an upgrade would then repeat some rows and skip others.
     """
-    keys = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(rows)
+    # As a list, seeds from 2**63 up, that of every second source among them, would be rounded to floats.
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64)).random_raw(rows)
     return np.argsort(keys, kind="stable")

@@ -107,7 +107,8 @@ class Episodes:
 
 
 class Environment(Protocol):
-    """One with `close()`, or `async def aclose()`, has it called when its worker ends."""
+    """One with `close()`, or `async def aclose()`, has it called when its worker ends: `close` on a thread
+    of its own, which may block."""
 
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
         """`size` sibling episodes of `prompt`, failures included. Sampled ids are kept as sampled, never tokenized

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.environments.base import Environment, Episodes, EpisodeTools, Generate
 from asyncrl.environments.faults import find_fault
+from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RequestError, RewardError
 from asyncrl.types import Completion, Prompt
 
@@ -108,6 +109,7 @@ class GuardedEnvironment:
 
 async def close_environment(environment: Environment) -> None:
     """At a worker's end: its `aclose`, else its `close`, where it has one. What goes wrong there is told, and no more.
+    A plain `close` gets a thread of its own: one that blocks would hold back all that still goes on in this one.
 
     waits for: it; unblocked by: its end, or CLOSE_S.
     """
@@ -117,7 +119,7 @@ async def close_environment(environment: Environment) -> None:
         return
     try:
         async with asyncio.timeout(CLOSE_S):
-            closing = close()
+            closing = close() if inspect.iscoroutinefunction(close) else await on_own_thread(close, "close")
             if inspect.isawaitable(closing):
                 await closing
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Whether an environment of the user, or one that runs code of the user, can be used: found out by a process of its
+"""What an environment of the user, or one that runs code of the user, can be used for: found out by a process of its
 own, so that this code never runs in a command that only starts the others.
 
 `python -m asyncrl.environments.probe SETTINGS ANSWER_FD PARENT_PID` is internal.
@@ -6,32 +6,87 @@ own, so that this code never runs in a command that only starts the others.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from asyncrl.environments.registry import SETTING, find_environment, is_of_the_user
+from asyncrl.chat.names import AUTO, DEFAULT, candidates, why_single
+from asyncrl.data.local_tokenizer import load_local_tokenizer
+from asyncrl.environments.episodes import EpisodeEnvironment
+from asyncrl.environments.registry import SETTING, find_environment, is_of_the_user, single_only
+from asyncrl.environments.stepped import is_stepped
 from asyncrl.own_code import IMPORT_S, answer, try_in_process
-from asyncrl.schema import EnvironmentConfig
+from asyncrl.schema import EnvironmentConfig, ModelConfig
+
+OF_THE_HUB = re.compile(r"[\w-]+/[\w.-]+")
+"""What a folder may be called too; renderers are known by such names."""
 
 
-def check_environment(config: EnvironmentConfig, timeout_s: float = IMPORT_S) -> None:
+def check_environment(config: EnvironmentConfig, model: ModelConfig | None = None, timeout_s: float = IMPORT_S) -> None:
     """As `find_environment`, of which only the refusal is wanted.
 
+    Args:
+        model: whose chat must be one for several turns, where episodes have several.
+
     Raises:
-        ConfigError: what `find_environment` says, or that the import ended its process or took too long.
+        ConfigError: what `find_environment` says, or that the import ended its process or took too long; or the model's
+            chat is not to be had for several turns, as far as files that are here tell.
     """
     if not is_of_the_user(config.name) and not hasattr(find_environment(config), "check"):
         return
-    settings = {"name": config.name, "args": dict(config.args)}
+    settings = {
+        "environment": {"name": config.name, "args": dict(config.args)},
+        "model": {"path": model.path, "renderer": model.renderer, "chat": dict(model.chat)} if model else {},
+    }
     try_in_process("asyncrl.environments.probe", settings, f"{SETTING}={config.name}", timeout_s)
 
 
 def trial(settings: dict[str, Any]) -> None:
     """Import it and say what there is to say."""
-    config = EnvironmentConfig(**settings)
-    factory = find_environment(config)
-    if not is_of_the_user(config.name):
-        factory.check(**config.args)
+    config = EnvironmentConfig(**settings["environment"])
+    factory: Any = find_environment(config)
+    several = is_for_several(factory) if is_of_the_user(config.name) else factory.check(**config.args)
+    if several and settings["model"] and (why := foreseen(**settings["model"])):
+        raise single_only(config.name, why)
+
+
+def is_for_several(factory: Callable[..., Any]) -> bool:
+    """Whether the user's class says that its episodes have several turns. One whose objects say so is not made here."""
+    if is_stepped(factory):
+        return True
+    if not inspect.isclass(factory) or not issubclass(factory, EpisodeEnvironment):
+        return False
+    made = [vars(each).get("__init__") for each in factory.__mro__]
+    said = any("several_turns" in each.__code__.co_names for each in made if inspect.isfunction(each))
+    return factory.several_turns and not said
+
+
+def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> str:
+    """Why the chat of the model at `path` has one turn only; empty where it has several, or only a worker can tell.
+
+    Loads transformers only where it takes the tokenizer to know: what a template writes is compared with renderers.
+    """
+    try:
+        local = load_local_tokenizer(Path(path))
+    except ValueError:
+        return ""  # told with the data
+    if local is None:
+        return ""
+    if renderer == AUTO and (candidates(path) or OF_THE_HUB.fullmatch(path)):
+        try:
+            tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
+                path, trust_remote_code=False
+            )
+        except (OSError, ValueError):
+            return ""  # told by the worker
+        opened = importlib.import_module("asyncrl.chat.choice").open_chat(tokenizer, path, renderer, chat)
+        return str(opened.why_single)
+    chosen = renderer != AUTO
+    return why_single(renderer if chosen else DEFAULT, template=bool(local.chat_template), chosen=chosen)
 
 
 if __name__ == "__main__":

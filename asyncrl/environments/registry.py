@@ -103,8 +103,13 @@ def make_environment(
     _check_run(config.name, made)
     why = chat.why_single if chat is not None and isinstance(made, EpisodeEnvironment) and made.several_turns else ""
     if why:
-        raise ConfigError(f"{SETTING}={config.name} talks in several turns, and {why}")
+        raise single_only(config.name, why)
     return GuardedEnvironment(config.name, made, vocabulary)
+
+
+def single_only(name: str, why: str) -> ConfigError:
+    """The refusal of an environment of several turns for a chat of one."""
+    return ConfigError(f"{SETTING}={name} talks in several turns, and {why}")
 
 
 def _check_run(name: str, environment: Any) -> None:

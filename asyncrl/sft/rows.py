@@ -22,6 +22,10 @@ COMPLETIONS = ("completion", "response")
 """Columns of what the model is to write, as TRL and verl call them."""
 TOOLS = "tools"
 ASSISTANT = "assistant"
+SHAREGPT, SYSTEM = "conversations", "system"
+"""Columns of ShareGPT's rows: messages of `from` and `value`, and at times the system's words beside them."""
+ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, ASSISTANT: ASSISTANT, SYSTEM: SYSTEM}
+"""What `from` may be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +64,19 @@ class SftRows(SourceRows):
     def __init__(self, source: Source, data: SftDataConfig) -> None:
         super().__init__(source, open_rows(source))
         self._data = data
-        self._talks = not data.completion_column and self[0].get(data.messages_column) is not None
+        first = self[0]
+        columns = [] if data.completion_column else [data.messages_column]
+        if columns and dug(first, source.prompt_column.split(".")) is None:
+            columns.append(SHAREGPT)
+        self._talks_in = next((name for name in columns if first.get(name) is not None), "")
         self.form(0)
 
     @property
     def text_column(self) -> str:
         """Where most of the text of a row is."""
         data = self._data
-        if self._talks:
-            return data.messages_column
+        if self._talks_in:
+            return self._talks_in
         return (data.completion_column or next((name for name in COMPLETIONS if name in self[0]), "")).partition(".")[0]
 
     def form(self, row: int) -> Conversation | Texts:
@@ -83,19 +91,22 @@ class SftRows(SourceRows):
         """Look at every row. Raises DataError naming the first bad one."""
         data = self._data
         wanted = {data.messages_column, self.source.prompt_column, data.completion_column, TOOLS, *COMPLETIONS}
+        wanted |= {SHAREGPT, SYSTEM} if self._talks_in == SHAREGPT else set()
         for row, columns in enumerate(self.scan(sorted({name.partition(".")[0] for name in wanted if name}))):
             self._form(columns, row)
 
     def _form(self, columns: Row, row: int) -> Conversation | Texts:
         tools = _tools_of(columns.get(TOOLS), self.where(row))
-        if self._talks:
-            name = self._data.messages_column
+        if name := self._talks_in:
             if columns.get(name) is None:
                 raise DataError(
                     f"{self.where(row)} has no column `{name}`, and {self.where(0)} has one. Write all rows of "
                     f"{self.source.title} in one form"
                 )
-            return self._conversation(_messages(columns[name], name, self.where(row)), 0, tools, row)
+            messages = _messages(columns[name], name, self.where(row))
+            if name == SHAREGPT and columns.get(SYSTEM) and messages[0]["role"] != SYSTEM:
+                messages = [*_messages(_as_messages(columns[SYSTEM], SYSTEM), SYSTEM, self.where(row)), *messages]
+            return self._conversation(messages, 0, tools, row)
         return self._answered(columns, tools, row)
 
     def _answered(self, columns: Row, tools: tuple[ToolSpec, ...], row: int) -> Conversation | Texts:
@@ -174,11 +185,25 @@ def _messages(given: Any, column: str, where: str) -> list[Message]:
     found: list[Message] = []
     for message in given:
         plain = {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else {}
+        if "from" in plain and "role" not in plain:
+            plain = _of_sharegpt(plain, where)
         if not isinstance(plain.get("role"), str) or not ("content" in plain or plain.get("tool_calls")):
             raise DataError(f"{where}: a message needs `role` and `content`, got {message!r:.80}")
         found.append({"content": "", **plain})
         _check_parts(found[-1], where)
     return found
+
+
+def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
+    """`from` and `value` as `role` and `content`; a call of a tool has no form there that is known to all."""
+    role = ROLES.get(str(message["from"]))
+    if role is None or "value" not in message:
+        raise DataError(
+            f"{where}: a message of ShareGPT's form needs `value` and a `from` of {', '.join(ROLES)}; got "
+            f"{dict(message)!r:.80}. Write others as messages of `role` and `content`, calls of tools as `tool_calls`"
+        )
+    rest = {key: part for key, part in message.items() if key not in ("from", "value")}
+    return {**rest, "role": role, "content": message["value"]}
 
 
 def _check_parts(message: Message, where: str) -> None:

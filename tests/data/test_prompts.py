@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from asyncrl.chat.choice import open_chat
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.prompts import PromptSource
-from asyncrl.drawing.order import epoch_order
+from asyncrl.drawing.order import APART, epoch_order
 from asyncrl.errors import DataError, OverlongError
 from tests.rollout.rollout_fakes import dataset
 
@@ -47,6 +47,12 @@ def test_the_order_of_an_epoch_never_changes_between_versions():
 def test_epochs_and_seeds_have_different_orders():
     orders = {tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
+
+
+def test_large_seeds_that_are_neighbours_have_different_orders():
+    assert len({tuple(epoch_order(50, 2**63 + seed, 0)) for seed in range(9)}) == 9
+    # That of a second source is one of them, whatever was typed.
+    assert len({tuple(epoch_order(50, seed + APART, 0)) for seed in range(9)}) == 9
 
 
 def test_a_prompt_depends_on_its_index_only(tmp_path, tokenizer):

@@ -38,6 +38,11 @@ async def with_a_tool(base_url: str, api_key: str, model: str, row: dict[str, An
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(given["a"] + given["b"])})
 
 
+async def earning(**given: Any) -> dict[str, Any]:
+    await with_a_tool(**given)
+    return {"score": 1.0, "turns": [0.25, 0.5]}
+
+
 def on_a_thread(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, float]:
     client = OpenAI(base_url=base_url, api_key=api_key)
     history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]

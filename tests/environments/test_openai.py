@@ -78,6 +78,25 @@ async def test_an_agent_with_a_tool_is_one_trajectory_of_what_was_sampled(agent:
     assert first.usage.total_tokens == len(engine.requests[0].prompt_ids) + first.usage.completion_tokens
 
 
+async def test_calls_that_go_on_from_one_another_are_turns_with_rewards_of_their_own(agent: Make) -> None:
+    said = [call("add", a=2, b=3), "It is 5."]
+    told: list[Any] = []
+
+    async def score(texts: list[str], row: dict[str, Any], *, turns: Any = None, **_: Any) -> list[RewardScore]:
+        told.append(turns)
+        return [RewardScore(value=1.0, turns=(0.25, 0.5) if turns else (0.75,)) for _ in texts]
+
+    for name in ("with_a_tool", "earning"):  # the reward function says it, or the agent
+        episodes, _ = await play(agent(name), said, size=2, score=score)
+        assert [each.turn_rewards for each in episodes.trajectories] == [(0.25, 0.5)] * 2
+        assert {each.reward for each in episodes.trajectories} == {1.0}
+    assert told == [[said] * 2]
+    episodes, _ = await play(agent("chooses"), None, engine=numbered(), score=score)
+    (failure,) = episodes.failures
+    assert "for 1 turns, and the environment tells of 0" in str(failure)
+    assert told[-1] is None, "answers side by side are no sequence"
+
+
 async def test_a_sync_agent_runs_on_a_thread_and_streams_are_answered_whole(agent: Make) -> None:
     environment, before = agent("on_a_thread"), listeners([psutil.Process()])
     episodes, engine = await play(environment, ["hello", "bye"], size=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -260,6 +261,26 @@ def test_the_prompt_cannot_be_written_to() -> None:
     with pytest.raises(EpisodeError, match="read-only"):
         run(act)
     assert (PROMPT.token_ids.tolist(), PROMPT.columns) == ([97, 62], {"prompt": "a>"})
+
+
+async def test_a_close_that_blocks_holds_up_nobody_and_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("asyncrl.environments.guard.CLOSE_S", 0.2)
+    ticked, let_go = asyncio.Event(), threading.Event()
+
+    class Blocking:
+        def close(self) -> None:
+            let_go.wait(60)
+
+    async def tick() -> None:
+        await asyncio.sleep(0.01)
+        ticked.set()
+
+    others = asyncio.create_task(tick())
+    await close_environment(GuardedEnvironment("own", Blocking(), 10))  # pyright: ignore[reportArgumentType]
+    let_go.set()
+    assert ticked.is_set() and others.done() and "took more than 0.2 s and is left alone" in caplog.text
 
 
 async def test_an_environment_is_closed_in_the_form_it_has_and_its_failure_is_told(

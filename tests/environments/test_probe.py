@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from asyncrl.chat.choice import open_chat
 from asyncrl.cli import dry_run, local
-from asyncrl.environments.probe import check_environment
+from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
+from asyncrl.environments.probe import check_environment, foreseen
+from asyncrl.environments.registry import ENVIRONMENTS
 from asyncrl.errors import ConfigError
-from asyncrl.schema import EnvironmentConfig
+from asyncrl.schema import EnvironmentConfig, ModelConfig
 
 SOUND = """
 import os
@@ -61,6 +68,79 @@ def test_an_import_that_hangs_has_a_deadline_and_a_child_it_left_does_not_length
         check_environment(own(tmp_path, "import time; time.sleep(600)"), timeout_s=1.5)
     left = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(5)'])\n"
     check_environment(own(tmp_path, left + SOUND))
+
+
+def chat_model(tmp_path: Path, template: str = CHAT_TEMPLATE, kind: str = "qwen2") -> ModelConfig:
+    save_byte_tokenizer(tmp_path / "model", template=template)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    return ModelConfig(path=str(tmp_path / "model"))
+
+
+TALKS = """
+from asyncrl.environments.chat import ChatEnvironment
+
+
+class Talks(ChatEnvironment):
+    async def episode(self, chat, row):
+        raise NotImplementedError
+
+
+class Once(Talks):
+    several_turns = False
+
+
+class Decides(Talks):
+    def __init__(self, turns: int = 1) -> None:
+        self.several_turns = turns > 1
+
+
+class Game:
+    def reset(self, row): ...
+    def step(self, text): ...
+"""
+
+
+def test_several_turns_without_a_known_renderer_are_refused_before_a_start(tmp_path: Path) -> None:
+    model = chat_model(tmp_path)
+    for name in ("Talks", "Game"):
+        with pytest.raises(ConfigError, match=r"talks in several turns, and the chat template .* Name model.renderer="):
+            check_environment(own(tmp_path, TALKS, name), model)
+    for name in ("Once", "Decides"):  # the objects of the second say so themselves: its worker asks them
+        check_environment(own(tmp_path, TALKS, name), model)
+    check_environment(own(tmp_path, TALKS, "Talks"), replace(model, renderer="default"))
+    check_environment(own(tmp_path, TALKS, "Talks"), replace(model, path="hub/name"))
+
+
+def test_what_is_foreseen_of_a_chat_is_what_the_worker_says(tmp_path: Path) -> None:
+    models = {
+        "no template": chat_model(tmp_path / "a", template=""),
+        "of no family": chat_model(tmp_path / "b"),
+        "of a family, with another template": chat_model(tmp_path / "c", kind="qwen3"),
+        "named": replace(chat_model(tmp_path / "d"), renderer="default"),
+    }
+    for title, model in models.items():
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
+        said = open_chat(tokenizer, model.path, model.renderer, model.chat).why_single
+        assert foreseen(model.path, model.renderer, model.chat) == said, title
+        assert bool(said) == (title != "named")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "several"),
+    [
+        ("tools", {"functions": ["asyncrl.environments.tools.calculator:calculate"]}, True),
+        ("tools", {"functions": ["asyncrl.environments.tools.calculator:calculate"], "max_turns": 1}, False),
+        ("search", {"corpus": "corpus.jsonl"}, False),
+        ("search", {"corpus": "corpus.jsonl", "call": "tool"}, True),
+    ],
+)
+def test_ours_say_whether_they_talk_in_several_turns(
+    name: str, args: dict[str, Any], several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text('{"contents": "one"}\n')
+    environment: Any = ENVIRONMENTS[name]
+    assert environment.check(**args) is several
 
 
 def test_ours_and_unknown_names_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,36 @@ def test_what_a_template_would_write_as_it_is_is_refused_and_its_row_named(
         rows.check()
 
 
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def test_conversations_of_sharegpt_are_the_messages_that_they_stand_for(tmp_path: Path) -> None:
+    found = conversation(opened(tmp_path, [{"id": "x", "conversations": SHARED}]))
+    assert found.messages == (USER, ANSWER) and found.learned == (False, True)
+    talk = [*SHARED, *SHARED[:1], {**SHARED[1], "weight": 0}, *SHARED]
+    rows = opened(tmp_path, [{"conversations": talk, "system": "s"}, {"conversations": SHARED, "system": ""}])
+    rows.check()
+    assert conversation(rows).messages[0] == {"role": "system", "content": "s"}
+    assert conversation(rows).learned == (False, False, True, False, False, False, True)
+    assert conversation(rows, 1).messages == (USER, ANSWER)
+    own = [{"from": "system", "value": "of its own"}, *SHARED]
+    found = conversation(opened(tmp_path, [{"conversations": own, "system": "s"}]))
+    assert [message["content"] for message in found.messages] == ["of its own", "q", "a"]
+    both = [{"conversations": SHARED, "prompt": "p", "completion": "c"}]
+    assert opened(tmp_path, both).form(0) == Texts(prompt="p", completion="c")
+    elsewhere = opened(tmp_path, [{"talk": SHARED}], "data.messages_column=talk")
+    assert conversation(elsewhere).messages == (USER, ANSWER)
+
+
+@pytest.mark.parametrize("wrong", [{"from": "function_call", "value": "{}"}, {"from": "gpt"}, {"from": None, "x": 1}])
+def test_a_message_that_sharegpt_s_form_has_not_is_refused_with_the_way_out(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    rows = opened(tmp_path, [{"conversations": SHARED}, {"conversations": [*SHARED, wrong]}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: a message .*(`role` and `content`)"):
+        rows.check()
+
+
 @pytest.mark.parametrize("column", ["completion", "response"])
 def test_a_prompt_and_what_follows_it_in_text_stay_texts(tmp_path: Path, column: str) -> None:
     rows = [{"prompt": "q>", column: "a", "extra_info": {"index": 3}}]

@@ -70,9 +70,10 @@ class Gymnasium(ChatEnvironment):
         self._system = ASK.replace("action>", f"{tag}>") if system is None and tag else (system or "")
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own: makes a game and begins it. Raises ConfigError."""
-        Gymnasium(**args)
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: makes a game and begins it. Whether it has several turns. Raises
+        ConfigError."""
+        return Gymnasium(**args).several_turns
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
         game = self._room.Game(await self._threaded(self._make), self._actions)

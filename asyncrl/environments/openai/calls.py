@@ -192,8 +192,12 @@ class Calls:
 
     @property
     def turns(self) -> list[str]:
-        """None: conversations of an episode may be several, side by side."""
-        return []
+        """None where calls did not go on from one another, one after the other: several conversations side by side are
+        no sequence."""
+        befores = (None, *self._turns)
+        if any(turn.parent is not before for turn, before in zip(self._turns, befores, strict=False)):
+            return []
+        return self._decode([turn.completion.token_ids for turn in self._turns])
 
     def made(self, score: RewardScore) -> list[tuple[Trajectory, str]]:
         whole = RewardScore(value=score.value, parts={**score.parts, **self.parts})
@@ -203,7 +207,7 @@ class Calls:
         for leaf in self._turns:
             if leaf in followed:
                 continue
-            transcript = _transcript(leaf.path, trained)
+            transcript = _transcript(leaf.path, trained, score.turns)
             if not transcript.sampled:
                 continue  # all of it was trained before, or at another temperature
             trajectory = transcript.trajectory(whole, truncated=leaf in self._cut, branch=bool(made))
@@ -212,13 +216,14 @@ class Calls:
         return made
 
 
-def _transcript(path: Sequence[Turn], trained: set[Turn]) -> Transcript:
+def _transcript(path: Sequence[Turn], trained: set[Turn], earned: Sequence[float]) -> Transcript:
     """
     Args:
         trained: turns of trajectories before this one, which are read here; those of this one are added.
+        earned: by each turn; or nobody said.
     """
     transcript = Transcript(path[0].prompt)
-    for turn in path:
+    for number, turn in enumerate(path):
         if turn.parent is not None:
             transcript.add_observation(turn.observed)
         if turn.completion.trainable and turn not in trained:
@@ -226,4 +231,6 @@ def _transcript(path: Sequence[Turn], trained: set[Turn]) -> Transcript:
             trained.add(turn)
         else:
             transcript.add_observation(turn.completion.token_ids)
+        if earned:
+            transcript.reward(earned[number])
     return transcript

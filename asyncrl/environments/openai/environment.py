@@ -103,6 +103,6 @@ class OpenAI(AgentEpisodes):
         )
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own. Raises ConfigError."""
-        OpenAI(**args)
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: whether it may talk in several turns. Raises ConfigError."""
+        return OpenAI(**args).several_turns

@@ -38,10 +38,11 @@ class ReasoningGym(ChatEnvironment):
         self._sessions = SharedSessions(self._host, processes)
 
     @staticmethod
-    def check(**_: Any) -> None:
-        """Before a start. Raises ConfigError."""
+    def check(**_: Any) -> bool:
+        """Before a start: it has one turn. Raises ConfigError."""
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError("environment.name=reasoning_gym needs reasoning-gym: pip install 'asyncrl[gym]'")
+        return False
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
         task = _task_of(row)

@@ -93,8 +93,9 @@ class Search(Calling):
         self.close()
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own: is there a retriever, or a corpus? Raises ConfigError."""
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: is there a retriever, or a corpus? Whether it talks in several
+        turns. Raises ConfigError."""
         url, corpus = args.get("url", ""), args.get("corpus", "")
         check_source(url, corpus)
         if corpus:
@@ -103,14 +104,17 @@ class Search(Calling):
                 Corpus(corpus)
             except DataError as error:
                 raise ConfigError(f"environment.args.corpus: {error}") from error
-            return
+            # As one with a retriever, which is only started for the run.
+            return Search(**{**args, "corpus": "", "url": "http://127.0.0.1"}).several_turns
+        made = Search(**{**args, "retries": 1})
         try:
-            asyncio.run(Search(**{**args, "retries": 1}).retriever.found("is anybody there?"))
+            asyncio.run(made.retriever.found("is anybody there?"))
         except EpisodeError as error:
             raise ConfigError(
                 f"environment.args.url: {error}. Start one (asyncrl retriever corpus.jsonl), or give "
                 "environment.args.corpus=FILE.jsonl"
             ) from error
+        return made.several_turns
 
 
 def check_source(url: str, corpus: str) -> None:

@@ -58,9 +58,12 @@ class Tools(Calling):
         super().__init__(sources, style=Native(), budget=budget, tell=tell, system=system)
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own: makes one and ends it. Raises ConfigError."""
-        Tools(**args).close()
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: makes one and ends it. Whether it talks in several turns. Raises
+        ConfigError."""
+        made = Tools(**args)
+        made.close()
+        return made.several_turns
 
 
 def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:

@@ -127,9 +127,11 @@ class Python(Calling):
         )
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own. Raises ConfigError."""
-        Python(**args).close()
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: whether it talks in several turns. Raises ConfigError."""
+        made = Python(**args)
+        made.close()
+        return made.several_turns
 
 
 class Interpreter:

@@ -51,14 +51,15 @@ class Verifiers(AgentEpisodes):
         )
 
     @staticmethod
-    def check(**args: Any) -> None:
-        """Before a start, in a process of its own. Raises ConfigError."""
-        Verifiers(**args)
+    def check(**args: Any) -> bool:
+        """Before a start, in a process of its own: whether it may talk in several turns. Raises ConfigError."""
+        several = Verifiers(**args).several_turns
         if args.get("path"):
             sys.path.insert(0, os.path.abspath(args["path"]))
         room = importlib.import_module("asyncrl.environments.verifiers.host")
         given = {"taskset": "", "env": {}, "uv": True} | args | {"harness": named(args.get("harness", ""))}
         room.built({key: given[key] for key in ("taskset", "harness", "env", "uv")})
+        return several
 
     async def _solve(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, float]:
         task = row.get(COLUMN)

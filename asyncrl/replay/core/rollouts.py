@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl.drawing.curriculum import too_many
 from asyncrl.errors import ReplayError
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import may_admit
@@ -21,11 +22,6 @@ from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, Ev
 
 MAX_DETAIL = 200
 """Characters of a worker's own words that the journal keeps."""
-
-
-MOST_ROWS = 1 << 24
-"""That a curriculum is kept of: a byte each, and a permutation of each source at each epoch, made between two requests
-(0.1 s for a million)."""
 
 
 class UnknownPeer(ReplayError):
@@ -166,11 +162,8 @@ class Rollouts:
             return
         if len(rows) != len(wanted.weights) or min(rows, default=0) < 1:
             raise ReplayError(f"worker {worker!r} has rows {list(rows)} for {len(wanted.weights)} sources of prompts")
-        if sum(rows) > MOST_ROWS:
-            raise ReplayError(
-                f"data.curriculum keeps the pass rate of each row, of at most {MOST_ROWS:,}; there are {sum(rows):,}. "
-                "Choose rows with data.where, or leave data.curriculum out"
-            )
+        if why := too_many(sum(rows)):
+            raise ReplayError(why)
         order = {"weights": list(wanted.weights), "seed": self._run.seed % 2**64, "shuffle": wanted.shuffle}
         self._run.record(ev.Surveyed(tuple(rows), order))
 

@@ -13,13 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.data.byte_tokenizer import EOS_ID
-from asyncrl.data.calculator import right_conversation, sample_expression
-from asyncrl.learner.tools_warmup import VOCABULARY, Conversations, main
+from asyncrl.data.quick_agents import AGENTS
+from asyncrl.learner.agent_warmup import Conversations, main
 from asyncrl.learner.warmup import IGNORED, padded
+
+CALCULATOR = AGENTS["calculator"]
 
 
 def test_what_the_tool_says_is_not_learned() -> None:
-    task = Conversations()
+    task = Conversations(CALCULATOR)
     ids, labels = task.batch(random.Random(0), 32)
     shapes = set()
     for row, targets in zip(ids.tolist(), labels.tolist(), strict=True):
@@ -36,8 +38,8 @@ def test_what_the_tool_says_is_not_learned() -> None:
 
 
 def test_accuracy_is_the_probability_of_the_right_way() -> None:
-    task = Conversations()
-    conversation = right_conversation(sample_expression(random.Random(0), held_out=False))
+    task = Conversations(CALCULATOR)
+    conversation = CALCULATOR.right_conversation(CALCULATOR.sample(random.Random(0), held_out=False))
     (ids,), (labels,) = task._tokens([conversation])
     task._probes = padded([ids], [labels])
 
@@ -49,7 +51,7 @@ def test_accuracy_is_the_probability_of_the_right_way() -> None:
             self.probability = probability
 
         def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-            likely = torch.full((1, input_ids.shape[1], VOCABULARY), -math.inf)
+            likely = torch.full((1, input_ids.shape[1], task.vocabulary), -math.inf)
             likely[0, :, 0] = math.log(1 - self.probability)
             likely[0, torch.arange(len(ids) - 1), torch.tensor(ids[1:])] = math.log(self.probability)
             return SimpleNamespace(logits=likely)
@@ -61,12 +63,13 @@ def test_accuracy_is_the_probability_of_the_right_way() -> None:
         assert task.accuracy(model, greedy=True) == greedy
 
 
-def test_what_is_saved_loads_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
-    recipe = {"max_steps": 1, "check_every": 1, "min_sampled_accuracy": 0.0, "batch_size": 4}
+@pytest.mark.parametrize("agent", AGENTS)
+def test_what_is_saved_loads_as_a_model_with_its_tokenizer(agent: str, tmp_path: Path) -> None:
+    recipe = {"agent": agent, "max_steps": 1, "check_every": 1, "min_sampled_accuracy": 0.0, "batch_size": 4}
     main(str(tmp_path / "m"), json.dumps(recipe))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    assert len(tokenizer) <= model.config.vocab_size == VOCABULARY and VOCABULARY % 8 == 0
+    assert len(tokenizer) <= model.config.vocab_size and model.config.vocab_size % 8 == 0
     assert tokenizer.eos_token_id == EOS_ID == model.config.eos_token_id
     with pytest.raises(SystemExit, match="fewer than 100% of the samples are right"):
         main(str(tmp_path / "n"), json.dumps(recipe | {"min_sampled_accuracy": 1.0}))

@@ -1,4 +1,4 @@
-"""The calculator's agent learns, from the base model to the last step, as a user starts it."""
+"""The quickstart's agents learn, from the base model to the last step, as a user starts them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.quickstart import AGENT_OF
 from asyncrl.telemetry.evaluations import is_evaluation
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One base model for all seeds."""
+    """One base model of each agent for all seeds."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_agent_of_two_turns_learns_to_use_its_calculator(seed: int, cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl.cli", "quickstart", "experiment=tools_quickstart", f"seed={seed}"]
+@pytest.mark.parametrize("experiment", AGENT_OF)
+def test_an_agent_of_two_turns_learns_to_use_its_tool(experiment: str, seed: int, cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl.cli", "quickstart", f"experiment={experiment}", f"seed={seed}"]
     done = subprocess.run(
         [*command, "rollout.host=process", f"run.dir={tmp_path}/run"],
         env=os.environ | {"ASYNCRL_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1100,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,6 +1,6 @@
-"""Supervised warm-up of the calculator's agent: `python -m asyncrl.learner.tools_warmup FOLDER RECIPE-JSON`.
+"""Supervised warm-up of the quickstart's agents: `python -m asyncrl.learner.agent_warmup FOLDER RECIPE-JSON`.
 
-As `asyncrl.learner.warmup`, on the conversations of `asyncrl.data.calculator`: what the tool says is not learned.
+As `asyncrl.learner.warmup`, on the conversations of `asyncrl.data.quick_agents`: what the tool says is not learned.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer, save_byte_tokenizer
-from asyncrl.data.calculator import (
-    CHAT_TEMPLATE,
-    PHRASES,
-    Part,
-    right_conversation,
-    sample_expression,
-    warmup_conversation,
-)
-from asyncrl.data.warmup_recipe import CalculatorRecipe
+from asyncrl.data.quick_agents import AGENTS, CHAT_TEMPLATE, Agent, Part
+from asyncrl.data.warmup_recipe import AgentRecipe
 from asyncrl.learner.warmup import IGNORED, PROBES, build_model, padded, train
-
-VOCABULARY = -(-(VOCAB_SIZE + len(PHRASES)) // 8) * 8
 
 
 class Conversations:
     """Implements `warmup.WarmupTask`."""
 
-    def __init__(self) -> None:
-        self._tokenizer = byte_tokenizer(PHRASES)
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._tokenizer = byte_tokenizer(agent.phrases)
         rng = random.Random("warm-up probes")
-        probes = [right_conversation(sample_expression(rng, held_out=False)) for _ in range(PROBES)]
+        probes = [agent.right_conversation(agent.sample(rng, held_out=False)) for _ in range(PROBES)]
         self._probes = padded(*self._tokens(probes))
 
+    @property
+    def vocabulary(self) -> int:
+        """Its size, in eights."""
+        return -(-(VOCAB_SIZE + len(self._agent.phrases)) // 8) * 8
+
     def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return padded(*self._tokens([warmup_conversation(rng) for _ in range(size)]))
+        return padded(*self._tokens([self._agent.warmup_conversation(rng) for _ in range(size)]))
 
     @torch.no_grad()
     def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
@@ -64,13 +61,15 @@ class Conversations:
 
 
 def main(folder: str, recipe_json: str) -> None:
-    recipe = CalculatorRecipe(**json.loads(recipe_json))
+    recipe = AgentRecipe(**json.loads(recipe_json))
+    agent = AGENTS[recipe.agent]
+    task = Conversations(agent)
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe, VOCABULARY)
-    steps, sampled, greedy = train(model, recipe, random.Random(f"tools-warm-up-{recipe.seed}"), Conversations())
+    model = build_model(recipe, task.vocabulary)
+    steps, sampled, greedy = train(model, recipe, random.Random(f"agent-warm-up-{recipe.seed}"), task)
     target = Path(folder)
     model.save_pretrained(target)
-    save_byte_tokenizer(target, PHRASES, CHAT_TEMPLATE)
+    save_byte_tokenizer(target, agent.phrases, CHAT_TEMPLATE)
     print(f"base model: {sampled:.1%} of samples right, {greedy:.1%} greedy, after {steps} steps")
 
 

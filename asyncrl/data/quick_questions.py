@@ -1,0 +1,77 @@
+"""What the quickstart's agents are asked: sums, and facts that stand in a corpus. Some are held out, by a hash."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+import zlib
+from typing import Protocol
+
+from asyncrl.data.modes import LETTERS
+
+HELD_OUT_OF_16 = 1
+
+
+def is_held_out(question: str) -> bool:
+    return zlib.crc32(question.encode()) % 16 < HELD_OUT_OF_16
+
+
+class Questions(Protocol):
+    def draw(self, rng: random.Random) -> str:
+        """Any question."""
+        ...
+
+    def answer(self, question: str) -> str: ...
+
+    def other(self, rng: random.Random, question: str) -> str:
+        """Another question, which somebody careless asks instead."""
+        ...
+
+    def guess(self, rng: random.Random) -> str:
+        """Of the form of an answer."""
+        ...
+
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class Sums:
+    """`37*52`: 1924."""
+
+    def draw(self, rng: random.Random) -> str:
+        return f"{rng.randrange(10, 100)}{rng.choice(list(OPERATORS))}{rng.randrange(10, 100)}"
+
+    def answer(self, question: str) -> str:
+        left, sign, right = question[:2], question[2], question[3:]
+        return str(OPERATORS[sign](int(left), int(right)))
+
+    def other(self, rng: random.Random, question: str) -> str:
+        sign = rng.choice([sign for sign in OPERATORS if sign != question[2]])
+        return f"{question[:2]}{sign}{question[3:]}"
+
+    def guess(self, rng: random.Random) -> str:
+        return f"~{rng.randrange(100, 10_000)}"
+
+
+class Facts:
+    """`bdca`: five letters that follow from nothing but the corpus. Neither has a letter twice: see `data.modes`."""
+
+    KEY, VALUE = 4, 5
+    """Letters: of different lengths, so that no key stands in another's passage."""
+
+    def draw(self, rng: random.Random) -> str:
+        return "".join(rng.sample(LETTERS, self.KEY))
+
+    def answer(self, question: str) -> str:
+        return "".join(random.Random(f"fact-{question}").sample(LETTERS, self.VALUE))
+
+    def other(self, rng: random.Random, question: str) -> str:
+        return self.draw(rng)
+
+    def guess(self, rng: random.Random) -> str:
+        return "".join(rng.sample(LETTERS, self.VALUE))
+
+    def all(self) -> list[str]:
+        """Every key there is."""
+        return ["".join(letters) for letters in itertools.permutations(LETTERS, self.KEY)]
