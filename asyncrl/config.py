@@ -285,7 +285,7 @@ def disk_patience(config: RunSettings) -> Patience:
 NOT_OF_THE_UPDATE = (
     *("ranks", "device", "save_every", "keep_checkpoints", "keep_best", "keep_best_by"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
-    *("reduce_gradients", "steps"),
+    *("reduce_gradients", "steps", "profile"),
 )
 """Settings of the learner that change nothing of what a batch makes of the weights."""
 

@@ -360,6 +360,7 @@ REFUSED = [
     (["run.name=a,b"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=x(1).jsonl"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
+    (["learner.profile=4:2"], ["learner.profile must be FIRST:LAST", "got 4:2", "Set 10:13"]),
     (["run.dir=${run.nam}"], ["`run.dir=${run.nam}` is refused", "run.nam"]),
 ]
 

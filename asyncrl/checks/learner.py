@@ -267,6 +267,16 @@ def hook_has_a_path(config: Config) -> Problems:
         yield f"learner.hook_args={learner.hook_args} does nothing without learner.hook. Leave it out"
 
 
+def profile_names_steps(config: Config) -> Problems:
+    given = config.learner.profile
+    first, _, last = given.partition(":")
+    if given and not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        yield (
+            f"learner.profile must be FIRST:LAST, train steps counted from 1, both included; got {given}. "
+            "Set 10:13, say, or leave it out"
+        )
+
+
 RULES = (
     groups_have_siblings,
     batch_divides,
@@ -277,4 +287,5 @@ RULES = (
     adapters_have_a_use,
     best_is_measured,
     hook_has_a_path,
+    profile_names_steps,
 )

@@ -66,6 +66,8 @@ class Packing:
     cu_seqlens: Int[Tensor, " sequences+1"]
     """int32 cumulative lengths of the rows, 0 first."""
     max_length: int
+    lengths: NDArray[np.int64]
+    """Of the rows, on the host."""
     rows: Gather
     """Rows end to end, for variable-length kernels."""
     blocks: tuple[tuple[int, int], ...]
@@ -99,6 +101,7 @@ def plan_packing(
     return Packing(
         cu_seqlens=torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)).to(device or "cpu"),
         max_length=int(lengths.max()),
+        lengths=lengths,
         rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
         blocks=tuple(blocks),
         padded=_gather(padded, real, tokens, device),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from asyncrl.checks.architecture import foreign_maths
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
 from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, Packing, as_rows
+from asyncrl.learner.flops import Work
 from asyncrl.learner.layout import Layout, agree_on_layout
 from asyncrl.learner.loading import REFUSALS, fill_from_rank_zero, load_on_rank_zero, load_proven
 from asyncrl.learner.logprobs import judged_logprobs, token_logprobs
@@ -108,6 +110,11 @@ class PolicyModel(PackedModel):
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
         return of_tokens if candidates is None else (*of_tokens, found[:, 1:])
+
+    @cached_property
+    def work(self) -> Work:
+        """What a token costs."""
+        return Work.of(self.hf, self.hf.config.to_dict(), self.head)
 
     @property
     def head(self) -> nn.Linear:

@@ -86,6 +86,10 @@ class LearnerConfig:
     hook_args: dict[str, Any] = field(default_factory=dict)
     """Its arguments: `learner.hook_args.NAME=VALUE`. A function is called with them, a class made with them."""
 
+    profile: str = ""
+    """`FIRST:LAST`: of these train steps every rank writes a trace of torch's profiler (Perfetto and chrome://tracing
+    show it) into `profile/` of the run folder, on a GPU with a snapshot of its memory. Profiled steps are slower."""
+
     @property
     def attention_budget(self) -> int:
         return self.max_attention_per_microbatch or 4 * self.max_tokens_per_microbatch

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.critic import CriticModel, value_loss
+from asyncrl.learner.flops import operations, passes_of
 from asyncrl.learner.group_ess import group_weights
 from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.metrics import Measured
@@ -29,6 +30,8 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 
 TRAINED_TOKENS = "perf/trained_tokens"
+OPERATIONS, PACKED_TOKENS = "perf/operations", "perf/packed_tokens"
+"""Of all ranks; what becomes of them is `flops.speed`."""
 
 
 def train_step(
@@ -79,6 +82,10 @@ def train_step(
             # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
             report = report if not report.applied else fit
         guard.observe(plan.step, report, share)
+    warming_up = plan.step < config.critic.warmup_steps
+    passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
+    measured.totals[OPERATIONS] = operations(roles.policy.work, batches, passes)
+    measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
         measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))

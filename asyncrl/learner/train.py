@@ -17,14 +17,16 @@ from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_critic, export_hf
+from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.profiling import Profile
 from asyncrl.learner.ranks import barrier, however_long
 from asyncrl.learner.resume import Start
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step import train_step
+from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
 from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
@@ -90,6 +92,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     guard.skipped = start.skipped_steps
     leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
     clock = StepClock()
+    peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
     names, sets = source_names(config.data), eval_sets(config)
     metrics = {each.name: each.config.reward.metric for each in sets}
 
@@ -113,6 +116,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
             leases.ask(step + 1)
         clock.lap("wait_batch")
 
+        profile.begin(trained)
         measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
@@ -127,6 +131,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         sent = publisher.publish(version, roles.policy.named_hf_parameters())
         if last:
             publisher.wait_copied()  # no step follows that would tell of a failure
+        profile.end(trained, last=last)
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
         clock.lap("publish")
 
@@ -138,7 +143,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
         row: dict[str, float] = {}
         if rank == 0:
-            row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop())
+            row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop(), world, peak)
             parts.log.write(trained, version, row)
             write_evaluations(parts.log, evaluations, metrics)
             parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
@@ -295,14 +300,21 @@ def step_row(
     sending: Mapping[str, float],
     reply: TrainedReply,
     times: dict[str, float],
+    ranks: int,
+    peak: float | None,
 ) -> dict[str, float]:
-    """Everything known about a step, by metric name."""
+    """Everything known about a step, by metric name.
+
+    Args:
+        peak: FLOP/s of a rank's GPU, see `peak_of`.
+    """
     row = dict(reply.metrics) | plan_metrics(lease.plan) | measured.row()
     row |= {"weights/wait_previous_s": sent.wait_previous_s, "weights/bytes": float(sent.nbytes)}
     row |= dict(sending) | times
     seconds = times["time/step"]
     row["idle/learner"] = times["time/wait_batch"] / seconds
     row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
+    row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), times["time/train"], ranks, peak)
     row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
     return row
 

@@ -1,0 +1,60 @@
+"""`learner.profile=FIRST:LAST`: what the steps of a run spend their time on, as torch's profiler sees it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+log = logging.getLogger(__name__)
+
+
+def steps_of(setting: str) -> range:
+    """Train steps as metrics count them, from 1; none for an empty setting. Raises ValueError."""
+    if not setting:
+        return range(0)
+    first, last = map(int, setting.split(":"))
+    if not 1 <= first <= last:
+        raise ValueError(setting)
+    return range(first, last + 1)
+
+
+class Profile:
+    """A trace of some steps, for chrome://tracing or Perfetto; on a GPU also its memory, for pytorch.org/memory_viz."""
+
+    def __init__(self, setting: str, run_dir: Path, rank: int, device: torch.device) -> None:
+        self._steps, self._device = steps_of(setting), device
+        self._stem = run_dir / "profile" / f"steps_{setting.replace(':', '_')}_rank_{rank}"
+        self._open: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Before a step; a run that resumes among the steps begins there."""
+        if self._open is not None or step not in self._steps:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self._open = profile(activities=activities, record_shapes=True)
+        self._open.start()
+
+    def end(self, step: int, *, last: bool) -> None:
+        """After it. With the last of the steps, or of the run, the files are written."""
+        if self._open is None or not (last or step == self._steps[-1]):
+            return
+        done, self._open = self._open, None
+        done.stop()
+        trace = self._stem.with_suffix(".json")
+        try:
+            trace.parent.mkdir(exist_ok=True)
+            done.export_chrome_trace(str(trace))
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self._stem.with_suffix(".pickle")))
+        except (OSError, RuntimeError) as error:  # worth a word, and not the run
+            log.warning("the profile could not be written to %s: %s", trace, error)
+        else:
+            log.info("profile of steps %d to %d: %s", self._steps[0], step, trace)
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
