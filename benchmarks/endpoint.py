@@ -6,6 +6,7 @@ Milliseconds per call, by an engine that answers at once with 64 tokens; one key
 
     plain        one call after the other over one connection, by a client that only writes bytes and reads them
     openai       the same by the `openai` package, whose own work is in it
+    package      the same package asking a server that answers every request with the same bytes: that work alone
     crowd        by `agents` plain clients at once: time over calls
     processor    processor time per call of `crowd`, clients and server together
     chat         of a call: processor time of rendering, or going on from the turn before, and of reading the reply
@@ -19,7 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -127,8 +128,8 @@ async def plain(server: Server, conversations: int) -> list[float]:
     return await by(client.complete, server, conversations)
 
 
-async def with_package(server: Server, conversations: int) -> list[float]:
-    client = openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="none")
+async def with_package(server: Server, conversations: int, url: str = "") -> list[float]:
+    client = openai.AsyncOpenAI(base_url=url or server.endpoint.url, api_key="none")
 
     async def complete(key: str, messages: list[Any]) -> Any:
         given = client.with_options(api_key=key)
@@ -141,11 +142,37 @@ async def with_package(server: Server, conversations: int) -> list[float]:
         await client.close()
 
 
+@asynccontextmanager
+async def echoing() -> AsyncIterator[str]:
+    """The address of a server that reads a request and answers with the bytes that it has ready."""
+    said = tokenizer().decode(AtOnce().ids.tolist(), skip_special_tokens=True)
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+    completion = {"id": "call_0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+    body = json.dumps(completion).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:  # ends with the connection
+                asked = (await reader.readuntil(b"\r\n\r\n")).lower()
+                await reader.readexactly(int(asked.split(b"content-length:")[1].split(b"\r\n")[0]))
+                writer.write(head + body)
+        writer.close()
+
+    server = await asyncio.start_server(answered, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.close()
+
+
 async def measure(calls: int, agents: int) -> dict[str, float]:
     async with serving() as server:
         await plain(server, max(1, calls // CALLS // 10))
         row = {"plain": statistics.median(await plain(server, calls // CALLS)) * 1e3}
         row["openai"] = statistics.median(await with_package(server, max(1, calls // CALLS // 4))) * 1e3
+        async with echoing() as url:
+            row["package"] = statistics.median(await with_package(server, max(1, calls // CALLS // 4), url)) * 1e3
         each = max(1, calls // CALLS // agents)
         started, processor = time.perf_counter(), time.process_time()
         made = sum(map(len, await asyncio.gather(*(plain(server, each) for _ in range(agents)))))

@@ -49,6 +49,9 @@ def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     chosen = [] if experiment == "null" else [f"experiment={experiment}"]
+    if experiment == "search_quickstart":  # the quickstart makes it
+        Path("corpus.jsonl").write_text('{"contents": "one"}\n')
+        chosen.append("environment.args.corpus=corpus.jsonl")
     own = ["0", "replay.shards=2", "replay.shard_address=tcp://127.0.0.1:5580"] if command == "shard" else []
     assert main([command, *own, *chosen, *files, "--dry-run"]) == 0
     plan = capsys.readouterr().out

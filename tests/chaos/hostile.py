@@ -1,10 +1,12 @@
 """`python -m tests.chaos.hostile --count 1000 --seed 0`: programs that mean harm, as the reward `code` is given them,
-and reward functions that misbehave. One JSON line; exit code 1 if anything of these is not 0:
+reward functions that misbehave, and tools that do, in processes of their own and in an MCP server. One JSON line;
+exit code 1 if anything of these is not 0:
 
-stalls:   a program or a reward that took much longer than its deadline
+stalls:   a program, a reward or a tool that took much longer than its deadline
 leaked:   processes left behind
-failed:   programs for which the sandbox itself gave up, so that the completion had no reward
-misjudged: honest programs between them that did not get 1, hostile ones that did not get 0, rewards that got a number
+failed:   programs for which the sandbox itself gave up, so that the completion had no reward; calls of tools likewise
+misjudged: honest programs between them that did not get 1, hostile ones that did not get 0, rewards that got a number,
+          calls of honest tools with another result, and of others that were told as done
 escapes:  a secret read, a connection made, a file written outside, a process of ours killed
 """
 
@@ -21,9 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.limits import Outcome
 from asyncrl.sandbox.running import GRACE_S, run, unavailable
+from tests.chaos.hostile_tools import misuse_functions, misuse_server
+from tests.chaos.verdict import Verdict
 
 TIMEOUT_S = 3.0
 """Of a program; most end by themselves."""
@@ -139,21 +141,6 @@ KEPT_APART = {
     ],
 }
 """Kind -> programs that only namespaces keep from what they are after."""
-
-
-@dataclass(slots=True)
-class Verdict:
-    programs: int = 0
-    rewards: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    stalls: list[str] = field(default_factory=list)
-    leaked: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    misjudged: list[str] = field(default_factory=list)
-    escapes: list[str] = field(default_factory=list)
-
-    def faults(self) -> dict[str, list[str]]:
-        return {name: getattr(self, name) for name in ("stalls", "leaked", "failed", "misjudged", "escapes")}
 
 
 class Outside:
@@ -323,6 +310,8 @@ def main(count: int, seed: int, level: Level, at_once: int) -> Verdict:
         try:
             asyncio.run(attack(verdict, count, seed, level, at_once, outside))
             asyncio.run(misbehave(verdict, max(count // 20, 4), seed))
+            asyncio.run(misuse_functions(verdict, max(count // 10, 5), seed))
+            asyncio.run(misuse_server(verdict, count // 40, seed))
         finally:
             code.run = run
             outside.close()
@@ -346,7 +335,13 @@ if __name__ == "__main__":
     numbers = {name: len(found) for name, found in faults.items()}
     print(
         json.dumps(
-            {"level": given.level.value, "programs": said.programs, "rewards": said.rewards, **numbers}
+            {
+                "level": given.level.value,
+                "programs": said.programs,
+                "rewards": said.rewards,
+                "tools": said.tools,
+                **numbers,
+            }
             | {"kinds": dict(sorted(said.kinds.items())), "seconds": round(time.monotonic() - began, 1)}
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from mcp.server import MCPServer
 
@@ -20,6 +21,12 @@ async def wait(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)
     return "waited"
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
 
 
 @server.tool()

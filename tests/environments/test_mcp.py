@@ -28,6 +28,10 @@ async def test_a_server_s_tools_are_called_and_its_refusals_are_told() -> None:
         tools._sources[0].timeout_s = 0.5  # pyright: ignore[reportAttributeAccessIssue]
         _, engine = await play(tools, [call("wait", seconds=600), "ok"])
         assert "took longer than 0.5 s" in observed(engine)
+        tools._sources[0].timeout_s = 60.0  # pyright: ignore[reportAttributeAccessIssue]
+        for name, given, said in (("die", {}, "Connection closed"), ("multiply", {"a": 6, "b": 8}, "48")):
+            _, engine = await play(tools, [call(name, **given), "ok"])
+            assert said in observed(engine), "the next call starts it again"
     finally:
         tools.close()
 

@@ -19,9 +19,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from mcp import ClientSession, StdioServerParameters
+from anyio import BrokenResourceError, ClosedResourceError
+from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from mcp_types import PaginatedRequestParams
+from mcp_types import CONNECTION_CLOSED, PaginatedRequestParams
 
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 START_S = 120.0
 """For a server to come up and name its tools."""
 STOP_S = 20.0
+STREAM_CLOSED = (BrokenResourceError, ClosedResourceError)
+"""What a call into a server that has ended may raise, beside MCPError."""
 MOST_PAGES = 100
 """Of a server's list of tools."""
 
@@ -92,7 +95,7 @@ class _Server:
         self._session: ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
-        self._starting = asyncio.Lock()
+        self._again: asyncio.Task[Any] | None = None
 
     async def start(self) -> list[ToolSpec]:
         """Raises ConfigError."""
@@ -102,7 +105,7 @@ class _Server:
         return await up
 
     async def _keep(self, up: asyncio.Future[list[ToolSpec]]) -> None:
-        words = shlex.split(self.command)
+        words, session = shlex.split(self.command), None
         try:
             given = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
             async with stdio_client(given) as (read, write), ClientSession(read, write) as session:
@@ -123,18 +126,27 @@ class _Server:
                     known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {error}")
                 )
         finally:
-            self._session = None
+            if self._session is session:  # and not of one that was started since
+                self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """What the policy is told."""
+        session = None
         try:
             async with asyncio.timeout(timeout_s):
                 if self._session is None:
                     await self._restart()
-                assert self._session is not None
-                result = await self._session.call_tool(name, arguments)
+                session = self._session
+                assert session is not None
+                result = await session.call_tool(name, arguments)
         except TimeoutError:
             return f"Error: the call took longer than {timeout_s:g} s"
+        except (MCPError, *STREAM_CLOSED) as error:
+            gone = isinstance(error, STREAM_CLOSED) or error.code == CONNECTION_CLOSED
+            if gone and self._session is session:  # an earlier call may have had another started
+                self._stop.set()  # nobody tells the task that keeps it; the next call starts another
+                self._session = None
+            return f"Error: {type(error).__name__}: {error}"
         # Whatever the server or the library says of a call is told to the policy, and ends no worker.
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}"
@@ -142,11 +154,21 @@ class _Server:
         return f"Error: {text}" if result.is_error else text
 
     async def _restart(self) -> None:
-        async with self._starting:
-            if self._session is None:
-                await self.start()
+        """One start for all calls that want it, also where the first of them gives up."""
+        if self._again is None or self._again.done():
+            self._again = asyncio.create_task(self._started_again())
+        await asyncio.shield(self._again)
+
+    async def _started_again(self) -> None:
+        log.warning("the MCP server %r is started again", self.command)
+        self._stop.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=STOP_S)
+        await self.start()
 
     async def stop(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
         self._stop.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=STOP_S / 2)
