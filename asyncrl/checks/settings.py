@@ -103,6 +103,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.max_nonfinite_steps": (config.learner.max_nonfinite_steps, 1),
         "learner.save_every": (config.learner.save_every, 1),
         "learner.keep_checkpoints": (config.learner.keep_checkpoints, 1),
+        "learner.keep_every": (config.learner.keep_every, 0),
         "learner.max_restarts": (config.learner.max_restarts, 0),
         "environment.timeout_s": (config.environment.timeout_s, 0),
         "environment.max_tokens": (config.environment.max_tokens, 0),
@@ -155,6 +156,7 @@ def above_zero(config: Config) -> dict[str, float]:
         "critic.lr": config.critic.lr,
         "learner.lr": config.learner.lr,
         "learner.clip_norm": config.learner.clip_norm,
+        "learner.save_timeout_s": config.learner.save_timeout_s,
     }
 
 

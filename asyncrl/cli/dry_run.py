@@ -209,6 +209,13 @@ def memory_lines(config: Config) -> list[str]:
         count = model.adapters(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
     lines += role_lines(config, model.parameters)
+    if config.learner.async_save:
+        saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
+        saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
+        lines.append(
+            f"learner, per rank: {size(saved / ranks)} of host memory for the copy that checkpoints are written from "
+            "(learner.async_save)"
+        )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
     width = BYTES[config.engine.dtype]

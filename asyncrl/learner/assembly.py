@@ -31,6 +31,9 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 
+CLOSE_WITHIN_S = 60.0
+"""What the save under way is given when the learner ends of an error. Of a kill by torchrun it has 30 s."""
+
 
 class ClosableLog(StepLog, Protocol):
     def close(self) -> None: ...
@@ -77,11 +80,19 @@ def assemble(
     """
     refuse_unshared(run_dir, place.rank, place.device)
     try_own(config.loss, config.advantage, config.learner)
-    patience = disk_patience(config)
-    keep = config.learner.keep_checkpoints
     folder, by = run_dir / CHECKPOINT_DIR, config.learner
     best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
-    checkpoints = Checkpoints(folder, rank=place.rank, keep=keep, patience=patience, best=best)
+    checkpoints = Checkpoints(
+        folder,
+        rank=place.rank,
+        keep=by.keep_checkpoints,
+        every=by.keep_every,
+        patience=disk_patience(config),
+        best=best,
+        background=by.async_save,
+        within_s=by.save_timeout_s,
+    )
+    opened.callback(checkpoints.close, CLOSE_WITHIN_S)
     restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
     found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
     if place.rank == 0:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from asyncrl.errors import (
+    AsyncRLError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
@@ -43,11 +42,13 @@ from asyncrl.learner.fitting import check_fits, check_roles, shapes_in
 from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier, however_long, text_of_rank_zero
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.saving import HOST, BackgroundSave, HostCopy, own_group
 from asyncrl.learner.sealing import prove_own
+from asyncrl.learner.writing import write_tensors
 from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import LATEST, REPLAY_FILE, STATE_FILE, begin_branch, branch_begun, newest, prune
-from asyncrl.storage.full_disk import RETRY_S, SAY_S, FullDisk, Patience, free_bytes, is_full
+from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.run_folder import origin_of, owner_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class LearnerState:
 
 
 class Checkpoints:
-    """Saves to and loads from one folder. Every method but `newest` is collective over the learner ranks."""
+    """Saves to and loads from one folder. `save`, `begin` and `load` are collective over the learner ranks."""
 
     def __init__(
         self,
@@ -85,40 +86,115 @@ class Checkpoints:
         *,
         rank: int,
         keep: int,
+        every: int = 0,
         patience: Patience | None = None,
         best: BestCheckpoint | None = None,
+        background: bool = False,
+        within_s: float = 3600.0,
     ) -> None:
-        self._folder, self._rank, self._keep = folder, rank, keep
+        """Saves go on beside the steps with `background`, see `begin`.
+
+        Args:
+            keep: so many of the newest.
+            every: beside them those of each so many steps, for good; 0 is none.
+            within_s: longest that a save may take.
+        """
+        self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
         self._best = best or BestCheckpoint(folder)
         self._patience = patience or Patience()
         self._run = origin_of(folder.parent)
         self._verified: Path | None = None
         """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
+        self._background, self._within_s = background, within_s + self._patience.limit_s
+        self._under_way = BackgroundSave(self._within_s)
+        self._copy, self._group, self._grouped = HostCopy(), None, False
+        self._saved: list[int] = []
+        self._held_back: set[int] = set()
+        """Optimizers that wait for the copy, by their identity."""
 
     def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
-        """Write the checkpoint of `state`; on return it is durable on every rank's view.
+        """Write the checkpoint of `state`; on return it is durable on every rank's view. See `begin`."""
+        self.begin(state, roles, snapshot)
+        self.finish()
+        return self._folder / f"step_{state.step + 1}"
+
+    def begin(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> None:
+        """Start to write the checkpoint of `state`, once the one before is whole; `saved` says when this one is.
+
+        In the background steps may follow at once: the optimizers wait until weights and moments are copied to host
+        memory. Without it this returns when the checkpoint is whole.
 
         Args:
             snapshot: of the replay; read on rank 0.
 
         Raises:
-            CheckpointError: it could not be written (permissions, a broken disk). Earlier checkpoints are untouched.
+            CheckpointError: this one, or the one before, could not be written (permissions, a broken disk). Earlier
+                checkpoints are untouched.
             DiskFullError: there was no space for as long as the patience lasts.
             RunFolderError: the folder is another run's by now.
         """
+        self.finish()
+        target = self._folder / f"step_{state.step + 1}"
         if self._rank == 0:
             self._refuse_takeover()
-        target = self._folder / f"step_{state.step + 1}"
-        aside = target.with_name(target.name + ".tmp")
+            self._best.saving(state.step + 1)
+        if not self._grouped:
+            self._group, self._grouped = own_group(self._within_s), True
+        self._hold_back(roles)
+        kept = {"tensors": _tensors(roles)}
+        packed = msgpack.Packer().pack(snapshot)
+
+        def copied() -> None:
+            if self._background:
+                kept["tensors"] = self._copy.take(kept["tensors"])
+
+        def write() -> None:
+            self._write(target, replace(state, run=self._run), roles, kept.pop("tensors"), packed)
+            self._saved.append(state.step)
+
+        self._under_way.start(f"checkpoint {target}", copied, write, next(roles.policy.parameters()).device)
+        if not self._background:
+            self.finish()
+
+    def saved(self) -> list[int]:
+        """Steps whose checkpoints became durable since this was last asked. Raises as `begin`."""
+        if not self._under_way.busy:
+            self.finish()
+        done, self._saved = self._saved, []
+        return done
+
+    def finish(self) -> None:
+        """Wait until what was begun is durable. Raises as `begin`."""
+        self._under_way.finish()
+
+    def close(self, within_s: float) -> None:
+        """The learner ends, of whatever: what is being written is given so long. Never raises."""
         try:
-            self._save_tensors(_tensors(roles), aside)
-            device = next(roles.policy.parameters()).device
-            proven = prove_own(aside, self._rank, device)
-            packed = msgpack.Packer().pack(snapshot)
+            self._under_way.finish(within_s)
+        except (AsyncRLError, OSError) as error:
+            log.warning("the last checkpoint is not whole, a resume goes on from the one before: %s", error)
+
+    def timings(self) -> dict[str, float]:
+        """`checkpoint/*` of the log, since this was last asked."""
+        return self._under_way.timings()
+
+    def _hold_back(self, roles: Roles) -> None:
+        """Let no step change what is being copied. In the optimizer itself, so that nobody can forget to wait."""
+        for _, _, optimizer in roles.trained():
+            if id(optimizer) not in self._held_back:
+                self._held_back.add(id(optimizer))
+                optimizer.register_step_pre_hook(lambda *_: self._under_way.wait_copied())
+
+    def _write(self, target: Path, state: LearnerState, roles: Roles, tensors: dict[str, Any], packed: bytes) -> None:
+        """On the thread of the save; collective over the group of the saves."""
+        aside, group = target.with_name(target.name + ".tmp"), self._group
+        try:
+            write_tensors(tensors, aside, rank=self._rank, group=group, patience=self._patience)
+            proven = prove_own(aside, self._rank, HOST, group)
 
             def write_small() -> None:
                 write_base(aside, roles.policy.adapters)
-                (aside / STATE_FILE).write_text(json.dumps(asdict(replace(state, run=self._run))) + "\n")
+                (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
                 (aside / REPLAY_FILE).write_bytes(packed)
                 sealed.seal(aside, proven)
 
@@ -126,8 +202,9 @@ class Checkpoints:
                 self._patience.through(aside, len(packed), write_small)
                 self._commit(aside, target)
 
-            however_long(commit if self._rank == 0 else lambda: None, device)
-            barrier()  # the others must not go on as if it had been saved where rank 0 failed
+            however_long(commit if self._rank == 0 else lambda: None, HOST, group)
+            if group is not None:
+                barrier(group)  # the others must not go on as if it had been saved where rank 0 failed
         except DiskFullError:
             raise
         except (OSError, CheckpointException) as error:
@@ -135,37 +212,6 @@ class Checkpoints:
                 f"cannot write checkpoint {target}: {error}. Earlier checkpoints are intact; free space or choose "
                 "another run.dir, then continue with resume=auto"
             ) from error
-        return target
-
-    def _save_tensors(self, tensors: dict[str, Any], aside: Path) -> None:
-        """Collective, and so is every new attempt on a full disk: all ranks see the failure of one."""
-        nbytes, full = _bytes_of(tensors), FullDisk(self._patience)
-        while True:
-            if self._rank == 0:
-                self._patience.through(aside, nbytes, lambda: _make_empty(aside))
-            barrier()
-            try:
-                state_dict_saver.save(tensors, checkpoint_id=aside, no_dist=not dist.is_initialized())
-            except CheckpointException as error:
-                if not any(is_full(failure, aside.parent, nbytes) for failure, _ in error.failures.values()):
-                    raise
-            else:
-                full.over()
-                return
-            if self._rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint: the space may be missed elsewhere
-                self._wait_for_space(full, aside, nbytes)
-
-    def _wait_for_space(self, full: FullDisk, aside: Path, nbytes: int) -> None:
-        """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
-        number, so it is tried once a minute all the same."""
-        until = self._patience.clock() + SAY_S
-        full.note(aside, nbytes)
-        while self._patience.clock() < until:
-            self._patience.sleep(RETRY_S)
-            if free_bytes(aside.parent) >= nbytes:
-                return
-            full.note(aside, nbytes)
 
     def begun(self, resume: str) -> bool:
         """Whether this very start of the run has saved a checkpoint, or begun its branch. torchrun counts a restart
@@ -289,24 +335,18 @@ class Checkpoints:
         return path
 
     def _commit(self, aside: Path, target: Path) -> None:
-        if target.exists():
-            # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new one.
-            self._best.replaced(target)
-            sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
-        sealed.move_into_place(aside, target)
-        self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
-        prune(self._folder, target, self._keep, self._best.kept())
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _bytes_of(values: Mapping[str, Any]) -> int:
-    """Of all tensors in it, the shards of the other ranks too."""
-    nested = sum(_bytes_of(value) for value in values.values() if isinstance(value, Mapping))
-    return nested + sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, Tensor))
+        with self._best.held:
+            if target.exists():
+                # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new.
+                self._best.replaced(target)
+                sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
+            sealed.move_into_place(aside, target)
+            self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
+            if self._best.saved(int(target.name.removeprefix("step_"))):
+                log.info("the best checkpoint is %s now", target.name)
+            over = prune(self._folder, target, self._keep, self._best.kept(), every=self._every)
+        for path in over:
+            shutil.rmtree(path)
 
 
 def _read_state(file: Path) -> LearnerState:

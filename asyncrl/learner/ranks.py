@@ -18,15 +18,19 @@ MEET_EVERY_S = 15.0
 """While one rank works the others meet it so often: less than the timeout of any process group."""
 
 
-def barrier() -> None:
+def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Return when every rank is here; at once where there is only one. Bounded by the process group's timeout."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(group)
 
 
-def however_long(work: Callable[[], Done], device: torch.device) -> Done:
+def however_long(work: Callable[[], Done], device: torch.device, group: dist.ProcessGroup | None = None) -> Done:
     """What `work` returns, which may take longer than the process group's timeout. Collective: who has done waits for
     the others; unblocked by their end, or the death of one.
+
+    Args:
+        group: where the ranks meet, here and below; None is the group that training uses, which a thread beside it
+            must not.
     """
     with ThreadPoolExecutor(1) as pool:
         mine: Future[Done] = pool.submit(work)
@@ -34,27 +38,27 @@ def however_long(work: Callable[[], Done], device: torch.device) -> Done:
             with contextlib.suppress(FutureTimeout):
                 mine.exception(timeout=MEET_EVERY_S)
             working = torch.tensor([float(not mine.done())], dtype=torch.float64)
-            if not sum_over_ranks(working, device).item():
+            if not sum_over_ranks(working, device, group).item():
                 return mine.result()
 
 
-def text_of_rank_zero(text: str, device: torch.device) -> str:
+def text_of_rank_zero(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
     """What rank 0 was called with, on every rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     said = text.encode() if dist.get_rank() == 0 else b""
     size = torch.tensor([len(said)], device=device)
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=0, group=group)
     letters = torch.frombuffer(bytearray(said[: int(size)].ljust(int(size) + 1)), dtype=torch.uint8).to(device)
-    dist.broadcast(letters, src=0)
+    dist.broadcast(letters, src=0, group=group)
     return letters.cpu().numpy().tobytes()[: int(size)].decode()
 
 
-def texts_of_ranks(text: str, device: torch.device) -> list[str]:
+def texts_of_ranks(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
     """What each rank was called with, by rank: one line each. Collective."""
     assert "\n" not in text
     line = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
-    return gather_over_ranks(line).cpu().numpy().tobytes().decode().splitlines()
+    return gather_over_ranks(line, group).cpu().numpy().tobytes().decode().splitlines()
 
 
 def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
@@ -67,24 +71,24 @@ def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
     return Path(chosen) if chosen else None
 
 
-def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sum_over_ranks(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The sum of everyone's float64 `values`, of equal shape, on the CPU. Collective; `device` is where ranks meet."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     shared = values.to(device, copy=True)
-    dist.all_reduce(shared)
+    dist.all_reduce(shared, group=group)
     return shared.cpu()
 
 
-def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+def gather_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Everyone's 1-D `values`, of any length, end to end by rank, on this rank's device. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     size = torch.tensor([len(values)], device=values.device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    dist.all_gather(sizes, size, group=group)
     longest = max(int(one) for one in sizes)
     padded = torch.cat([values, values.new_zeros(longest - len(values))])
     everyone = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
+    dist.all_gather(everyone, padded, group=group)
     return torch.cat([part[: int(one)] for part, one in zip(everyone, sizes, strict=True)])

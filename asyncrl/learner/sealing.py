@@ -58,7 +58,14 @@ def refuse_unshared(folder: Path, rank: int, device: torch.device, *, within_s: 
         )
 
 
-def prove_own(folder: Path, rank: int, device: torch.device, *, within_s: float = SEEN_WITHIN_S) -> sealed.Entries:
+def prove_own(
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    within_s: float = SEEN_WITHIN_S,
+) -> sealed.Entries:
     """Sync and hash what each rank wrote into `folder`, at the same time; on rank 0 compare it with the metadata of
     DCP and with the files. Collective, and as long as it takes.
 
@@ -68,14 +75,14 @@ def prove_own(folder: Path, rank: int, device: torch.device, *, within_s: float 
     Raises:
         CheckpointError: on every rank: a file could not be read, or is not there for rank 0.
     """
-    told = texts_of_ranks(however_long(lambda: _own(folder, rank), device), device)
+    told = texts_of_ranks(however_long(lambda: _own(folder, rank), device, group), device, group)
     entries: sealed.Entries = {}
     for part in (json.loads(line) for line in told):
         if isinstance(part, str):
             raise CheckpointError(part)
         entries |= part
-    missing = however_long(lambda: _missing(folder, entries, within_s) if rank == 0 else "", device)
-    missing = text_of_rank_zero(missing, device)
+    missing = however_long(lambda: _missing(folder, entries, within_s) if rank == 0 else "", device, group)
+    missing = text_of_rank_zero(missing, device, group)
     if missing:
         raise CheckpointError(f"{missing}. Earlier checkpoints are intact")
     return entries if rank == 0 else {}

@@ -71,8 +71,16 @@ class LearnerConfig:
     """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
+    async_save: bool = True
+    """Checkpoints are written beside the steps, from a copy of weights and moments in host memory (with AdamW 12 bytes
+    per parameter, over the ranks). Without it every step waits for its checkpoint."""
+    save_timeout_s: float = 3600.0
+    """Longest that a checkpoint may take to be written, beside `run.disk_patience_s` on a full disk; then the run ends
+    and can be resumed. The next checkpoint, and the end of the run, wait for the one under way."""
     keep_checkpoints: int = 2
-    """Older ones are deleted, but for the best."""
+    """Older ones are deleted, but for the best and those of `keep_every`."""
+    keep_every: int = 0
+    """Checkpoints of each so many steps stay for good; 0 is none."""
     keep_best: str = ""
     """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`.
     Of an evaluation it is the one whose weights the evaluation was asked for."""

@@ -142,14 +142,16 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
             evaluations += last_evaluations(replay, config.replay.wait_timeout_s, rank=rank, device=device)
         # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
         row: dict[str, float] = {}
+        commit_saved(parts)
         if rank == 0:
             row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop(), world, peak)
+            row |= parts.checkpoints.timings()
             parts.log.write(trained, version, row)
             write_evaluations(parts.log, evaluations, metrics)
             parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
         clock.start()
         if due(trained, settings.save_every, last):
-            save(parts, step, version, skipped=guard.skipped)
+            begin_save(parts, step, version, skipped=guard.skipped)
             clock.lap("checkpoint")
         if rank == 0:  # after the checkpoint: it may be the one that was measured
             tell_best(parts.best, trained, version, row, evaluations, metrics)
@@ -158,23 +160,33 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience, trained=steps)
     if roles.critic is not None:
         export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
+    parts.checkpoints.finish()
+    commit_saved(parts)
     if rank == 0:
         replay.finish()
     return version
 
 
-def save(parts: Training, step: int, version: int, *, skipped: int) -> None:
-    """The checkpoint after `step`, and the replay's note that it is durable. Collective."""
+def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> None:
+    """Start the checkpoint after `step`: collective. It is whole now, or while later steps are trained."""
     state = LearnerState(step=step, policy_version=version, skipped_steps=skipped, kl_coef=parts.roles.kl_coef)
-    parts.checkpoints.save(state, parts.roles, parts.replay.snapshot() if parts.rank == 0 else {})
-    if parts.rank == 0:
-        parts.replay.commit(step=step)
+    parts.checkpoints.begin(state, parts.roles, parts.replay.snapshot() if parts.rank == 0 else {})
+    commit_saved(parts)
+
+
+def commit_saved(parts: Training) -> None:
+    """The replay's note of what is durable by now: until then it keeps what was trained after the checkpoint before."""
+    for step in parts.checkpoints.saved():
+        if parts.rank == 0:
+            parts.replay.commit(step=step)
 
 
 def save_before_end(config: Config, parts: Training, step: int, version: int, *, skipped: int) -> None:
     """What is trained but not saved yet when the learner stops before `step`. Collective."""
     if step > parts.start.step and not due(step, config.learner.save_every, last=False):
-        save(parts, step - 1, version, skipped=skipped)
+        begin_save(parts, step - 1, version, skipped=skipped)
+    parts.checkpoints.finish()
+    commit_saved(parts)
     if parts.rank == 0:
         log.info("asked to stop: ends after step %d, saved", step)
 

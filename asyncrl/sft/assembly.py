@@ -15,6 +15,7 @@ from asyncrl.data.dataset import Dataset
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.accumulation import agree_on_reduction
+from asyncrl.learner.assembly import CLOSE_WITHIN_S
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
@@ -69,8 +70,16 @@ def assemble(
     config, folder, by = learner_config(given), run_dir / CHECKPOINT_DIR, given.learner
     best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
     checkpoints = Checkpoints(
-        folder, rank=place.rank, keep=by.keep_checkpoints, patience=disk_patience(config), best=best
+        folder,
+        rank=place.rank,
+        keep=by.keep_checkpoints,
+        every=by.keep_every,
+        patience=disk_patience(config),
+        best=best,
+        background=by.async_save,
+        within_s=by.save_timeout_s,
     )
+    opened.callback(checkpoints.close, CLOSE_WITHIN_S)
     restarted = place.restarted or (place.rank == 0 and checkpoints.begun(given.resume))
     found = checkpoints.choose(given.resume, restarted) if place.rank == 0 else None
     if place.rank == 0:

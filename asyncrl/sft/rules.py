@@ -77,6 +77,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "learner.max_nonfinite_steps": (given.learner.max_nonfinite_steps, 1),
         "learner.save_every": (given.learner.save_every, 1),
         "learner.keep_checkpoints": (given.learner.keep_checkpoints, 1),
+        "learner.keep_every": (given.learner.keep_every, 0),
         "learner.max_restarts": (given.learner.max_restarts, 0),
         "eval.every": (given.eval.every, 0),
         "eval.rows": (given.eval.rows, 0),
@@ -88,6 +89,7 @@ def above_zero(given: SftConfig) -> dict[str, float]:
         "learner.epochs": given.learner.epochs,
         "learner.lr": given.learner.lr,
         "learner.clip_norm": given.learner.clip_norm,
+        "learner.save_timeout_s": given.learner.save_timeout_s,
     }
 
 

@@ -115,7 +115,8 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         measured = sft_step(config, parts.roles, guard, lease, rank=parts.rank, world=parts.world, device=parts.device)
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
-        row = step_row(measured, drawn, clock.stop())
+        row = step_row(measured, drawn, clock.stop()) | parts.checkpoints.timings()
+        parts.checkpoints.saved()  # or that the one under way has failed
         if parts.rank == 0:
             parts.log.write(trained, None, row)
         clock.start()
@@ -124,7 +125,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
             clock.lap("evaluate")
         # After its rows: of a step that is never trained again, a death in between would leave none for good.
         if due(trained, settings.save_every, last):
-            save(parts, step, guard.skipped)
+            begin_save(parts, step, guard.skipped)
             clock.lap("checkpoint")
         if (
             parts.rank == 0
@@ -133,6 +134,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         ):
             log.info("the best checkpoint is that of step %d now", trained)
     export_hf(parts.roles.policy, config.model, parts.run_dir / "hf", parts.rank, disk_patience(config), trained=steps)
+    parts.checkpoints.finish()
 
 
 def measure(parts: SftTraining, trained: int) -> dict[str, float]:
@@ -164,15 +166,16 @@ def step_row(measured: Measured, drawn: Drawn, times: dict[str, float]) -> dict[
     return row
 
 
-def save(parts: SftTraining, step: int, skipped: int) -> None:
-    """The checkpoint after `step`. Collective."""
+def begin_save(parts: SftTraining, step: int, skipped: int) -> None:
+    """Start the checkpoint after `step`: collective. It is whole now, or while later steps are trained."""
     state = LearnerState(step=step, policy_version=step + 1, skipped_steps=skipped)
-    parts.checkpoints.save(state, parts.roles, snapshot_of(parts.batches.course.window(step).stop))
+    parts.checkpoints.begin(state, parts.roles, snapshot_of(parts.batches.course.window(step).stop))
 
 
 def save_before_end(parts: SftTraining, step: int, skipped: int) -> None:
     """What is trained but not saved yet when the run stops before `step`. Collective."""
     if step > parts.start.step and not due(step, parts.config.learner.save_every, last=False):
-        save(parts, step - 1, skipped)
+        begin_save(parts, step - 1, skipped)
+    parts.checkpoints.finish()
     if parts.rank == 0:
         log.info("asked to stop: ends after step %d, saved", step)

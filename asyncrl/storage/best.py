@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def read_best(folder: Path) -> Best | None:
 
 
 class BestCheckpoint:
-    """Of one folder, by one metric; with an empty metric there is none. Used by rank 0 alone.
+    """Of one folder, by one metric; with an empty metric there is none. Used by rank 0 alone, on the thread that trains
+    and on the one that saves.
 
     Args:
         mode: `max` or `min`: which value is better.
@@ -64,6 +66,10 @@ class BestCheckpoint:
         self._folder, self.metric, self._mode = folder, metric, mode
         self._asked: set[int] = set()
         """Steps whose weights are being measured."""
+        self._early: dict[int, tuple[float, tuple[int, int]] | None] = {}
+        """Of a step whose checkpoint is being written: the result that came before it was whole."""
+        self.held = threading.RLock()
+        """By whom decides what is best, or what goes."""
 
     def begin(self) -> None:
         """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half."""
@@ -83,7 +89,19 @@ class BestCheckpoint:
 
     def asked(self, step: int) -> None:
         """The weights after so many steps are being measured: their checkpoint stays until the result is there."""
-        self._asked.add(step)
+        with self.held:
+            self._asked.add(step)
+
+    def saving(self, step: int) -> None:
+        """The checkpoint after so many steps is being written: a result that comes meanwhile waits for it."""
+        with self.held:
+            self._early = {step: None}
+
+    def saved(self, step: int) -> bool:
+        """It is whole. Returns whether it is the best now."""
+        with self.held:
+            early = self._early.pop(step, None)
+            return early is not None and self.told(step, *early)
 
     def told(self, step: int, value: float | None, versions: tuple[int, int]) -> bool:
         """A result for the weights after `step`; None: it has no value. Counts where they were saved.
@@ -91,6 +109,13 @@ class BestCheckpoint:
         Returns:
             Whether their checkpoint is the best now.
         """
+        with self.held:
+            return self._told(step, value, versions)
+
+    def _told(self, step: int, value: float | None, versions: tuple[int, int]) -> bool:
+        if step in self._early and value is not None:
+            self._early[step] = value, versions
+            return False
         self._asked = {other for other in self._asked if other > step}
         checkpoint = self._folder / f"step_{step}"
         if value is None or not math.isfinite(value) or not checkpoint.is_dir():
@@ -109,8 +134,9 @@ class BestCheckpoint:
 
     def kept(self) -> set[str]:
         """Names of checkpoints that must stay."""
-        known = self._known()
-        return {f"step_{step}" for step in self._asked} | ({known.checkpoint} if known else set())
+        with self.held:
+            known = self._known()
+            return {f"step_{step}" for step in self._asked} | ({known.checkpoint} if known else set())
 
     def _known(self) -> Best | None:
         found = read_best(self._folder) if self.metric else None

@@ -70,11 +70,12 @@ def position_of(path: Path) -> tuple[int, int]:
         ) from error
 
 
-def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = ()) -> None:
-    """Remove all but the `keep` of the most steps, `newest_step` among them, and those whose names are spared."""
-    for old in [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]:
-        if old.name not in spared:
-            sealed.remove(old)
+def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = (), *, every: int = 0) -> list[Path]:
+    """Retire all but the `keep` of the most steps, `newest_step` among them, those whose names are spared, and those of
+    each `every` steps. Returns what is to be removed: of many gigabytes that takes its time."""
+    old = [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]
+    stays = {path.name for path in old if every and not (_step_of(path) or 0) % every} | set(spared)
+    return [sealed.retire(path) for path in old if path.name not in stays]
 
 
 def chosen(run_dir: Path, resume: str) -> Path | None:

@@ -94,10 +94,14 @@ def point(link: Path, target: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
+    shutil.rmtree(retire(folder))
+
+
+def retire(folder: Path) -> Path:
+    """Rename what is to be removed; returns its new name, which nobody takes for a checkpoint's."""
     doomed = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    return folder.rename(doomed)
 
 
 def is_sealed(folder: Path) -> bool:

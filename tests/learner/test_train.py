@@ -119,14 +119,14 @@ def test_a_step_without_a_fresh_token_has_a_row_of_the_same_names(tmp_path: Path
 def test_a_step_has_its_row_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed in between it would never be trained again, nor its row written."""
     rows: list[tuple[int, int]] = []
-    save = train_module.save
+    save = train_module.begin_save
 
     def saved(parts: Training, step: int, *given: Any, **named: Any) -> None:
         assert isinstance(parts.log, KeptRows)
         rows.append((step + 1, int(parts.log.rows[-1]["step"])))
         save(parts, step, *given, **named)
 
-    monkeypatch.setattr(train_module, "save", saved)
+    monkeypatch.setattr(train_module, "begin_save", saved)
     _, kept = run(make_config(tmp_path), FedReplay())
     assert rows == [(2, 2), (4, 4), (6, 6)]
     assert "time/checkpoint" in kept.rows[2] and "time/checkpoint" not in kept.rows[1]

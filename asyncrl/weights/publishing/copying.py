@@ -82,14 +82,14 @@ class BackgroundCopy:
                 return
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
-            with _on(self._stream, device, ready):
+            with on_stream(self._stream, device, ready):
                 work()
         except Exception as error:  # thread boundary: the learner gets it from `wait`
             self._failure = error
 
 
 @contextmanager
-def _on(stream: torch.cuda.Stream, device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
+def on_stream(stream: torch.cuda.Stream, device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
     """`stream` for this thread; it goes on when `ready` is reached, and what is enqueued here is done on return."""
     with torch.cuda.device(device):
         stream.wait_event(ready)
