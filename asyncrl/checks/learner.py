@@ -228,6 +228,18 @@ def adapters_have_a_use(config: Config) -> Problems:
         )
 
 
+def exports_have_checkpoints(config: Config) -> Problems:
+    yield from of_checkpoints(config.learner.export_every, config.learner.save_every)
+
+
+def of_checkpoints(export_every: int, save_every: int) -> Problems:
+    if export_every and save_every and export_every % save_every:
+        yield (
+            f"learner.export_every={export_every}: models are made of checkpoints, which there are each "
+            f"learner.save_every={save_every} steps. Give a multiple of that"
+        )
+
+
 def best_is_measured(config: Config) -> Problems:
     """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
     learner = config.learner
@@ -278,6 +290,7 @@ def profile_names_steps(config: Config) -> Problems:
 
 
 RULES = (
+    exports_have_checkpoints,
     groups_have_siblings,
     batch_divides,
     sequence_fits_microbatch,

@@ -104,6 +104,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.save_every": (config.learner.save_every, 1),
         "learner.keep_checkpoints": (config.learner.keep_checkpoints, 1),
         "learner.keep_every": (config.learner.keep_every, 0),
+        "learner.export_every": (config.learner.export_every, 0),
         "learner.max_restarts": (config.learner.max_restarts, 0),
         "environment.timeout_s": (config.environment.timeout_s, 0),
         "environment.max_tokens": (config.environment.max_tokens, 0),

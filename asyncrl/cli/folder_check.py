@@ -20,9 +20,9 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest, position_of
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole, position_of
 from asyncrl.storage.lines import Lines, read_lines
-from asyncrl.storage.sealed import MANIFEST, is_sealed, verify, verify_export
+from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.run_folder import config_note
 
@@ -138,13 +138,10 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
 
 def _checkpoint(folder: Path, notes: list[str]) -> tuple[int, int] | None:
     """`(trained steps, policy_version)` of the one that a resume goes on from. Raises CheckpointError."""
-    path, said = newest(folder)
-    if said:
-        notes.append(said)
-    if path is None:
-        return None
-    verify(path)
-    return position_of(path)
+    path, damaged, said = newest_whole(folder)
+    notes += [said] if said else []
+    notes += [f"{why}. A resume passes it over, and goes on from the newest one that is whole" for _, why in damaged]
+    return None if path is None else position_of(path)
 
 
 def _lost(

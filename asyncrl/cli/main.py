@@ -90,6 +90,12 @@ def parser() -> argparse.ArgumentParser:
     rerun = commands.add_parser("rerun", help=text, description=text)
     rerun.add_argument("run", metavar="RUN", type=Path, help="a run folder (replay.journal.retain=all)")
     rerun.add_argument("overrides", nargs="*", metavar="key=value", help="loss, advantage, learner.lr, ...")
+    text = "a checkpoint of a run as a Hugging Face model, while it trains or after; on the CPU, alone"
+    export = commands.add_parser("export", help=text, description=text)
+    export.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    export.add_argument("--step", type=int, help="of ckpt/step_N; left out it is the newest that is whole")
+    export.add_argument("--to", type=Path, metavar="DIR", help="RUN/exports/step_N/hf unless given")
+    export.add_argument("--average", action="store_true", help="the averaged policy (learner.proximal_ema)")
     text = "make the keys of a run over a network, one pair per role (replay.keys=DIR)"
     keys = commands.add_parser("keys", help=text, description=text)
     keys.add_argument("directory", metavar="DIR", type=Path, help="a new folder")
@@ -114,7 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command in ("keys", "audit", "settings", "retriever")):
+    if options or (rest and given.command in ("keys", "audit", "settings", "retriever", "export")):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -146,7 +152,7 @@ def run(given: argparse.Namespace) -> int:
         load("asyncrl.replay.net.keyring").make_keys(given.directory)
         print(KEYS_MADE.format(given.directory))
         return 0
-    if given.command in ("audit", "rerun") and not given.run.is_dir():
+    if given.command in ("audit", "rerun", "export") and not given.run.is_dir():
         raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
     if given.command == "verify":
         refuse_missing(given.path)
@@ -162,6 +168,8 @@ def run(given: argparse.Namespace) -> int:
             )
         code = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
         return max(code, load("asyncrl.cli.folder_check").tell(given.run))
+    if given.command == "export":
+        return load("asyncrl.cli.export").main(given.run, given.step, given.to, average=given.average)
     if given.command == "retriever":
         server = load("asyncrl.environments.search.server")
         return server.serve(given.corpus, given.host, given.port)

@@ -25,6 +25,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole
 from asyncrl.telemetry.resumed import is_supervised
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, tolerance
 from asyncrl.weights.publishing.gather import unique_tensors
@@ -109,7 +110,7 @@ def load_policy(path: str, overrides: Sequence[str]) -> tuple[Config, PolicyMode
         config.model = replace(config.model, path=str(run / "hf"), lora_rank=0)
         return config, build_model(config, CPU, None)
     checkpoints = Checkpoints(run / "ckpt", rank=0, keep=1)
-    newest = checkpoints.newest()
+    newest, _, _ = newest_whole(run / CHECKPOINT_DIR)
     if newest is None:
         raise CheckpointError(f"{path} has neither an exported model (hf/) nor a checkpoint (ckpt/latest) yet")
     roles = build_roles(config, CPU, None)

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.config import disk_patience, learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.errands import Errands
 from asyncrl.learner.hook import Hook
+from asyncrl.learner.out_of_memory import heed_note
 from asyncrl.learner.own_trial import try_own
 from asyncrl.learner.place import Place
 from asyncrl.learner.ranks import choice_of_rank_zero
@@ -79,6 +81,7 @@ def assemble(
         OwnCodeError: a loss or advantages of the user cannot be used.
     """
     refuse_unshared(run_dir, place.rank, place.device)
+    heed_note(config, run_dir, place.rank, place.device)
     try_own(config.loss, config.advantage, config.learner)
     folder, by = run_dir / CHECKPOINT_DIR, config.learner
     best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
@@ -89,6 +92,7 @@ def assemble(
         every=by.keep_every,
         patience=disk_patience(config),
         best=best,
+        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
         background=by.async_save,
         within_s=by.save_timeout_s,
     )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,28 @@ from asyncrl.errors import (
     DiskFullError,
     RunFolderError,
 )
+from asyncrl.learner.errands import Errands
 from asyncrl.learner.fitting import check_fits, check_roles, shapes_in
 from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier, however_long, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.saving import HOST, BackgroundSave, HostCopy, own_group
 from asyncrl.learner.sealing import prove_own
+from asyncrl.learner.state import LearnerState, read_state
 from asyncrl.learner.writing import write_tensors
 from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
-from asyncrl.storage.checkpoints import LATEST, REPLAY_FILE, STATE_FILE, begin_branch, branch_begun, newest, prune
+from asyncrl.storage.checkpoints import (
+    LATEST,
+    REPLAY_FILE,
+    STATE_FILE,
+    begin_branch,
+    branch_begun,
+    newest,
+    newest_whole,
+    prune,
+    put_aside,
+)
 from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.run_folder import origin_of, owner_of
 
@@ -59,22 +72,6 @@ RESUMABLE = ("lr", "betas", "weight_decay")
 """Of an optimizer, what the settings say and not the checkpoint."""
 PARTS = StateDictOptions(strict=False)
 """The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `check_fits`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerState:
-    """Where the learner stood."""
-
-    step: int
-    """Last step that was trained (from 0)."""
-    policy_version: int
-    """Version of the saved weights."""
-    skipped_steps: int
-    """Optimizer steps skipped for non-finite numbers so far."""
-    kl_coef: float = 0.0
-    """Price of the KL in the reward, for the next step."""
-    run: str = ""
-    """Whose it is: the run of the folder it was saved in, the same through all resumes (`origin_of`)."""
 
 
 class Checkpoints:
@@ -89,6 +86,7 @@ class Checkpoints:
         every: int = 0,
         patience: Patience | None = None,
         best: BestCheckpoint | None = None,
+        errands: Errands | None = None,
         background: bool = False,
         within_s: float = 3600.0,
     ) -> None:
@@ -101,7 +99,7 @@ class Checkpoints:
         """
         self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
         self._best = best or BestCheckpoint(folder)
-        self._patience = patience or Patience()
+        self._patience, self._errands = patience or Patience(), errands or Errands()
         self._run = origin_of(folder.parent)
         self._verified: Path | None = None
         """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
@@ -176,7 +174,12 @@ class Checkpoints:
 
     def timings(self) -> dict[str, float]:
         """`checkpoint/*` of the log, since this was last asked."""
-        return self._under_way.timings()
+        return self._under_way.timings() | self._errands.counts()
+
+    def finish_errands(self, within_s: float = math.inf) -> None:
+        """At the end of a run, once all is saved: wait for copies and exports, bounded."""
+        if self._rank == 0:
+            self._errands.finish(min(within_s, self._within_s))
 
     def _hold_back(self, roles: Roles) -> None:
         """Let no step change what is being copied. In the optimizer itself, so that nobody can forget to wait."""
@@ -247,20 +250,23 @@ class Checkpoints:
         return path
 
     def newest(self) -> Path | None:
-        """The checkpoint `latest` points to, verified; None if there is none.
+        """The checkpoint `latest` points to, verified; where it is damaged the newest one before it that is whole, and
+        that is said aloud. None if there is none.
 
         Raises:
-            CheckpointError: it is there but damaged; the message names the file.
+            CheckpointError: there are some and none is whole; the message names the file.
             CheckpointMismatchError: another run saved it.
         """
-        path, said = newest(self._folder)
-        if said:  # a kill while it was being replaced, or damage
+        path, damaged, said = newest_whole(self._folder)
+        if said:  # a kill while it was being replaced
             log.warning("%s", said)
         if path is None:
             return None
-        proven = self._proven(path)
-        self._refuse_stranger(proven)
-        return proven
+        self._refuse_stranger(path)
+        for line in put_aside(self._folder, damaged, path, self._patience):
+            log.error("%s", line)
+        self._verified = path
+        return path
 
     def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:
         """Fill `roles` in place from a checkpoint saved with any number of ranks.
@@ -291,7 +297,7 @@ class Checkpoints:
         except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone
             raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
         _fill(roles, loaded)
-        state = _read_state(path / STATE_FILE)
+        state = read_state(path / STATE_FILE)
         if roles.kl_control is not None:
             roles.kl_coef = state.kl_coef
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
@@ -307,7 +313,7 @@ class Checkpoints:
 
     def _refuse_stranger(self, path: Path) -> None:
         """What lies in this folder but another run saved. Raises CheckpointMismatchError."""
-        saved_by = _read_state(path / STATE_FILE).run
+        saved_by = read_state(path / STATE_FILE).run
         if saved_by and self._run and saved_by != self._run:
             raise CheckpointMismatchError(
                 f"{path} was saved by run {saved_by}, and this folder is of run {self._run}: they have other groups "
@@ -344,20 +350,11 @@ class Checkpoints:
             self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
             if self._best.saved(int(target.name.removeprefix("step_"))):
                 log.info("the best checkpoint is %s now", target.name)
-            over = prune(self._folder, target, self._keep, self._best.kept(), every=self._every)
+            spared = self._best.kept() | self._errands.needed()
+            over = prune(self._folder, target, self._keep, spared, every=self._every)
+        self._errands.saved(target, int(target.name.removeprefix("step_")))
         for path in over:
             shutil.rmtree(path)
-
-
-def _read_state(file: Path) -> LearnerState:
-    values = json.loads(file.read_text())
-    try:
-        return LearnerState(**values)
-    except TypeError as error:
-        raise CheckpointMismatchError(
-            f"{file} was written by another version of asyncrl: it has {', '.join(values)}. Resume with that version, "
-            "or start a new run with the model that it exported"
-        ) from error
 
 
 def _tensors(roles: Roles) -> dict[str, Any]:

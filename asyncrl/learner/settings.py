@@ -81,6 +81,13 @@ class LearnerConfig:
     """Older ones are deleted, but for the best and those of `keep_every`."""
     keep_every: int = 0
     """Checkpoints of each so many steps stay for good; 0 is none."""
+    export_every: int = 0
+    """Steps between models that load elsewhere, `exports/step_50/hf`, made of checkpoints by a process beside training;
+    0 is none. The last one is `hf/` in any case. See also `asyncrl export`."""
+    copy_to: str = ""
+    """URL of any file system that fsspec knows (`s3://bucket/run`, `gs://...`, `file:///backup`): each checkpoint is
+    copied there too, by a process beside training. Nothing there is deleted. A copy that fails three times, or takes
+    longer than `save_timeout_s`, is said and counted (`checkpoint/copies_failed`), and training goes on."""
     keep_best: str = ""
     """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`.
     Of an evaluation it is the one whose weights the evaluation was asked for."""

@@ -21,6 +21,7 @@ from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
 from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
+from asyncrl.learner.out_of_memory import one_more_try
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.learner.profiling import Profile
 from asyncrl.learner.ranks import barrier, however_long
@@ -35,6 +36,9 @@ from asyncrl.types import EvalSummary, StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
 log = logging.getLogger(__name__)
+
+STOP_WITHIN_S = 60.0
+"""What copies and exports of checkpoints get when a run is asked to stop."""
 
 
 class StepLog(Protocol):
@@ -117,7 +121,8 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         clock.lap("wait_batch")
 
         profile.begin(trained)
-        measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
+        with one_more_try(config, parts.run_dir, rank):
+            measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
         clock.lap("train")
@@ -164,6 +169,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     commit_saved(parts)
     if rank == 0:
         replay.finish()
+    parts.checkpoints.finish_errands()
     return version
 
 
@@ -187,6 +193,7 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
         begin_save(parts, step - 1, version, skipped=skipped)
     parts.checkpoints.finish()
     commit_saved(parts)
+    parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
         log.info("asked to stop: ends after step %d, saved", step)
 

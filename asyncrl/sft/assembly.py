@@ -17,6 +17,7 @@ from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.assembly import CLOSE_WITHIN_S
 from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.errands import Errands
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.place import Place
@@ -76,6 +77,7 @@ def assemble(
         every=by.keep_every,
         patience=disk_patience(config),
         best=best,
+        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
         background=by.async_save,
         within_s=by.save_timeout_s,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.chat.names import AUTO, RENDERERS
 from asyncrl.checks.hints import join_problems, nearest
+from asyncrl.checks.learner import of_checkpoints
 from asyncrl.checks.machine import (
     missing_checkpoint,
     missing_extras,
@@ -78,6 +79,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "learner.save_every": (given.learner.save_every, 1),
         "learner.keep_checkpoints": (given.learner.keep_checkpoints, 1),
         "learner.keep_every": (given.learner.keep_every, 0),
+        "learner.export_every": (given.learner.export_every, 0),
         "learner.max_restarts": (given.learner.max_restarts, 0),
         "eval.every": (given.eval.every, 0),
         "eval.rows": (given.eval.rows, 0),
@@ -145,7 +147,12 @@ def sources_are_whole(given: SftConfig) -> Problems:
         yield str(error)
 
 
+def exports_have_checkpoints(given: SftConfig) -> Problems:
+    yield from of_checkpoints(given.learner.export_every, given.learner.save_every)
+
+
 RULES = (
+    exports_have_checkpoints,
     known_words,
     numbers_in_range,
     run_name_is_a_folder_name,

@@ -18,7 +18,7 @@ from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.stop import Asked, agreed, never
-from asyncrl.learner.train import StepClock, due
+from asyncrl.learner.train import STOP_WITHIN_S, StepClock, due
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Drawn, RowBatches, draws_before, snapshot_of
 from asyncrl.sft.examples import Example
@@ -135,6 +135,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
             log.info("the best checkpoint is that of step %d now", trained)
     export_hf(parts.roles.policy, config.model, parts.run_dir / "hf", parts.rank, disk_patience(config), trained=steps)
     parts.checkpoints.finish()
+    parts.checkpoints.finish_errands()
 
 
 def measure(parts: SftTraining, trained: int) -> dict[str, float]:
@@ -177,5 +178,6 @@ def save_before_end(parts: SftTraining, step: int, skipped: int) -> None:
     if step > parts.start.step and not due(step, parts.config.learner.save_every, last=False):
         begin_save(parts, step - 1, skipped)
     parts.checkpoints.finish()
+    parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
         log.info("asked to stop: ends after step %d, saved", step)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointDamagedError, CheckpointError
 from asyncrl.storage import sealed
 from asyncrl.storage.full_disk import Patience
 
@@ -22,6 +22,8 @@ SUPERVISED = "sft"
 """Schema of the snapshot in a checkpoint of `asyncrl sft`, which has no replay; a replay has numbers."""
 """The snapshot of where the rows come from: of the replay, or of `asyncrl sft`."""
 LATEST = "latest"
+DAMAGED = "damaged_"
+"""Begins the name of a checkpoint that was passed over, for one of its files was damaged."""
 LEFT = "left_"
 """Begins the name of a checkpoint from which nothing goes on unasked: it is of a line that a branch left."""
 EXPORTED_FILE = "exported.json"
@@ -52,6 +54,50 @@ def newest(folder: Path) -> tuple[Path | None, str]:
     if whole:
         return whole[-1], f"{latest} is missing: going on from {whole[-1].name}, the checkpoint of the most steps"
     return None, ""
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str]:
+    """The newest checkpoint of which every file is as it was written, and what is to be said of that.
+
+    Returns:
+        It; the newer ones that are damaged, each with what is wrong; the words of `newest`.
+
+    Raises:
+        CheckpointDamagedError: of the newest one, where none is whole.
+    """
+    path, said = newest(folder)
+    damaged: list[tuple[Path, str]] = []
+    first: CheckpointDamagedError | None = None
+    older = [each for each in finished(folder) if path is not None and (_step_of(each) or 0) < (_step_of(path) or 0)]
+    for candidate in [path, *reversed(older)] if path is not None else []:
+        try:
+            sealed.verify(candidate)
+        except CheckpointDamagedError as error:
+            first = first or error
+            damaged.append((candidate, str(error)))
+        else:
+            return candidate, damaged, said
+    if first is not None:
+        raise first
+    return None, [], said
+
+
+def put_aside(
+    folder: Path, damaged: list[tuple[Path, str]], whole: Path, patience: Patience | None = None
+) -> list[str]:
+    """From here on `whole` is the newest one. Returns a line for each that is damaged."""
+    lines: list[str] = []
+    for path, why in damaged:
+        name = next(name for name in _names(f"{DAMAGED}{path.name}") if not (folder / name).exists())
+        if path.is_dir():
+            path.rename(folder / name)
+        lines.append(
+            f"{path} IS DAMAGED and passed over: {why}. Going on from {whole.name}, the steps after it are trained "
+            f"again; the damaged one is kept as {name}, until you delete it"
+        )
+    if damaged:
+        (patience or Patience()).through(folder / LATEST, 0, lambda: sealed.point(folder / LATEST, whole))
+    return lines
 
 
 def position_of(path: Path) -> tuple[int, int]:

@@ -304,3 +304,22 @@ def test_a_branch_from_another_folder_leaves_all_that_is_here(tmp_path: Path):
     assert mine.newest() is None
     own = mine.save(state(9), roles, {})
     assert mine.choose(str(path), restarted=True) == own
+
+
+def test_where_the_newest_is_damaged_the_one_before_it_is_taken_and_that_is_said_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    roles = learner(0, updates=1)
+    saves = Checkpoints(tmp_path, rank=0, keep=3)
+    first, second, third = (saves.save(state(step), roles, {}) for step in (0, 1, 2))
+    for path in (second, third):
+        weights = next(path.glob("*.distcp"))
+        weights.write_bytes(weights.read_bytes()[:-1])
+    assert saves.choose("auto", restarted=False) == first
+    said = caplog.text
+    assert f"{third} IS DAMAGED" in said and f"{second} IS DAMAGED" in said and "Going on from step_1" in said
+    assert (tmp_path / "latest").readlink() == Path("step_1") and (tmp_path / "damaged_step_3").is_dir()
+    caplog.clear()
+    assert saves.choose("never", restarted=True) == first and not caplog.text, "a death before the next save"
+    with pytest.raises(CheckpointError, match=r"damaged_step_3"):
+        saves.choose(str(tmp_path / "damaged_step_3"), restarted=False)

@@ -1,0 +1,166 @@
+"""What is done with a checkpoint once it is durable, beside training: a second copy, a model to load elsewhere.
+
+Each errand is a process of its own, of low priority, with a deadline and another try: whatever it waits for, training
+does not, and a failure is counted and said, and ends nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+from fsspec.utils import get_protocol
+
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+PAUSE_S = 10.0
+"""Before another try; twice as long before the one after it."""
+NICE = 10
+RANK_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    kind: str
+    """`copies` or `exports`, as in the log."""
+    what: str
+    """In words: `the copy of step_50 to s3://...`."""
+    checkpoint: Path
+    arguments: tuple[str, ...]
+    """Of Python."""
+
+
+class Errands:
+    """One after another, on a thread. Of rank 0.
+
+    Waits for: the process of an errand, at most `within_s`. Unblocked by: its end.
+
+    Args:
+        copy_to: URL for second copies; empty makes none.
+        export_every: steps between exported models; 0 is none.
+
+    Raises:
+        ConfigError: fsspec knows no such URL, or lacks the package for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        copy_to: str = "",
+        export_every: int = 0,
+        within_s: float = 3600.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        try:
+            fsspec.get_filesystem_class(get_protocol(copy_to))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"learner.copy_to={copy_to} is no URL that fsspec can open here: {error}") from error
+        self._copy_to, self._export_every = copy_to, export_every
+        self._within_s, self._sleep = within_s, sleep
+        self._open: list[Errand] = []
+        self._lock = threading.Condition()
+        self._counts: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def saved(self, checkpoint: Path, steps: int) -> None:
+        """It is durable, after so many steps: send off what is to be done with it."""
+        errands: list[Errand] = []
+        if self._copy_to:
+            what = f"the copy of {checkpoint.name} to {self._copy_to}"
+            arguments = ("-m", "asyncrl.storage.second_copy", str(checkpoint), self._copy_to)
+            errands.append(Errand(kind="copies", what=what, checkpoint=checkpoint, arguments=arguments))
+        if self._export_every and not steps % self._export_every:
+            run, what = str(checkpoint.parent.parent), f"the export of {checkpoint.name}"
+            arguments = ("-m", "asyncrl.cli.export", run, str(steps))
+            errands.append(Errand(kind="exports", what=what, checkpoint=checkpoint, arguments=arguments))
+        self.send(errands)
+
+    def send(self, errands: Sequence[Errand]) -> None:
+        """Returns at once."""
+        with self._lock:
+            for errand in errands:
+                self._leave_out_older(errand)
+                self._open.append(errand)
+                for name in (f"checkpoint/{errand.kind}", f"checkpoint/{errand.kind}_failed"):
+                    self._counts.setdefault(name, 0.0)
+            if self._open and self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="errands", daemon=True)
+                self._thread.start()
+
+    def _leave_out_older(self, errand: Errand) -> None:
+        """Copies that have not begun when a newer one comes: slower than saves they would keep all checkpoints here."""
+        for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
+            self._open.remove(older)
+            self._counts["checkpoint/copies_failed"] += 1
+            log.error("%s is left out: the one before it is still under way, and a newer one is due", older.what)
+
+    def needed(self) -> set[str]:
+        """Names of checkpoints that must stay for them."""
+        with self._lock:
+            return {errand.checkpoint.name for errand in self._open}
+
+    def counts(self) -> dict[str, float]:
+        """Done and failed since the start, by kind."""
+        with self._lock:
+            return dict(self._counts)
+
+    def finish(self, within_s: float) -> None:
+        """Wait for what is open; what is not done by then is said and left."""
+        with self._lock:
+            if self._open:
+                log.info("waiting for %s, at most %.0f s", "; ".join(each.what for each in self._open), within_s)
+            self._lock.wait_for(lambda: not self._open, within_s)
+            for errand in self._open:
+                log.error("%s was not done within %.0f s of the end: it is missing", errand.what, within_s)
+
+    def _main(self) -> None:
+        while True:
+            with self._lock:
+                if not self._open:
+                    self._thread = None
+                    return
+                errand = self._open[0]
+            done = self._tried(errand)
+            with self._lock:
+                self._counts[f"checkpoint/{errand.kind}{'' if done else '_failed'}"] += 1
+                self._open.remove(errand)
+                self._lock.notify_all()
+
+    def _tried(self, errand: Errand) -> bool:
+        for number in range(1, TRIES + 1):
+            why = self._why_not(errand)
+            if not why:
+                log.info("%s is done", errand.what)
+                return True
+            log.error("%s failed (try %d of %d), training goes on: %s", errand.what, number, TRIES, why)
+            if number < TRIES:
+                self._sleep(PAUSE_S * number)
+        return False
+
+    def _why_not(self, errand: Errand) -> str:
+        """Empty when it was done."""
+        command = ["nice", "-n", str(NICE), sys.executable, *errand.arguments]
+        # Of the launcher's: a process that has them would take itself for a rank of it.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's memory is planned to the last byte
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=self._within_s, env=environment, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"it took longer than {self._within_s:g} s (learner.errand_timeout_s)"
+        except OSError as error:
+            return str(error)
+        said = ended.stderr.strip().splitlines()
+        return "" if ended.returncode == 0 else (said[-1][:500] if said else f"exit code {ended.returncode}")

@@ -1,0 +1,102 @@
+"""A step that does not fit the device: once, all ranks start again from the checkpoint with half the micro-batch.
+
+A rank that runs out of memory in the middle of a step has left the others in collectives of that step: nobody can go
+back to its beginning together. So the rank notes the budget and ends; torchrun starts all again, rank 0 reads the note
+for all, and the same batches are trained in smaller pieces. Where half is too much as well, the run ends and says which
+setting helps most.
+
+logs/out_of_memory.json   the budget that was too much, and of what
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from asyncrl.config import LOG_DIR
+from asyncrl.errors import ConfigError, StepMemoryError
+from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.schema import Config
+from asyncrl.storage import sealed
+
+log = logging.getLogger(__name__)
+
+NOTE_FILE = "out_of_memory.json"
+
+
+def _note(run_dir: Path) -> Path:
+    return run_dir / LOG_DIR / NOTE_FILE
+
+
+def _of(config: Config) -> list[object]:
+    """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
+    return [str(config.model.activation_checkpointing), config.learner.ranks, config.model.lora_rank]
+
+
+def _noted(note: Path, config: Config) -> int:
+    """The budget that was too much with these settings; 0 where none was."""
+    try:
+        said = json.loads(note.read_text())
+        return int(said["budget"]) if said["of"] == _of(config) else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def heed_note(config: Config, run_dir: Path, rank: int, device: torch.device) -> None:
+    """Halve the budget of a micro-batch in `config` where a step with it did not fit. Collective."""
+    mine = _noted(_note(run_dir), config) if rank == 0 else 0
+    noted = int(text_of_rank_zero(str(mine), device))
+    if not noted or config.learner.max_tokens_per_microbatch < noted:
+        return
+    halved = max(1, noted // 2)
+    log.warning(
+        "a step with learner.max_tokens_per_microbatch=%d did not fit the memory of a rank: going on with %d. Delete "
+        "%s to try the whole again",
+        *(noted, halved, _note(run_dir)),
+    )
+    config.learner.max_tokens_per_microbatch = halved
+    config.learner.max_attention_per_microbatch //= 2
+
+
+@contextmanager
+def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
+    """Around a step.
+
+    Raises:
+        StepMemoryError: it did not fit, and is to be tried again with half the micro-batch.
+        ConfigError: it did not fit with half of it either.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        budget, note = config.learner.max_tokens_per_microbatch, _note(run_dir)
+        why = str(error).split(". ")[0]
+        # The other ranks may have run out in the same step: theirs is the same news.
+        if _noted(note, config) > budget:
+            raise ConfigError(
+                f"rank {rank} ran out of memory in a step with half the micro-batch too ({budget} tokens): {why}. What "
+                f"lowers it most: {lowers_most(config)}. Then resume=auto"
+            ) from error
+        note.parent.mkdir(parents=True, exist_ok=True)
+        sealed.replace_text(
+            note, json.dumps({"budget": budget, "of": _of(config)}) + "\n", note.with_suffix(f".{rank}")
+        )
+        raise StepMemoryError(
+            f"rank {rank} ran out of memory in a step with learner.max_tokens_per_microbatch={budget}: {why}. All "
+            "ranks start again from the newest checkpoint with half of it"
+        ) from error
+
+
+def lowers_most(config: Config) -> str:
+    """The setting, in words."""
+    budget = config.learner.max_tokens_per_microbatch
+    if not config.model.activation_checkpointing:
+        return "model.activation_checkpointing=true keeps the activations of one layer instead of all"
+    if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
+        return f"learner.max_tokens_per_microbatch={budget // 2}"
+    return "more learner.ranks share weights, gradients and moments (a micro-batch is a single sequence already)"

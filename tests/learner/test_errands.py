@@ -1,0 +1,70 @@
+"""What is done with a durable checkpoint beside training: whatever becomes of it, training goes on and hears of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.export import chosen_checkpoint
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.errands import Errand, Errands
+from asyncrl.storage import sealed
+from asyncrl.storage.second_copy import copy_checkpoint
+from tests.learner.test_checkpoint import learner, state
+
+
+def quick(**settings) -> Errands:
+    return Errands(sleep=lambda _: None, **settings)
+
+
+def errand(code: str, folder: Path) -> Errand:
+    return Errand(kind="copies", what="the copy", checkpoint=folder / "step_1", arguments=("-S", "-c", code))
+
+
+def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    errands, tried = quick(within_s=20.0), tmp_path / "tried"
+    second = f"import os, sys; os.path.exists({str(tried)!r}) or (open({str(tried)!r}, 'w'), sys.exit('no such host'))"
+    errands.send([errand(second, tmp_path), errand("raise SystemExit('no right')", tmp_path)])
+    assert errands.needed() == {"step_1"}, "it must not be deleted meanwhile"
+    errands.finish(120.0)
+    assert errands.needed() == set()
+    assert errands.counts() == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 1.0}
+    assert "(try 1 of 3), training goes on: no such host" in caplog.text
+    assert "(try 3 of 3), training goes on: no right" in caplog.text
+    with pytest.raises(ConfigError, match=r"learner\.copy_to=nosuch://x is no URL that fsspec can open"):
+        quick(copy_to="nosuch://x")
+    hanging = quick(within_s=0.3)
+    hanging.send([errand("import time; time.sleep(600)", tmp_path)])
+    hanging.finish(60.0)
+    assert hanging.counts()["checkpoint/copies_failed"] == 1.0 and "took longer than 0.3 s" in caplog.text
+
+
+def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
+    saves = Checkpoints(tmp_path / "run" / "ckpt", rank=0, keep=2)
+    path = saves.save(state(4), learner(0, updates=1), {"x": 1})
+    for _ in range(2):  # the step may be trained, and saved, again
+        there = Path(copy_checkpoint(path, f"file://{tmp_path}/bucket/run"))
+        assert there == tmp_path / "bucket" / "run" / "step_5"
+        sealed.verify(there)
+    fork = Checkpoints(tmp_path / "fork" / "ckpt", rank=0, keep=2)
+    chosen, other = fork.choose(str(there), restarted=False), learner(1)
+    assert chosen == there and fork.load(there, other) == (state(4), {"x": 1})
+
+
+def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_whole_one(tmp_path: Path):
+    saves = Checkpoints(tmp_path / "ckpt", rank=0, keep=3)
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        chosen_checkpoint(tmp_path, None)
+    first, second = (saves.save(state(step), learner(0, updates=1), {}) for step in (0, 1))
+    assert chosen_checkpoint(tmp_path, None) == second and chosen_checkpoint(tmp_path, 1) == first
+    with pytest.raises(CheckpointError, match=r"step_7 is not there\. There are step_1, step_2"):
+        chosen_checkpoint(tmp_path, 7)
+    (second / "state.json").write_text("{}")
+    assert chosen_checkpoint(tmp_path, None) == first
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        chosen_checkpoint(tmp_path, 2)
+    assert (tmp_path / "ckpt" / "step_2").is_dir(), "who only reads moves nothing"

@@ -1,0 +1,56 @@
+"""`asyncrl export`: a checkpoint as a model that loads anywhere, with the weights that were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.cli.main import main
+from asyncrl.config import load_config
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.roles import build_roles
+from asyncrl.storage.sealed import verify_export
+from asyncrl.telemetry.run_folder import prepare_run_folder
+from tests.learner.feed import tiny_checkpoint
+from tests.learner.test_checkpoint import state
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("made", ["learner.proximal_ema=0.5", "model.lora_rank=2"])
+def test_a_checkpoint_becomes_the_model_that_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str):
+    path = tiny_checkpoint(tmp_path / "model")
+    given = [f"model.path={path}", f"run.dir={tmp_path}/run", "data.path=d.jsonl", "reward.function=r.py:f", made]
+    config = load_config(given)
+    run = prepare_run_folder(config, "first")
+    roles = build_roles(config, CPU, None)
+    trained = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
+    for number, parameter in enumerate(trained):
+        parameter.data += 0.01 * (number + 1)
+    saves = Checkpoints(run / "ckpt", rank=0, keep=3)
+    for step in (4, 9):
+        saves.save(state(step), roles, {})
+        trained[0].data += 1.0
+    assert main(["export", str(run), "--step", "5"]) == 0
+    exported = run / "exports" / "step_5" / "hf"
+    verify_export(exported)
+    ids = torch.arange(12)[None]
+    trained[0].data -= 2.0
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(exported)(input_ids=ids).logits
+        original = AutoModelForCausalLM.from_pretrained(path)(input_ids=ids).logits
+    assert not torch.allclose(found, original, atol=1e-2)
+    if "lora" in made:
+        assert (exported.with_name("adapter") / "adapter_model.safetensors").is_file()
+        return
+    saved = {name.removeprefix("hf."): value for name, value in roles.policy.named_parameters()}
+    loaded = dict(AutoModelForCausalLM.from_pretrained(exported).named_parameters())
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=1e-6)
+    assert main(["export", str(run), "--average", "--to", str(tmp_path / "ema")]) == 0
+    average = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "ema").named_parameters())
+    torch.testing.assert_close(average, dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()))
+    assert "the averaged policy after 10 steps" in capsys.readouterr().out
+    assert main(["export", str(run), "--step", "7"]) == 2
