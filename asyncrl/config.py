@@ -310,12 +310,17 @@ def learner_digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-LATER = ("function", "args", "hook", "hook_args", "centering")
-"""Settings that there were not always: left out where they are empty, a run of before them resumes as the same."""
+LATER = (
+    *("epochs_per_batch", "min_lr_ratio", "beta1", "adam_eps"),
+    *("function", "args", "hook", "hook_args", "centering"),
+)
+"""Settings that there were not always: left out where they are empty, or do what was done before them; a run of before
+them resumes as the same."""
 
 
 def _given(room: Any) -> dict[str, Any]:
-    return {key: value for key, value in asdict(room).items() if value or key not in LATER}
+    usual = {each.name: each.default for each in fields(room)}
+    return {key: value for key, value in asdict(room).items() if key not in LATER or (value and value != usual[key])}
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

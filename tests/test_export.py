@@ -20,10 +20,16 @@ from tests.learner.test_checkpoint import state
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("made", ["learner.proximal_ema=0.5", "model.lora_rank=2"])
+@pytest.mark.parametrize("made", ["learner.proximal_ema=0.5 loss=tis", "model.lora_rank=2"])
 def test_a_checkpoint_becomes_the_model_that_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str):
     path = tiny_checkpoint(tmp_path / "model")
-    given = [f"model.path={path}", f"run.dir={tmp_path}/run", "data.path=d.jsonl", "reward.function=r.py:f", made]
+    given = [
+        f"model.path={path}",
+        f"run.dir={tmp_path}/run",
+        "data.path=d.jsonl",
+        "reward.function=r.py:f",
+        *made.split(),
+    ]
     config = load_config(given)
     run = prepare_run_folder(config, "first")
     roles = build_roles(config, CPU, None)

@@ -131,6 +131,7 @@ def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest
     config, text = migrated("trl", [str(theirs), "num_processes=4"], tmp_path, capsys, *needed)
     assert (config.model.path, config.data.path) == ("Qwen/Qwen2-0.5B-Instruct", "hf:trl-lib/DeepMath-103K:train")
     assert (config.learner.groups_per_step, config.learner.updates_per_batch) == (8 * 4 * 8 // 16, 2)
+    assert (config.learner.epochs_per_batch, config.learner.optimizer_steps) == (2, 4)
     assert (config.rollout.group_size, config.rollout.max_new_tokens, config.data.overlong) == (
         16,
         2048,
@@ -146,7 +147,7 @@ def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest
     )
     assert config.engine.name == "vllm" and config.engine.vllm == {"gpu_memory_utilization": 0.5}
     assert "# still needed: reward.function\n" in text
-    for left in ("repetition_penalty=1.1", "vllm_mode=colocate", "logging_steps=1", "num_iterations=2", "surprise=1"):
+    for left in ("repetition_penalty=1.1", "vllm_mode=colocate", "logging_steps=1", "surprise=1"):
         assert f"# no equivalent: {left}: " in text
 
 

@@ -85,7 +85,7 @@ def resolved_loss(loss: LossConfig) -> dict[str, Any]:
 
 def loss_is_consistent(config: Config) -> Problems:
     try:
-        check_loss(config.loss, config.learner.updates_per_batch, config.learner.proximal_ema > 0)
+        check_loss(config.loss, config.learner.optimizer_steps, config.learner.proximal_ema > 0)
         yield from _loss_has_its_estimator(config)
         yield from _reference_has_a_use(config)
     except ConfigError as error:
@@ -207,7 +207,7 @@ def critic_has_a_use(config: Config) -> Problems:
             f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of learner.steps="
             f"{config.learner.steps} to learn in. Lower it"
         )
-    if critic.value_clip > 0 and config.learner.updates_per_batch == 1:
+    if critic.value_clip > 0 and config.learner.optimizer_steps == 1:
         yield (
             f"critic.value_clip={critic.value_clip} bounds how far later updates of a batch move a value; with "
             "learner.updates_per_batch=1 there are none. Set critic.value_clip=0, or updates_per_batch of 2 or more"

@@ -96,6 +96,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.ranks": (config.learner.ranks, 1),
         "learner.groups_per_step": (config.learner.groups_per_step, 1),
         "learner.updates_per_batch": (config.learner.updates_per_batch, 1),
+        "learner.epochs_per_batch": (config.learner.epochs_per_batch, 1),
         "learner.max_attention_per_microbatch": (config.learner.max_attention_per_microbatch, 0),
         "learner.steps": (config.learner.steps, 1),
         "learner.warmup_steps": (config.learner.warmup_steps, 0),
@@ -157,6 +158,7 @@ def above_zero(config: Config) -> dict[str, float]:
         "critic.lr": config.critic.lr,
         "learner.lr": config.learner.lr,
         "learner.clip_norm": config.learner.clip_norm,
+        "learner.adam_eps": config.learner.adam_eps,
         "learner.save_timeout_s": config.learner.save_timeout_s,
     }
 

@@ -153,7 +153,7 @@ def batch_lines(config: Config) -> list[str]:
     per_rank = math.ceil(tokens / config.learner.updates_per_batch / config.learner.ranks)
     most = math.ceil(per_rank / max(1, min(budget, attended) - longest + 1))
     return [
-        f"a step trains {groups} groups * {members} = {sequences} sequences, in {config.learner.updates_per_batch} "
+        f"a step trains {groups} groups * {members} = {sequences} sequences, in {config.learner.optimizer_steps} "
         "optimizer step(s)",
         f"at most {sequences} * ({config.data.max_prompt_tokens} prompt + {config.rollout.max_new_tokens} new) = "
         f"{tokens} tokens",
@@ -213,8 +213,8 @@ def memory_lines(config: Config) -> list[str]:
         saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
         saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         lines.append(
-            f"learner, per rank: {size(saved / ranks)} of host memory for the copy that checkpoints are written from "
-            "(learner.async_save)"
+            f"learner, per rank: {size(saved / config.learner.ranks)} of host memory for the copy that checkpoints are "
+            "written from (learner.async_save)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)

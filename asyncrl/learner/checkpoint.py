@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
 """Names of the weights and moments of each trained role."""
-RESUMABLE = ("lr", "betas", "weight_decay")
+RESUMABLE = ("lr", "betas", "eps", "weight_decay")
 """Of an optimizer, what the settings say and not the checkpoint."""
 PARTS = StateDictOptions(strict=False)
 """The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `check_fits`."""

@@ -34,7 +34,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) ->
     optimizer = torch.optim.AdamW(
         [group for group in decayed if group["params"]],
         lr=config.lr,
-        betas=(0.9, config.beta2),
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
         weight_decay=config.weight_decay,
         fused=True,
     )
@@ -62,8 +63,8 @@ def _start_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def learning_rate(step: int, config: LearnerConfig, peak: float | None = None, *, first: int = 0) -> float:
-    """Rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which would reach 0
-    at `steps`.
+    """Rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which would reach
+    `min_lr_ratio` of it at `steps`.
 
     Args:
         first: the step with which the warm-up begins.
@@ -74,9 +75,8 @@ def learning_rate(step: int, config: LearnerConfig, peak: float | None = None, *
     if config.schedule == "constant":
         return peak
     left = (config.steps - step) / max(1, config.steps - first - config.warmup_steps)
-    if config.schedule == "linear":
-        return peak * left
-    return peak * 0.5 * (1.0 - math.cos(math.pi * left))
+    share = left if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+    return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig
     if loss.function:
         try_loss(
             loss,
-            proximal=proximal_source(loss, learner.updates_per_batch) != "none",
+            proximal=proximal_source(loss, learner.optimizer_steps) != "none",
             reference="ref_logprobs" in required_inputs(loss),
         )
     if advantage.function:

@@ -54,7 +54,7 @@ def evaluate_states(model: CriticModel, batch: MicroBatch) -> Tensor:
 
 def anchor_of(config: Config) -> str:
     """Where the proximal log-probs come from: `none`, `current`, `recompute` (see `proximal_source`) or `average`."""
-    source = proximal_source(config.loss, config.learner.updates_per_batch)
+    source = proximal_source(config.loss, config.learner.optimizer_steps)
     return "average" if source != "none" and config.learner.proximal_ema > 0 else source
 
 

@@ -42,6 +42,9 @@ class LearnerConfig:
     """Groups in a batch, over all ranks."""
     updates_per_batch: int = 1
     """Optimizer steps per leased batch, each on its own share of the groups."""
+    epochs_per_batch: int = 1
+    """Passes over a batch, each of `updates_per_batch` optimizer steps on the same shares (PPO's epochs). Advantages,
+    values and proximal log-probs stay those of before the first."""
     proximal_ema: float = 0.0
     """Above 0: the proximal policy is a moving average of the weights with this decay per optimizer step."""
     max_tokens_per_microbatch: int = 16384
@@ -58,13 +61,19 @@ class LearnerConfig:
     lr: float = 1e-6
     """Peak rate of AdamW."""
     schedule: str = "constant"
-    """After the warm-up: `constant`, `linear` or `cosine`, both to zero at `steps`."""
+    """After the warm-up: `constant`, `linear` or `cosine`, both to `min_lr_ratio` at `steps`."""
+    min_lr_ratio: float = 0.0
+    """Share of the peak rate, the critic's too, at which `linear` and `cosine` end."""
     warmup_steps: int = 0
     """First steps in which the rate rises linearly."""
     weight_decay: float = 0.0
     """On matrices alone, not on norms and biases."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
     clip_norm: float = 1.0
     """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
     max_nonfinite_steps: int = 3
@@ -104,6 +113,11 @@ class LearnerConfig:
     profile: str = ""
     """`FIRST:LAST`: of these train steps every rank writes a trace of torch's profiler (Perfetto and chrome://tracing
     show it) into `profile/` of the run folder, on a GPU with a snapshot of its memory. Profiled steps are slower."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per leased batch."""
+        return self.updates_per_batch * self.epochs_per_batch
 
     @property
     def attention_budget(self) -> int:

@@ -44,7 +44,9 @@ def train_step(
     world: int,
     device: torch.device,
 ) -> Measured:
-    """Train `updates_per_batch` optimizer steps on a lease; collective over the ranks.
+    """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times; collective over the ranks.
+
+    What is scored before the first of them holds for all: a second pass is anchored where the first one was.
 
     Returns:
         This rank's numbers; what is the same on every rank is counted on rank 0 only.
@@ -69,7 +71,8 @@ def train_step(
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
     if rank == 0:
         measured.add(_of_no_update())
-    for index, (minibatch, share) in enumerate(zip(minibatches, shares_of(batches, minibatches), strict=True)):
+    shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
+    for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
         report, numbers = update_policy(
             config, roles, share, minibatch.denominators, plan.step, world, device, index=index
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,15 @@ class Reference:
         return self._images[steps - 1]
 
 
-def one_life(folder: Path, rng: random.Random, longest_s: float) -> None:
-    """Start the ranks, kill them at a random moment after their first save began."""
+def one_life(folder: Path, rng: random.Random, longest_s: float) -> float:
+    """Start the ranks, kill them at a random moment after their first save began.
+
+    Args:
+        longest_s: of that moment; 0 kills after three saves.
+
+    Returns:
+        Seconds per save, where three were waited for.
+    """
     for old in folder.glob("began_*"):
         old.unlink()
     store = folder / f"store_{time.monotonic_ns()}"
@@ -106,24 +115,39 @@ def one_life(folder: Path, rng: random.Random, longest_s: float) -> None:
     ranks = [context.Process(target=live, args=(rank, folder, store), daemon=True) for rank in range(RANKS)]
     for each in ranks:
         each.start()
-    until = time.monotonic() + LIFE_S
-    while len(list(folder.glob("began_*"))) < RANKS:
-        assert time.monotonic() < until, "the ranks have not begun a save"
-        assert all(each.is_alive() for each in ranks), "a rank ended by itself"
-        time.sleep(0.01)
-    time.sleep(rng.uniform(0, longest_s))
+
+    def wait_for(what: str, happened: Callable[[], bool]) -> None:
+        until = time.monotonic() + LIFE_S
+        while not happened():
+            assert time.monotonic() < until, f"the ranks have not {what}"
+            assert all(each.is_alive() for each in ranks), "a rank ended by itself"
+            time.sleep(0.01)
+
+    wait_for("begun a save", lambda: len(list(folder.glob("began_*"))) == RANKS)
+    began = time.monotonic()
+    if longest_s:
+        time.sleep(rng.uniform(0, longest_s))
+    else:
+        wait_for("saved three times", lambda: durable_in(folder) >= 2)
+    took = (time.monotonic() - began) / 3
     for each in ranks:
         assert each.pid is not None and each.is_alive(), "a rank ended by itself"
         os.kill(each.pid, signal.SIGKILL)
     for each in ranks:
         each.join(LIFE_S)
+    return took
+
+
+def durable_in(folder: Path) -> int:
+    """The last step that a rank has called durable; -1 if none."""
+    return max((int(file.read_text() or -1) for file in folder.glob("durable_*")), default=-1)
 
 
 def judge(folder: Path, reference: Reference) -> str:
     """What is wrong with the newest checkpoint; empty if nothing is."""
     saves = Checkpoints(folder / "ckpt", rank=0, keep=2)
     path = saves.choose("auto", restarted=False)
-    durable = max((int(file.read_text() or 0) for file in folder.glob("durable_*")), default=-1)
+    durable = durable_in(folder)
     if path is None:
         return f"no checkpoint, and step {durable} was durable" if durable >= 0 else ""
     if list((folder / "ckpt").glob("damaged_*")):
@@ -136,11 +160,12 @@ def judge(folder: Path, reference: Reference) -> str:
     return "" if same else f"{path.name} differs from {state.step + 1} steps without a death"
 
 
-def kills(folder: Path, count: int, rng: random.Random, longest_s: float) -> tuple[int, list[str]]:
+def kills(folder: Path, count: int, rng: random.Random) -> tuple[int, list[str]]:
     """Trained steps at the end, and what was wrong."""
     reference, wrong = Reference(), list[str]()
+    save_s = one_life(folder, rng, 0.0)
     for number in range(count):
-        one_life(folder, rng, longest_s)
+        one_life(folder, rng, 3 * save_s)
         if said := judge(folder, reference):
             wrong.append(f"kill {number}: {said}")
     newest = Checkpoints(folder / "ckpt", rank=0, keep=2).newest()
@@ -167,9 +192,9 @@ def flips(folder: Path, count: int, rng: random.Random) -> list[str]:
     return unseen
 
 
-def run(count: int, flipped: int, seed: int, folder: Path, longest_s: float = 2.0) -> dict[str, Any]:
+def run(count: int, flipped: int, seed: int, folder: Path) -> dict[str, Any]:
     rng = random.Random(seed)
-    steps, wrong = kills(folder, count, rng, longest_s)
+    steps, wrong = kills(folder, count, rng)
     unseen = flips(folder, flipped, rng)
     return {"kills": count, "trained_steps": steps, "wrong": wrong, "flips": flipped, "unseen": unseen}
 
@@ -180,6 +205,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    logging.disable(logging.ERROR)  # each flip is said, that is judged below
     with tempfile.TemporaryDirectory() as folder:
         found = run(given.kills, given.flips, given.seed, Path(folder))
     print(json.dumps(found))

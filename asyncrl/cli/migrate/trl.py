@@ -35,7 +35,9 @@ DEFAULTS = {
 MOVED = {
     "learning_rate": "learner.lr",
     "weight_decay": "learner.weight_decay",
+    "adam_beta1": "learner.beta1",
     "adam_beta2": "learner.beta2",
+    "adam_epsilon": "learner.adam_eps",
     "max_grad_norm": "learner.clip_norm",
     "num_generations": "rollout.group_size",
     "max_prompt_length": "data.max_prompt_tokens",
@@ -54,7 +56,6 @@ REASONS = {
     "model_init_kwargs": "model.dtype; code that comes with a checkpoint is never run",
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
     "num_train_epochs": "give steps: learner.steps = rows * epochs / learner.groups_per_step",
-    "num_iterations": "a batch is trained once; replay.max_times_sampled uses groups again later",
     "generation_kwargs": "sampling has rollout.temperature, top_p, top_k and min_p, and nothing else",
     "chat_template_kwargs": "model.chat.KEY=VALUE",
     "vllm_importance_sampling*": "every loss corrects from the engine's recorded log-probs: `asyncrl settings loss`",
@@ -85,8 +86,6 @@ REASONS = {
     "fsdp*": "FSDP2 shards over all ranks: learner.ranks",
     "ds3_*": "the learner is FSDP2",
     "optim": "AdamW",
-    "adam_beta1": "0.9",
-    "adam_epsilon": "AdamW's own",
     "dataloader_*": "rows are read when they are drawn",
     "push_to_hub": "the model is exported to run.dir/hf; upload it yourself",
     "hub_*": "the model is exported to run.dir/hf; upload it yourself",
@@ -152,8 +151,8 @@ def _batches(made: Translation) -> None:
     made.put("learner.updates_per_batch", updates, "steps_per_generation", "gradient_accumulation_steps")
     if "num_processes" not in made.given:
         made.notes.append("num_processes is not in GRPOConfig: give num_processes=N of your launcher")
-    if made.take("num_iterations") != 1:
-        made.refuse("num_iterations", REASONS["num_iterations"])
+    if (epochs := int(made.take("num_iterations"))) != 1:
+        made.put("learner.epochs_per_batch", epochs, "num_iterations")
 
 
 def _schedule(made: Translation) -> None:

@@ -173,8 +173,8 @@ def _batches(made: Translation) -> None:
         made.refuse(f"{actor}.ppo_mini_batch_size", "it must divide data.train_batch_size: learner.updates_per_batch")
     else:
         made.put("learner.updates_per_batch", updates, "data.train_batch_size", f"{actor}.ppo_mini_batch_size")
-    if made.take(f"{actor}.ppo_epochs") != 1:
-        made.refuse(f"{actor}.ppo_epochs", "a batch is trained once; replay.max_times_sampled uses groups again later")
+    if (epochs := int(made.take(f"{actor}.ppo_epochs"))) != 1:
+        made.put("learner.epochs_per_batch", epochs, f"{actor}.ppo_epochs")
     longest = int(made.take("data.max_prompt_length")) + int(made.take("data.max_response_length"))
     budget, size = made.take(f"{actor}.ppo_max_token_len_per_gpu"), made.take(f"{actor}.ppo_micro_batch_size_per_gpu")
     if size is not None and not made.take(f"{actor}.use_dynamic_bsz"):
@@ -204,8 +204,11 @@ def _schedule(made: Translation, optim: str) -> None:
     betas = made.take(f"{optim}.betas")
     if isinstance(betas, list) and len(betas) == 2:
         made.put("learner.beta2", betas[1], f"{optim}.betas")
+        if betas[0] != 0.9:
+            made.put("learner.beta1", betas[0], f"{optim}.betas")
     made.refuse(f"{optim}.total_training_steps", "learner.steps")
-    made.refuse(f"{optim}.min_lr_ratio", "linear and cosine go to zero at learner.steps")
+    if (floor := made.take(f"{optim}.min_lr_ratio")) is not None:
+        made.put("learner.min_lr_ratio", floor, f"{optim}.min_lr_ratio")
 
 
 def _loss(made: Translation) -> None:
