@@ -254,6 +254,11 @@ class WeightsConfig:
     """`broadcast` (process group of learner and workers: gloo on CPU, nccl on GPU) or `files` (safetensors)."""
     host: str = "127.0.0.1"
     """Address of the learner's weight store, as the workers reach it."""
+    port: int = 0
+    """Its port; 0 is any that is free. With a firewall between learner and workers, one that it lets through."""
+    backend: str = "auto"
+    """Of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), or `auto`: nccl where
+    learner and engines have GPUs of their own by `placement.mode`."""
     wire_dtype: str = "float32"
     """`float32` or `bfloat16`; shards are cast before they are gathered."""
     bucket_mb: int = 64
@@ -285,7 +290,19 @@ class RayConfig:
     address: str = ""
     """Of an existing cluster (`auto`, `host:port`); empty starts a local one."""
     gpus_per_worker: float = 0.0
-    """GPUs that Ray reserves for each rollout worker."""
+    """GPUs that Ray reserves for each rollout worker; 0 is what its engine takes: `engine.tensor_parallel` where
+    engines run on GPUs, and of a GPU that several share an even part."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacementConfig:
+    """Which GPUs of this machine each process of `asyncrl local` gets (CUDA_VISIBLE_DEVICES)."""
+
+    mode: str = "auto"
+    """`dedicated`: the learner's ranks have the first GPUs, the engines those behind them, nobody shares. `colocated`:
+    both begin at the first, and share its memory. `auto`: colocated where there is one GPU alone, else dedicated."""
+    gpus: int = 0
+    """So many of those that are here; 0 is all. `--dry-run` also plans for more than there are."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -314,3 +331,4 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)

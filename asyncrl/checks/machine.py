@@ -20,8 +20,11 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.schema import Config, ModelConfig, TelemetryConfig
 
 
-def check_machine(config: Config, role: str) -> None:
+def check_machine(config: Config, role: str, planned: bool = False) -> None:
     """Files and extras that `role` (`local`, `learner`, `rollout` or `replay`) needs here, before anything starts.
+
+    Args:
+        planned: nothing will be started, so that GPUs may be those of another machine (`placement.gpus`).
 
     Raises:
         ConfigError: with everything that is missing.
@@ -49,7 +52,8 @@ def check_machine(config: Config, role: str) -> None:
         problems += missing_checkpoint(config.resume)
     if config.replay.keys and not Path(config.replay.keys).is_dir():
         problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
-    for find in (missing_devices, taken_addresses, unwritable_folders):
+    problems += missing_devices(config, role, planned)
+    for find in (taken_addresses, unwritable_folders):
         problems += find(config, role)
     if problems:
         raise ConfigError(join_problems(problems))

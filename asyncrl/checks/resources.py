@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.checks.placement import impossible_placement, visible_gpus
 from asyncrl.checks.replay import host_of
 from asyncrl.schema import Config
 
-NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 
+def missing_devices(config: Config, role: str, planned: bool = False) -> Iterator[str]:
+    """Settings that ask for more GPUs than are here; on another machine (`ray.address`) nothing is known.
 
-def visible_gpus() -> int | None:
-    """How many this process may use, as far as can be told without loading torch; None where it cannot be told."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    if AMD.exists():
-        return None
-    return len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
-
-
-def missing_devices(config: Config, role: str) -> Iterator[str]:
-    """Settings that ask for more GPUs than are here; on another machine (`ray.address`) nothing is known."""
-    gpus = visible_gpus()
-    if gpus is None:
+    Args:
+        planned: only looked at, for a machine with `placement.gpus`.
+    """
+    visible = visible_gpus()
+    if visible is None:
         return
+    gpus = config.placement.gpus if planned and config.placement.gpus else len(visible)
+    problems = [*_more_than_there_are(config, role, gpus)]
+    yield from problems or (impossible_placement(config, gpus) if role == "local" else ())
+
+
+def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
     here = role in ("local", "rollout") and not config.ray.address
-    if here and config.rollout.host == "ray":
+    if here and config.rollout.host == "ray" and config.ray.gpus_per_worker > 0:
         wanted = config.ray.gpus_per_worker * config.rollout.workers
         wanted += config.reward.gpus if config.reward.host == "ray" else 0.0
         if wanted > gpus:

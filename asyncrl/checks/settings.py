@@ -15,6 +15,7 @@ from asyncrl.checks.sampling import evaluation_is_truncated_within_bounds
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.answers import EXTRACTORS
 from asyncrl.losses.rules import CHOICES, RANGES
+from asyncrl.placement import MODES
 from asyncrl.schema import Config, RunSettings
 
 ENVIRONMENTS = ("single_turn", "tools", "python", "search", "reasoning_gym", "gymnasium", "openai", "verifiers")
@@ -46,6 +47,8 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "replay.journal.retain": (config.replay.journal.retain, ("none", "window", "all")),
         "weights.transport": (config.weights.transport, ("broadcast", "files")),
         "weights.delta": (config.weights.delta, ("never", "always", "auto")),
+        "weights.backend": (config.weights.backend, ("auto", "nccl", "gloo")),
+        "placement.mode": (config.placement.mode, MODES),
         "weights.on_update": (config.weights.on_update, ("keep", "recompute")),
         "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
         "learner.keep_best_by": (config.learner.keep_best_by, ("max", "min")),
@@ -87,6 +90,8 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "replay.journal.window_mb": (config.replay.journal.window_mb, 1),
         "weights.bucket_mb": (config.weights.bucket_mb, 1),
         "weights.verify_every": (config.weights.verify_every, 0),
+        "weights.port": (config.weights.port, 0),
+        "placement.gpus": (config.placement.gpus, 0),
         "advantage.lam_alpha": (config.advantage.lam_alpha, 0),
         "advantage.c_bar": (config.advantage.c_bar, 1),
         "advantage.kl_coef": (config.advantage.kl_coef, 0),

@@ -10,11 +10,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.addresses import host_of
+from asyncrl.checks.placement import VISIBLE, named, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
@@ -35,11 +36,20 @@ class Command:
     role: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    """What is set on top of the inherited environment."""
+    """What is set on top of the inherited environment, where that does not have it."""
+    gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES, in place of the inherited; None leaves it."""
+
+    @property
+    def enforced(self) -> dict[str, str]:
+        """What is set whatever was inherited."""
+        return {} if self.gpus is None else {VISIBLE: self.gpus}
 
     def __str__(self) -> str:
         """As a shell would read it, with the settings in full."""
-        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        settings = [
+            f"{name}={shlex.quote(value)}" for name, value in sorted({**self.environment, **self.enforced}.items())
+        ]
         return " ".join([*settings, shlex.join(("python", *self.arguments[1:]))])
 
 
@@ -91,6 +101,27 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
         for number, port in enumerate(ports)
     ]
     return [replay_command(kept), *shards, rollout_command(given), learner_command(config, given, run_id)]
+
+
+def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str]) -> list[Command]:
+    """Each role of `local_commands` with its own of the GPUs that this process sees."""
+    placement = placement_of(config, len(visible))
+    if not any(placement):
+        return list(commands)
+    told = {"learner": [], "rollout": []}
+    if placement.learner and placement.engines:  # `weights.backend=auto` goes by it
+        told["learner"].append(f"placement.mode={'colocated' if placement.shared else 'dedicated'}")
+    if config.engine.name == "vllm" and placement.shared and "gpu_memory_utilization" not in config.engine.vllm:
+        told["rollout"].append(f"engine.vllm.gpu_memory_utilization={placement.engine_memory:g}")
+    own = {"learner": placement.learner_gpus, "rollout": placement.rollout_gpus}
+    return [
+        replace(
+            command,
+            arguments=(*command.arguments, *told.get(command.role, ())),
+            gpus=named(own[command.role], visible) if own.get(command.role) else None,
+        )
+        for command in commands
+    ]
 
 
 def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine
-from asyncrl.cli.commands import RESTARTED, Command, local_commands
+from asyncrl.checks.placement import visible_gpus
+from asyncrl.cli.commands import RESTARTED, Command, local_commands, with_gpus
 from asyncrl.cli.folder_check import refuse_damaged
 from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead
 from asyncrl.cli.supervisor import Role, Supervisor
@@ -97,7 +98,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     prepare_run_folder(config, run_id, overrides=overrides)
     check_room(config, folder)
     with_keys(config)  # Here, once; each role finds them by itself.
-    commands = local_commands(config, overrides, run_id)
+    commands = with_gpus(local_commands(config, overrides, run_id), config, visible_gpus() or ())
     if not Path(config.model.path).is_dir():
         _say(console, f"model.path={config.model.path} is no folder here: taken for a name on the Hugging Face hub")
     for each in commands:
@@ -173,7 +174,7 @@ def supervise(
         starting = StartWatch(folder / LOG_DIR, [command.role for command in commands])
         pool = PoolWords(folder / LOG_DIR / "rollout.log")
         for command in commands:
-            supervisor.start(command.role, command.arguments, command.environment)
+            supervisor.start(command.role, command.arguments, command.environment, command.enforced)
         while (supervisor.roles["learner"].code is None or supervisor.failed()) and not supervisor.signal:
             if supervisor.failed() and not restarted(supervisor, commands, left, view):
                 break
@@ -262,7 +263,7 @@ def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bo
         left[_has_journal(role.name)] -= 1
         command = next(command for command in commands if command.role == role.name)
         view.say(f"{_called(role.name)} ended with exit code {role.code}: started again {_resumes(role.name)}")
-        supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"})
+        supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"}, command.enforced)
     return True
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from asyncrl.family import LOOK_S, Family, ProcessId, ProcessTable, bound
 from asyncrl.standstill import Standstills
@@ -73,8 +73,19 @@ class Supervisor:
         self._standstills = Standstills()
         self._looked_at = 0.0
 
-    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Role:
-        """Start one process; its output goes to `<log_dir>/<name>.log`, appended across restarts of the run."""
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        enforced: Mapping[str, str] = MappingProxyType({}),
+    ) -> Role:
+        """Start one process; its output goes to `<log_dir>/<name>.log`, appended across restarts of the run.
+
+        Args:
+            environment: what the user exported wins over it.
+            enforced: wins over that.
+        """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as sink:
@@ -83,8 +94,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                # What the user exported wins over our defaults.
-                env={"PYTHONUNBUFFERED": "1", **environment, **os.environ},
+                env={"PYTHONUNBUFFERED": "1", **environment, **os.environ, **enforced},
                 start_new_session=True,
             )
         self.roles[name] = Role(name, process, log)

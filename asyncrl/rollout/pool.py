@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from asyncrl.checks.placement import VISIBLE, visible_gpus, worker_gpus
 from asyncrl.checks.sources import HUB, is_own
 from asyncrl.config import config_to_dict, run_digest
 from asyncrl.errors import ConfigError
@@ -156,6 +157,7 @@ def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
     """
     plain = absolute_paths(config_to_dict(config))
     environment = worker_environment(config)
+    gpus = worker_gpus(config, visible_gpus() or ())
     digest = run_digest(config)
     return [
         WorkerSpec(
@@ -164,7 +166,7 @@ def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
             log_path=str(Path(plain["run"]["dir"]) / "logs" / f"rollout-{f'{pool}.' if pool else ''}{index}.log"),
             run_digest=digest,
             config=plain,
-            environment=environment,
+            environment=environment | ({VISIBLE: gpus[index]} if gpus[index] else {}),
         )
         for index in range(config.rollout.workers)
     ]

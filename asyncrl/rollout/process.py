@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.checks.placement import gpus_seen
 from asyncrl.config import config_from_dict
 from asyncrl.errors import (
     ConfigError,
@@ -47,7 +48,10 @@ def run_worker_process(spec: WorkerSpec) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_heap()  # groups leave through it, tens of MB/s
     ending = EndWatch()
-    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}", flush=True)
+    print(
+        f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}{gpus_seen()}",
+        flush=True,
+    )
     try:
         config = config_from_dict(spec.config)
         torch.set_num_threads(config.engine.threads)

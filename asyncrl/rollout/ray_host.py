@@ -6,7 +6,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.checks.evaluations import eval_sets
+from asyncrl.checks.placement import gpus_per_engine, visible_gpus
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
@@ -59,7 +62,8 @@ class RayHost:
     """Implements `host.WorkerHost`.
 
     Args:
-        gpus_per_worker: GPUs that Ray keeps for each.
+        gpus: of the local Ray; None lets Ray count them.
+        gpus_per_worker: GPUs that Ray keeps for each, asked with how many it has.
         processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a place of its own, reserved at its
             first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
             gave its GPUs back when it died might not get as many again.
@@ -71,7 +75,8 @@ class RayHost:
         *,
         address: str,
         workers: int,
-        gpus_per_worker: float,
+        gpus: int | None = None,
+        gpus_per_worker: Callable[[int], float],
         processes_per_worker: int = 1,
         patience_s: float = 300.0,
     ) -> None:
@@ -92,15 +97,16 @@ class RayHost:
             ray.init(
                 address="local",
                 num_cpus=workers * processes_per_worker,
+                num_gpus=gpus,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 **options,
             )
+        self._gpus, self._processes = gpus_per_worker(int(ray.cluster_resources().get("GPU", 0))), processes_per_worker
         # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
-        self._actor_class = ray.remote(
-            num_cpus=0, num_gpus=gpus_per_worker, max_restarts=0, scheduling_strategy="SPREAD"
-        )(RolloutWorkerActor)
-        self._gpus, self._processes = gpus_per_worker, processes_per_worker
+        self._actor_class = ray.remote(num_cpus=0, num_gpus=self._gpus, max_restarts=0, scheduling_strategy="SPREAD")(
+            RolloutWorkerActor
+        )
         self._places: dict[str, PlacementGroup] = {}
         self._running: dict[Any, _Started] = {}
         self._services: list[Any] = []
@@ -203,10 +209,12 @@ def _summary(error: RayError) -> str:
 
 
 def make_host(config: Config) -> RayHost:
+    visible = visible_gpus()
     host = RayHost(
         address=config.ray.address,
         workers=config.rollout.workers,
-        gpus_per_worker=config.ray.gpus_per_worker,
+        gpus=None if visible is None else len(visible),
+        gpus_per_worker=partial(gpus_per_engine, config),
         processes_per_worker=config.engine.tensor_parallel,
         patience_s=config.replay.wait_timeout_s,
     )

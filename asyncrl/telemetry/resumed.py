@@ -41,6 +41,11 @@ OF_A_START = frozenset(
         "replay.shard_address",
         "replay.keys",
         "ray.address",
+        "ray.gpus_per_worker",
+        "placement.mode",
+        "placement.gpus",
+        "weights.backend",
+        "weights.port",
     }
 )
 """Settings that are of one start of a run, not of the run."""

@@ -41,6 +41,7 @@ def make_publisher(
         sender = BroadcastSender(
             rendezvous,
             host=weights.host,
+            port=weights.port,
             timeout_s=weights.timeout_s,
             backend=backend,
             device=device,
@@ -103,6 +104,16 @@ def make_subscriber(
 
 
 def _backend(config: Config, device: torch.device) -> str:
-    """nccl needs a GPU on both ends, and refuses two ranks on one: a lone GPU is taken to be shared, and gets gloo."""
-    gpus = device.type == "cuda" and torch.cuda.device_count() > 1
-    return "nccl" if gpus and config.engine.device != "cpu" else "gloo"
+    """nccl needs a GPU on both ends, and refuses two ranks on one. `asyncrl local` has placed the engines and tells the
+    learner by `placement.mode`; under a torchrun of one's own that is `auto`, and a lone GPU is taken to be shared.
+
+    Raises:
+        ConfigError: nccl without a GPU.
+    """
+    chosen, mode = config.weights.backend, config.placement.mode
+    if chosen == "nccl" and device.type != "cuda":
+        raise ConfigError(f"weights.backend=nccl, and the learner computes on {device}. Use weights.backend=gloo")
+    if chosen != "auto":
+        return chosen
+    own = mode == "dedicated" or (mode == "auto" and device.type == "cuda" and torch.cuda.device_count() > 1)
+    return "nccl" if device.type == "cuda" and own and config.engine.device != "cpu" else "gloo"

@@ -44,7 +44,7 @@ def places() -> list[tuple[str, str, str, dict]]:
 
 
 def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_through_restarts(tmp_path):
-    host = RayHost(address="", workers=2, gpus_per_worker=0.0, processes_per_worker=2)
+    host = RayHost(address="", workers=2, gpus_per_worker=lambda _: 0.0, processes_per_worker=2)
     try:
         specs = [hopeless(tmp_path, index) for index in range(2)]
         for spec in specs:
@@ -65,7 +65,7 @@ def test_a_worker_without_a_place_is_named_with_what_it_asks_for_and_given_up_wh
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(ray_host, "PLACE_TOLD_S", 1.0)
-    host = RayHost(address="", workers=1, gpus_per_worker=8.0, patience_s=4.0)
+    host = RayHost(address="", workers=1, gpus_per_worker=lambda _: 8.0, patience_s=4.0)
     try:
         host.start(hopeless(tmp_path, 0))
         (found,) = ends(host, 1)

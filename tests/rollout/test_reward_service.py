@@ -23,7 +23,7 @@ FILE = str(Path(__file__).parents[1] / "rewards" / "reward_functions.py")
 
 @pytest.fixture
 def host() -> Iterator[RayHost]:
-    host = RayHost(address="", workers=1, gpus_per_worker=0.0)
+    host = RayHost(address="", workers=1, gpus_per_worker=lambda _: 0.0)
     yield host
     host.close()
 

@@ -45,6 +45,7 @@ class BroadcastSender:
 
     Args:
         host: address the store binds, and at which the workers reach it.
+        port: 0 is any that is free.
         backend: `gloo` or `nccl`; subscribers learn it from the board.
         delta: `weights.delta`.
     """
@@ -54,6 +55,7 @@ class BroadcastSender:
         rendezvous: PublisherRendezvous,
         *,
         host: str,
+        port: int = 0,
         timeout_s: float,
         backend: str = "gloo",
         device: torch.device | None = None,
@@ -67,7 +69,7 @@ class BroadcastSender:
         self._delta = DeltaChoice(delta)
         self._base: int | None = None
         """Version that every member of this epoch has staged, whole."""
-        self._store, self._port = host_store(host, timeout_s)
+        self._store, self._port = host_store(host, timeout_s, port)
         self._publisher = secrets.token_hex(8)
         self._epoch = 0
         self._event = 0

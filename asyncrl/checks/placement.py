@@ -1,0 +1,109 @@
+"""What a run wants of this machine's GPUs, and what each of its processes gets of them (`asyncrl.placement`)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from asyncrl.placement import Demand, Placement, blocks, engine_share, place
+from asyncrl.schema import Config
+
+NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> tuple[str, ...] | None:
+    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them, as far as can be told without loading torch;
+    None where it cannot be told."""
+    chosen = os.environ.get(VISIBLE)
+    if chosen is not None:
+        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
+    if AMD.exists():
+        return None
+    return tuple(map(str, range(len(list(NVIDIA.iterdir()))))) if NVIDIA.is_dir() else ()
+
+
+def gpus_seen() -> str:
+    """` of CUDA_VISIBLE_DEVICES=...`, for a process to say at its start; empty where it is not set."""
+    return f" of {VISIBLE}={os.environ[VISIBLE]}" if os.environ.get(VISIBLE) else ""
+
+
+PLACED = ("auto", "cuda")
+"""Devices whose number is ours to choose."""
+
+
+def on_gpus(config: Config) -> bool:
+    """Whether engines take the GPUs that they find."""
+    return config.engine.device in PLACED and config.engine.name != "fake"
+
+
+def demand_of(config: Config) -> Demand:
+    """Of the machine on which `asyncrl local` runs, if it has GPUs. Who names a GPU (`cuda:1`) is not placed, and of
+    engines on another Ray cluster nothing is known here."""
+    engines_here = on_gpus(config) and not (config.rollout.host == "ray" and config.ray.address)
+    served = config.reward.host == "ray" and not config.ray.address
+    return Demand(
+        ranks=config.learner.ranks if config.learner.device in PLACED else 0,
+        engines=config.rollout.workers if engines_here else 0,
+        tensor_parallel=config.engine.tensor_parallel,
+        engines_per_gpu=int(1 / config.ray.gpus_per_worker) if 0 < config.ray.gpus_per_worker < 1 else 1,
+        rewards=config.reward.gpus if served else 0.0,
+    )
+
+
+def placement_of(config: Config, seen: int) -> Placement:
+    """Of a run on this machine, which has `seen` GPUs. Without any, and none asked for by `placement.gpus`, nobody has
+    one.
+
+    Raises:
+        ConfigError: the processes do not fit.
+    """
+    gpus = config.placement.gpus or seen
+    return place(gpus, demand_of(config), config.placement.mode) if gpus else Placement(mode="cpu")
+
+
+def impossible_placement(config: Config, seen: int) -> Iterator[str]:
+    """Why this run cannot have its GPUs here."""
+    if config.placement.gpus > seen:
+        yield (
+            f"placement.gpus={config.placement.gpus}, and this machine has {seen}. Leave it out, or look at the plan "
+            "for such a machine with --dry-run"
+        )
+        return
+    try:
+        placement_of(config, seen)
+    except ConfigError as error:
+        yield str(error)
+
+
+def named(gpus: Sequence[int], visible: Sequence[str]) -> str:
+    """As CUDA_VISIBLE_DEVICES takes them: `gpus` counts among `visible`, which may be UUIDs."""
+    return ",".join(visible[gpu] for gpu in gpus)
+
+
+def gpus_per_engine(config: Config, gpus: int) -> float:
+    """That Ray reserves for each rollout worker, where it has `gpus`; those of another cluster are not only ours to
+    share.
+
+    Raises:
+        ConfigError: engines of several GPUs would have to share them.
+    """
+    if config.ray.gpus_per_worker > 0 or not gpus or not on_gpus(config):
+        return config.ray.gpus_per_worker
+    if config.ray.address:
+        return float(config.engine.tensor_parallel)
+    left = gpus - (math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0)
+    return engine_share(left, config.rollout.workers, config.engine.tensor_parallel)
+
+
+def worker_gpus(config: Config, visible: Sequence[str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each worker that is a plain process; Ray gives its own. Empty: it sees what the pool
+    sees."""
+    if config.rollout.host != "process" or not visible or not on_gpus(config):
+        return [""] * config.rollout.workers
+    engine_share(len(visible), config.rollout.workers, config.engine.tensor_parallel)  # refuses what cannot be shared
+    taken = blocks(len(visible), config.rollout.workers, config.engine.tensor_parallel)
+    return [named(block, visible) for block in taken]

@@ -1,0 +1,151 @@
+"""Who gets which GPU: every layout either fits by the rules or is refused with one that does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.checks.placement import gpus_per_engine, placement_of, worker_gpus
+from asyncrl.cli.commands import Command, with_gpus
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.placement import Demand, Placement, blocks, engine_share, nearest, place
+
+REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
+DEMANDS = st.builds(
+    Demand,
+    ranks=st.integers(0, 9),
+    engines=st.integers(0, 9),
+    tensor_parallel=st.sampled_from([1, 1, 2, 4, 8]),
+    rewards=st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]),
+)
+
+
+def check(placement: Placement, gpus: int, demand: Demand) -> None:
+    assert len(placement.learner) == demand.ranks and len(placement.engines) == demand.engines
+    used = [gpu for placed in placement for gpu in placed.gpus]
+    assert all(0 <= gpu < gpus for gpu in used)
+    assert len(placement.learner_gpus) == len(set(placement.learner_gpus))
+    assert all(len(set(engine.gpus)) == demand.tensor_parallel for engine in placement.engines)
+    memory = [sum(placed.memory for placed in placement if gpu in placed.gpus) for gpu in range(gpus)]
+    assert max(memory, default=0.0) <= 0.9 + 1e-9
+    assert all(placed.memory > 0 for placed in (*placement.learner, *placement.engines))
+    if placement.mode == "dedicated":
+        assert len(used) == len(set(used)) and not placement.shared
+    # Ray gives the engines what they were placed on.
+    if placement.engines:
+        room = len(placement.rollout_gpus) - (len(placement.rewards[0].gpus) if placement.rewards else 0)
+        room = gpus if placement.mode == "colocated" else room
+        assert engine_share(room, demand.engines, demand.tensor_parallel) * demand.engines <= room + 1e-9
+
+
+@settings(max_examples=1000, deadline=None)
+@given(gpus=st.integers(1, 16), demand=DEMANDS, mode=st.sampled_from(["auto", "dedicated", "colocated"]))
+def test_every_process_is_placed_or_refused_with_a_layout_that_fits(gpus: int, demand: Demand, mode: str) -> None:
+    try:
+        placement = place(gpus, demand, mode)
+    except ConfigError as error:
+        said = str(error)
+        assert f"there are {gpus}" in said or "nothing is left for the reward service" in said
+        assert "Nearest that fits: " in said
+        found = nearest(gpus, demand, "dedicated" if mode == "auto" else mode)
+        if found is not None:
+            check(place(gpus, found, "dedicated" if mode == "auto" else mode), gpus, found)
+        if "or placement.mode=colocated" in said:
+            check(place(gpus, demand, "colocated"), gpus, demand)
+        return
+    check(placement, gpus, demand)
+
+
+def test_four_and_four_and_engines_of_four() -> None:
+    half = place(8, Demand(ranks=4, engines=4))
+    assert half.learner_gpus == (0, 1, 2, 3) and half.rollout_gpus == (4, 5, 6, 7) and half.mode == "dedicated"
+    wide = place(8, Demand(ranks=4, engines=1, tensor_parallel=4))
+    assert wide.engines[0].gpus == (4, 5, 6, 7)
+
+
+def test_one_gpu_is_shared_and_two_are_not() -> None:
+    both = Demand(ranks=1, engines=1)
+    assert place(1, both).mode == "colocated" and place(1, both).engine_memory == 0.45
+    assert place(2, both).mode == "dedicated" and not place(2, both).shared
+    assert place(1, Demand(engines=1)).mode == "dedicated"  # the learner is elsewhere
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=re.escape("learner.ranks=4 + rollout.workers=4 = 8 GPUs, and there are 4")):
+        place(4, Demand(ranks=4, engines=4))
+    with pytest.raises(ConfigError, match=re.escape("Nearest that fits: learner.ranks=2 rollout.workers=2, or")):
+        place(4, Demand(ranks=4, engines=4))
+    with pytest.raises(ConfigError, match="engines of several GPUs do not share"):
+        place(4, Demand(ranks=4, engines=2, tensor_parallel=4), "colocated")
+    with pytest.raises(ConfigError, match="nothing is left for the reward service"):
+        place(2, Demand(ranks=2, engines=2, rewards=0.5), "colocated")
+
+
+def test_engines_go_around_where_there_are_fewer_gpus() -> None:
+    assert blocks(2, 3) == [(0,), (1,), (0,)]
+    assert engine_share(2, 3) == 0.5 and engine_share(4, 2, 2) == 2.0
+
+
+def roles(visible: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Command]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config([*REQUIRED, *overrides])
+    bare = [Command(role=name, arguments=(), environment={}) for name in ("replay", "rollout", "learner")]
+    return {command.role: command for command in with_gpus(bare, config, visible.split(",") if visible else ())}
+
+
+def test_roles_get_the_names_that_were_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = roles("GPU-a,GPU-b,GPU-c", monkeypatch, "rollout.workers=2")
+    assert commands["learner"].gpus == "GPU-a" and commands["rollout"].gpus == "GPU-b,GPU-c"
+    assert commands["replay"].gpus is None and commands["learner"].arguments == ("placement.mode=dedicated",)
+    assert "CUDA_VISIBLE_DEVICES=GPU-b,GPU-c" in str(commands["rollout"])
+
+
+def test_a_shared_gpu_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = roles("7", monkeypatch, "engine=vllm")
+    assert commands["learner"].gpus == commands["rollout"].gpus == "7"
+    assert commands["learner"].arguments == ("placement.mode=colocated",)
+    assert commands["rollout"].arguments == ("engine.vllm.gpu_memory_utilization=0.45",)
+    own = roles("7", monkeypatch, "engine=vllm", "engine.vllm.gpu_memory_utilization=0.3")
+    assert own["rollout"].arguments == ()
+
+
+@pytest.mark.parametrize("overrides", [[], ["learner.device=cpu", "engine.device=cpu"], ["engine=fake"]])
+def test_without_gpus_and_on_the_cpu_nothing_is_set(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = "" if not overrides else "0,1"
+    commands = roles(visible, monkeypatch, *overrides)
+    learner = "0" if overrides == ["engine=fake"] else None
+    assert [commands[role].gpus for role in ("replay", "rollout", "learner")] == [None, None, learner]
+
+
+def test_who_names_a_gpu_is_not_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert roles("0,1", monkeypatch, "learner.device=cuda:1")["learner"].gpus is None
+
+
+def test_ray_reserves_what_an_engine_takes() -> None:
+    def reserved(gpus: int, *overrides: str) -> float:
+        return gpus_per_engine(load_config([*REQUIRED, *overrides]), gpus)
+
+    assert reserved(4, "rollout.workers=4") == 1.0
+    assert reserved(1, "rollout.workers=4") == 0.25
+    assert reserved(3, "rollout.workers=2", "reward.host=ray", "reward.gpus=0.5") == 1.0
+    assert reserved(8, "rollout.workers=2", "engine=vllm", "engine.tensor_parallel=4") == 4.0
+    assert reserved(0, "rollout.workers=4") == 0.0 and reserved(4, "engine.device=cpu") == 0.0
+    assert reserved(4, "ray.gpus_per_worker=0.5") == 0.5
+    # Another cluster is not only ours to share.
+    assert reserved(1, "rollout.workers=4", "ray.address=head:6379") == 1.0
+
+
+def test_plain_workers_see_their_own_gpus() -> None:
+    config = load_config([*REQUIRED, "rollout.host=process", "rollout.workers=3"])
+    assert worker_gpus(config, ["4", "5", "6"]) == ["4", "5", "6"]
+    assert worker_gpus(config, ["4"]) == ["4", "4", "4"] and worker_gpus(config, []) == ["", "", ""]
+
+
+def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([*REQUIRED, "placement.gpus=8", "learner.ranks=4", "rollout.workers=4"])
+    assert placement_of(config, 8).rollout_gpus == (4, 5, 6, 7)
+    assert list(placement_of(load_config(REQUIRED), 0)) == []
