@@ -85,7 +85,7 @@ def result(done: Cells) -> dict[str, Any]:
     said: dict[str, Any] = {"cells": len(held), "live cells": len(live)}
     timed = [row["cpu_s"] for row in held.values() if "cpu_s" in row]
     if timed:
-        said["CPU seconds of a cell, median"] = statistics.median(timed)
+        said["CPU seconds of a cell, median"] = round(statistics.median(timed), 1)
     said["commits of the cells"] = sorted({row["commit"] for row in done.values()})
     for task, lr in itertools.product(TASKS, sorted({cell.lr for cell in held})):
         rows = table({cell: row for cell, row in held.items() if cell.task == task and cell.lr == lr})
