@@ -1,6 +1,6 @@
 """What does `engine.exact` cost: tokens per second of the engine and of the learner, with it and without?
 
-    python -m benchmarks.exact [--rounds 5]
+    python -m benchmarks.exact [--rounds 5] [--prompt 32]
 
 In one process and on one thread, in turns: 32 completions of 32 tokens after prompts of 32; and forward and backward of
 the learner over as many, 8 of each prompt packed with it. Random Qwen2 models: the quickstart's, and one of 4 layers of
@@ -31,7 +31,7 @@ from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_model
 
 CPU = torch.device("cpu")
-PROMPT, SIBLINGS = 32, 8
+SIBLINGS = 8
 
 
 def larger_model() -> PreTrainedModel:
@@ -52,37 +52,39 @@ def policy_of(model: PreTrainedModel, exact: bool) -> PolicyModel:
     return policy
 
 
-def packed(prompts: int, new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Packing]:
+def packed(
+    prompts: int, length: int, new: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Packing]:
     """Ids, positions, the completions' places, their predictors, and how `SIBLINGS` of each prompt share it."""
     rows: list[np.ndarray] = []
     positions, chosen, before, start = [], [], [], 0
     for _ in range(prompts):
-        shared = start + np.arange(PROMPT)
-        positions.append(np.arange(PROMPT))
+        shared = start + np.arange(length)
+        positions.append(np.arange(length))
         for sibling in range(SIBLINGS):
-            own = start + PROMPT + sibling * new + np.arange(new)
+            own = start + length + sibling * new + np.arange(new)
             rows.append(np.concatenate([shared, own]))
-            positions.append(PROMPT + np.arange(new))
+            positions.append(length + np.arange(new))
             chosen.append(own)
             before.append(np.append(shared[-1], own[:-1]))
-        start += PROMPT + SIBLINGS * new
-    packing = plan_packing(np.concatenate(rows), np.full(len(rows), PROMPT + new), start)
+        start += length + SIBLINGS * new
+    packing = plan_packing(np.concatenate(rows), np.full(len(rows), length + new), start)
     ids = np.random.default_rng(0).integers(3, 260, start)
     arrays = (ids, *map(np.concatenate, (positions, chosen, before)))
     ids, places, chosen, before = (torch.from_numpy(array) for array in arrays)
     return ids, places, chosen, before, packing
 
 
-def learner_rate(policy: PolicyModel, prompts: int, new: int) -> float:
+def learner_rate(policy: PolicyModel, prompts: int, length: int, new: int) -> float:
     """Completion tokens per second of a forward and backward."""
-    *tensors, packing = packed(prompts, new)
+    *tensors, packing = packed(prompts, length, new)
     started = time.perf_counter()
     policy(*tensors, packing, 1.0)[0].sum().backward()
     return prompts * SIBLINGS * new / (time.perf_counter() - started)
 
 
-def engine_rate(engine: TransformersEngine, prompts: int, new: int, seed: int) -> float:
-    ids = np.random.default_rng(seed).integers(3, 260, (prompts, PROMPT))
+def engine_rate(engine: TransformersEngine, prompts: int, length: int, new: int, seed: int) -> float:
+    ids = np.random.default_rng(seed).integers(3, 260, (prompts, length))
     started = time.perf_counter()
     made = asyncio.run(engine_round(engine, ids, SIBLINGS, new, seed))
     return made / (time.perf_counter() - started)
@@ -97,10 +99,11 @@ def measured(make: Callable[[], PreTrainedModel], given: argparse.Namespace) -> 
     rates: dict[tuple[str, bool], list[float]] = {
         (part, exact): [] for part in ("engine", "learner") for exact in kinds
     }
+    size = given.prompts, given.prompt, given.new
     for seed in range(given.rounds + 1):
         for exact in kinds:
-            rates["engine", exact].append(engine_rate(engines[exact], given.prompts, given.new, seed))
-            rates["learner", exact].append(learner_rate(policies[exact], given.prompts, given.new))
+            rates["engine", exact].append(engine_rate(engines[exact], *size, seed))
+            rates["learner", exact].append(learner_rate(policies[exact], *size))
     for engine in engines.values():
         asyncio.run(engine.close())
     medians = {key: float(np.median(values[1:])) for key, values in rates.items()}
@@ -117,9 +120,10 @@ def measured(make: Callable[[], PreTrainedModel], given: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parse(parser, {"prompts": 1, "new": 2, "rounds": 1})
+    given = parse(parser, {"prompts": 1, "prompt": 4, "new": 2, "rounds": 1})
     torch.set_num_threads(1)
     sizes = {"tiny": tiny_model} if given.smoke else {"tiny": tiny_model, "larger": larger_model}
     answer("exact", {name: measured(make, given) for name, make in sizes.items()}, smoke=given.smoke)

@@ -14,6 +14,7 @@ from asyncrl.config import (
     config_groups,
     config_keys,
     config_to_dict,
+    learner_digest,
     load_config,
     run_digest,
 )
@@ -479,6 +480,13 @@ def test_the_digest_ignores_what_differs_between_machines() -> None:
 )
 def test_the_digest_changes_with_every_shared_setting(change: str) -> None:
     assert run_digest(load_config(REQUIRED)) != run_digest(load_config([*REQUIRED, change]))
+
+
+def test_exact_workers_belong_to_an_exact_learner_and_make_another_history_of_a_run() -> None:
+    exact = load_config([*REQUIRED, "engine.exact=true", "weights.on_update=recompute"])
+    ordinary = load_config([*REQUIRED, "weights.on_update=recompute"])
+    assert run_digest(exact) != run_digest(ordinary) == run_digest(load_config(REQUIRED))
+    assert learner_digest(exact) != learner_digest(ordinary) == learner_digest(load_config(REQUIRED))
 
 
 def test_importing_the_config_loads_no_torch() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl.exact.arithmetic import bits_for, exp, log, on_grid, power_below, to_units
 
 SCORES = 1 << 22
-"""Of attention at once: 32 MiB in float64."""
+"""Of attention, or logits, at once: 32 MiB in float64."""
 _SUM_UNIT, _SHARE_UNIT, _VALUE_BITS = 2.0**-30, 2.0**-26, 24
 """Attention adds up weights below 2 in units of 2^-30: exact up to 2^21 keys. Then shares, which are 1 together, in
 units of 2^-26, times values of 24 bits: 2^51 units at most, whatever the number of keys."""
@@ -49,9 +49,15 @@ def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def logsumexp(logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows"]:
     """float32."""
-    largest = logits.amax(-1).double()
-    weights = exp(logits.double() - largest[..., None])
     unit = 2.0 ** (math.ceil(math.log2(max(logits.shape[-1], 2))) - 51)
+    # Some rows at a time: of a large vocabulary the float64 copies of all would be gigabytes.
+    rows = logits.reshape(-1, logits.shape[-1]).split(max(1, SCORES // logits.shape[-1]))
+    return torch.cat([_logsumexp(some, unit) for some in rows]).view(logits.shape[:-1])
+
+
+def _logsumexp(logits: Float[Tensor, "rows V"], unit: float) -> Float[Tensor, " rows"]:
+    largest = logits.amax(-1).double()
+    weights = exp(logits.double() - largest[:, None])
     return (largest + log(to_units(weights, unit).sum(-1))).float()
 
 
