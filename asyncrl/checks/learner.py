@@ -279,6 +279,14 @@ def hook_has_a_path(config: Config) -> Problems:
         yield f"learner.hook_args={learner.hook_args} does nothing without learner.hook. Leave it out"
 
 
+def checkpointing_is_on(config: Config) -> Problems:
+    if config.model.checkpoint_every > 1 and not config.model.activation_checkpointing:
+        yield (
+            f"model.checkpoint_every={config.model.checkpoint_every} does nothing without activation checkpointing. "
+            "Set model.activation_checkpointing=true, or leave it out"
+        )
+
+
 def profile_names_steps(config: Config) -> Problems:
     given = config.learner.profile
     first, _, last = given.partition(":")
@@ -301,4 +309,5 @@ RULES = (
     best_is_measured,
     hook_has_a_path,
     profile_names_steps,
+    checkpointing_is_on,
 )

@@ -62,6 +62,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
     return {
         "model.lora_rank": (config.model.lora_rank, 0),
         "model.lora_alpha": (config.model.lora_alpha, 1),
+        "model.checkpoint_every": (config.model.checkpoint_every, 1),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "reward.workers": (config.reward.workers, 1),
         "reward.concurrency": (config.reward.concurrency, 0),

@@ -23,7 +23,8 @@ ALONE = ("seed", "engine.name", "engine.dtype", "rollout.max_new_tokens", "eval.
 TRUNCATION = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0}
 """Where they differ from this: an evaluation that began before there were such settings goes on."""
 NOT_OF_A_SAMPLE = (
-    *("model.dtype", "model.activation_checkpointing", "model.lora_rank", "model.lora_alpha", "model.lora_targets"),
+    *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every"),
+    *("model.lora_rank", "model.lora_alpha", "model.lora_targets"),
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )
 FOLDERS = ("model.path", "data.path", "reward.model")

@@ -117,10 +117,15 @@ class Sizes:
         of_token = 2 * self.hidden * (4 + 2 * width) + (self.queries + 4 * self.inner) * width
         return tokens * of_token + slots * 2 * (self.queries + self.keys) * width
 
-    def activations(self, tokens: int, slots: int, width: int, checkpointing: bool) -> int:
-        """Estimate, of a micro-batch: of all layers, or the input of each and one layer whole."""
+    def activations(self, tokens: int, slots: int, width: int, every: int = 0) -> int:
+        """Estimate, of a micro-batch: what its layers keep, and one of those that are computed again, whole.
+
+        Args:
+            every: of so many layers one keeps its input alone and is computed again; 0 is none.
+        """
         each = self.layer_bytes(tokens, slots, width)
-        return tokens * self.hidden * width * self.layers + each if checkpointing else self.layers * each
+        again = -(-self.layers // every) if every else 0
+        return (self.layers - again + (again > 0)) * each + again * tokens * self.hidden * width
 
 
 def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:

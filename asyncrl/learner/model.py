@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.checks.architecture import foreign_maths
 from asyncrl.errors import ConfigError
@@ -221,6 +222,9 @@ def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     if not config.activation_checkpointing:
         return hf
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = (module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer))
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % config.checkpoint_every == 0
     for module in hf.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # asked by whoever keeps no activations; what is inside it stays as it is

@@ -68,6 +68,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "run.disk_patience_s": (given.run.disk_patience_s, 0),
         "model.lora_rank": (given.model.lora_rank, 0),
         "model.lora_alpha": (given.model.lora_alpha, 1),
+        "model.checkpoint_every": (given.model.checkpoint_every, 1),
         "data.max_tokens": (given.data.max_tokens, 2),
         "learner.ranks": (given.learner.ranks, 1),
         "learner.rows_per_step": (given.learner.rows_per_step, 1),

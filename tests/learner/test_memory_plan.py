@@ -140,5 +140,6 @@ def test_experts_are_planned_as_one_tensor_of_a_layer():
 def test_a_checkpointed_model_keeps_one_layer_and_the_input_of_each():
     sizes = Sizes(layers=10, hidden=4, queries=4, keys=2, inner=8, vocabulary=100)
     each = sizes.layer_bytes(3, 3, 2)
-    assert sizes.activations(3, 3, 2, checkpointing=False) == 10 * each
-    assert sizes.activations(3, 3, 2, checkpointing=True) == each + 10 * 3 * 4 * 2
+    assert sizes.activations(3, 3, 2) == 10 * each
+    assert sizes.activations(3, 3, 2, every=1) == each + 10 * 3 * 4 * 2
+    assert sizes.activations(3, 3, 2, every=4) == 8 * each + 3 * 3 * 4 * 2

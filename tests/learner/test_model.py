@@ -103,6 +103,24 @@ def test_a_missing_model_is_refused_with_its_path(tmp_path: Path):
         load_hf(ModelConfig(path=str(tmp_path / "nothing_here")))
 
 
+def test_of_every_second_layer_activations_are_kept_and_gradients_are_the_same_bits(tmp_path: Path):
+    tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=5)
+    gradients, runs = {}, {}
+    for every in (0, 1, 2):
+        config = config_for(tmp_path)
+        config.model.activation_checkpointing, config.model.checkpoint_every = every > 0, max(1, every)
+        model = build_model(config, CPU, None)
+        calls: list[int] = []
+        for layer in model.hf.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trained_logprobs(model, siblings()).sum().backward()
+        runs[every] = len(calls)
+        gradients[every] = [parameter.grad for parameter in model.parameters()]
+    assert runs == {0: 5, 1: 10, 2: 8}
+    for every in (1, 2):
+        assert all(map(torch.equal, gradients[every], gradients[0]))
+
+
 @pytest.mark.parametrize(("asked", "runs"), [(False, 1), (True, 2)])
 def test_activation_checkpointing_runs_every_layer_again_in_the_backward_pass_and_drops_nothing(
     tmp_path: Path, asked: bool, runs: int
