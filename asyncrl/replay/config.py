@@ -27,7 +27,7 @@ class ReplayConfig:
     Empty: `<run.dir>/keys`, made by itself. Required off loopback, where each machine has a folder of its own."""
     local_sockets: bool = True
     """Processes of the server's user on its machine come by unix sockets in `<replay.keys>/local` (mode 0700), where
-    nothing needs to be encrypted: a fifth (1 k tokens) to three fifths (32 k) less processor time per group. All
+    nothing needs to be encrypted: a fifth (1 k tokens) to half (32 k) less processor time per group. All
     others, and all of them if this is false, come by tcp with their keys."""
     max_staleness: int = 4
     """Hard bound: no token older than this, in policy versions, ever contributes to a gradient."""

@@ -2,7 +2,7 @@
 
     <replay.keys>/local/<digest of machine, network and address>-<role>
 
-Encryption would take them a fifth (1 k tokens) to three fifths (32 k) of the processor time of a group, and here it
+Encryption would take them a fifth (1 k tokens) to half (32 k) of the processor time of a group, and here it
 keeps nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door
 proves what a key proves, to both ends, and whoever comes by it needs the secret of its role all the same.
 
