@@ -21,6 +21,7 @@ def test_ids_are_those_of_the_tokenizer_the_first_time_and_the_next(text: str) -
         assert kept.convert_tokens_to_ids(text) == plain.convert_tokens_to_ids(text)
         assert kept.convert_tokens_to_ids([text]) == plain.convert_tokens_to_ids([text])
     assert len(kept) == len(plain) and kept.eos_token == plain.eos_token
+    assert kept.unk_token_id == plain.unk_token_id
 
 
 def test_who_changes_ids_that_it_was_given_changes_nobody_elses() -> None:
