@@ -27,7 +27,7 @@ class Remembering:
         self._of_token = lru_cache(KEPT)(tokenizer.convert_tokens_to_ids)
         self._probed: dict[tuple[Any, ...], Any] = {}
         self.unk_token_id = tokenizer.unk_token_id
-        """Looked at for each marker of each turn; the tokenizer looks for it in several places, and then in its table."""
+        """Looked at for each marker of each turn; the tokenizer looks for it in several places."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
