@@ -87,7 +87,7 @@ def train_step(
         guard.observe(plan.step, report, share)
     warming_up = plan.step < config.critic.warmup_steps
     passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
-    measured.totals[OPERATIONS] = operations(roles.policy.work, batches, passes)
+    measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
     measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)

