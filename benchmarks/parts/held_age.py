@@ -4,7 +4,8 @@ Engine, environment, rewards, the pure core of the replay, advantages, loss, lea
 run, put together by the same composition roots. What is not there is what decides in a run how old data gets: servers,
 sockets, and rollouts and learner side by side. The weights of each version go into a delay line, and the batch of step
 s is generated with those of version max(0, s - age): from step `age` on every token is exactly `age` versions old. The
-same settings make the same numbers, bit for bit.
+prompts, the draws and the order of the groups are those of the seed; which sequences the engine decodes in one batch
+is a matter of timing, and so is the rounding of their log-probs: a run done again is another sample.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class DelayLine:
 class HeldReplay:
     """A `LearnerReplay`: the core of the replay with its one worker, who makes groups when the learner asks for them.
 
-    A batch is made when the step before is trained, never beside it: what is in it depends on no clock.
+    A batch is made when the step before is trained, never beside it: no clock says which prompts and weights it is of.
 
     Args:
         age: of the weights that generate.
