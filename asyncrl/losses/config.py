@@ -113,7 +113,8 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         )
     if updates_per_batch > 1 or averaged_anchor or config.edge != "U" or row.anchor == "loglinear":
         return
-    changed = [key for key in TRUST_REGION if getattr(config, key) not in (None, row.defaults.get(key))]
+    off = {"sat_quantile": 0.0}
+    changed = [key for key in TRUST_REGION if getattr(config, key) not in (None, row.defaults.get(key, off.get(key)))]
     unbounded = config.weight not in ("none", "mask", "self_normalize") and config.weight_high == float("inf")
     if unbounded or row.anchor == "none" or changed:
         touched = f"loss.{changed[0]}={getattr(config, changed[0])}" if changed else f"the clip of preset {row.name!r}"
