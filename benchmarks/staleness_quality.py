@@ -40,7 +40,7 @@ EVALUATED = ("eval.every=25",)
 LIVE = ("rollout=process", "learner.max_tokens_per_microbatch=192")
 """The small micro-batches make the learner slower than the rollouts: a faster one trains data as soon as it is there,
 long before it reaches the bound."""
-SMOKE = {"losses": ["dppo_tv"], "ages": [1], "rates": [3e-4], "seeds": [0], "centering": ["on"], "cells_file": None}
+SMOKE = {"losses": ["cispo"], "ages": [1], "rates": [3e-4], "seeds": [0], "centering": ["on"], "cells_file": None}
 
 Cells = dict[Cell, dict[str, Any]]
 

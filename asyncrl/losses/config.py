@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.losses.preset_row import COMMON_DEFAULTS, Preset
 from asyncrl.losses.presets import OWN, PRESETS
-from asyncrl.losses.rules import check_values, used_keys
+from asyncrl.losses.rules import GATED_BY_SIGN, check_values, used_keys
 from asyncrl.losses.settings import KEYS, LossConfig
 
 
@@ -97,7 +97,14 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         raise ConfigError(
             f"loss.centering=true needs the proximal log-probs of tokens that were not sampled, which {row.name} "
             "has only where the proximal policy is the current one. Set learner.updates_per_batch=1 and learner."
-            "proximal_ema=0, or use a loss on the edge E (loss=dppo_tv, dis, cispo)"
+            "proximal_ema=0, or use a loss on the edge E (loss=dis, cispo, no_correction)"
+        )
+    if config.centering and row.surrogate in GATED_BY_SIGN and config.edge != "U":
+        raise ConfigError(
+            f"loss.centering=true with loss={row.name}, which stops a token that is too far out by the sign of its "
+            "advantage: what the mean of the others takes out pushes those further, and the run does not learn "
+            "(docs/losses.md). Use a loss that weighs both signs alike (dis, cispo, tis, icepop, no_correction), or "
+            "set loss.centering=false"
         )
     if row is OWN and (not averaged_anchor or config.edge == "U"):
         return  # what its ratios are of is its own affair

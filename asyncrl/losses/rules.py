@@ -58,6 +58,10 @@ CENTERED = frozenset(
 """Surrogates whose gradient at a token is a function of that token alone, so that its mean under the sampler can be
 told. At a level or a weight of whole sequences, or with a rejection of single tokens, it is not."""
 
+GATED_BY_SIGN = frozenset({"clip", "divergence_tv", "divergence_kl"})
+"""Surrogates that give no gradient to a token that is too far out in the direction of its advantage. Centered, they
+push it further; on the edge U, where one update per batch leaves nothing to stop, they do not."""
+
 DETACHED_SURROGATES = frozenset({"detached", "tapered", "band", "divergence_tv", "divergence_kl"})
 """Their ratio is a weight without gradient, so that they alone make sense on the edge B."""
 
@@ -148,7 +152,7 @@ def check_centering(row: Preset, config: LossConfig) -> None:
         if holds:
             raise ConfigError(
                 f"loss.centering=true takes the mean of a token's weighted score out of the gradient, and {reason}. "
-                "Use a loss of single tokens (loss=dppo_tv, dis, cispo, tis, icepop, ppo, no_correction), or set "
+                "Use a loss of single tokens (loss=dis, cispo, tis, icepop, no_correction), or set "
                 "loss.centering=false"
             )
 

@@ -43,8 +43,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
 }
 """Loss -> settings that it needs beside its preset."""
 CENTERING = ("loss.centering=true", "engine.record_topk=64")
-UNCENTERED = ("m2po_paper",)
-"""Losses that cannot be centered: what a token weighs depends on all others."""
+UNCENTERED = ("m2po_paper", "dppo_tv", "ppo")
+"""Losses that refuse to be centered: what a token weighs depends on all others, or is gated by the advantage's sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,9 +163,15 @@ def test_a_loss_that_it_does_not_fit_refuses_it(name: str, settings: dict, said:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "settings"), [("dppo_tv", {}), ("dppo_kl", {}), ("ppo", {"edge": "E"})])
+def test_a_loss_that_stops_tokens_by_the_sign_of_their_advantage_refuses_it(name: str, settings: dict) -> None:
+    with pytest.raises(ConfigError, match="stops a token that is too far out by the sign"):
+        check_loss(preset(name, centering=True, **settings), 1)
+
+
 def test_the_proximal_log_probs_of_what_was_not_sampled_are_known_for_one_update_alone() -> None:
     check_loss(preset("tis", centering=True), 1)
-    check_loss(preset("dppo_tv", centering=True), 2)
+    check_loss(preset("cispo", edge="E", centering=True), 2)
     with pytest.raises(ConfigError, match=r"learner\.updates_per_batch=1"):
         check_loss(preset("tis", centering=True), 2)
     with pytest.raises(ConfigError, match="needs topk in LossInputs"):
