@@ -46,10 +46,15 @@ class Entrance:
         self._ready: deque[int] = deque()
         """Those that may have messages."""
         self._taken = 0
+        self._turn = -1
+        """Whose it is to be heard first."""
 
     def heard(self, ready: Mapping[object, int]) -> bool:
         """Whether one of them is among what a poller found."""
-        self._ready = deque(place for place, socket in enumerate(self.sockets) if socket in ready)
+        # A server that polls again after one large message would hear the first of them alone, as long as it sends.
+        self._turn = (self._turn + 1) % len(self.sockets)
+        places = (*range(self._turn, len(self.sockets)), *range(self._turn))
+        self._ready = deque(place for place in places if self.sockets[place] in ready)
         return bool(self._ready)
 
     def receive(self) -> tuple[bytes, zmq.Frame, str, list[Frame]]:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.doors import DOORS_DIR, Doors, open_door
 from asyncrl.replay.net.keyring import ROLES, make_keys
-from asyncrl.replay.server.router import entrance
+from asyncrl.replay.net.keys import Guests
+from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.types import NO_VERSION
 from tests.replay.cluster import wait_until
 from tests.replay.helpers import SOON_SILENT_S, replay_config, running_server, settings
@@ -201,3 +202,22 @@ def test_another_address_or_folder_of_keys_is_another_door(config: ReplayConfig,
         assert not has_door(replace(config, address=config.address + "0"), "worker")
         shutil.copytree(config.keys, tmp_path / "copy", ignore=shutil.ignore_patterns(DOORS_DIR))
         assert not has_door(replace(config, keys=str(tmp_path / "copy")), "worker")
+
+
+def test_whoever_sends_without_end_by_one_socket_leaves_the_others_their_turns(config: ReplayConfig) -> None:
+    """The server polls again after 8 MiB, which may be a single message."""
+    with zmq.Context() as context, ExitStack() as stack:
+        routers = [stack.enter_context(context.socket(zmq.ROUTER)) for _ in range(3)]
+        for number, router in enumerate(routers):
+            router.bind(f"inproc://{number}")
+            sender = stack.enter_context(context.socket(zmq.DEALER))
+            sender.connect(f"inproc://{number}")
+            for _ in range(40 if number == 0 else 2):
+                sender.send_multipart([b"message"])
+        both = Entrance(routers[0], Guests(config.keys), {"learner": routers[1], "worker": routers[2]})
+        both._roles[0] = lambda connection: "by tcp"
+        heard = []
+        for _ in range(6):
+            assert both.heard(dict.fromkeys(routers, zmq.POLLIN))
+            heard.append(both.receive()[2])
+        assert heard == ["by tcp", "learner", "worker"] * 2
