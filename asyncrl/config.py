@@ -312,15 +312,20 @@ def learner_digest(config: Config) -> str:
 
 LATER = (
     *("epochs_per_batch", "min_lr_ratio", "beta1", "adam_eps"),
-    *("function", "args", "hook", "hook_args", "centering"),
+    *("function", "args", "hook", "hook_args", "centering", "sat_quantile"),
 )
-"""Settings that there were not always: left out where they are empty, or do what was done before them; a run of before
-them resumes as the same."""
+"""Settings that there were not always: left out where they have their defaults, or are empty as those are, which do what
+was done before them; a run of before them resumes as the same."""
 
 
 def _given(room: Any) -> dict[str, Any]:
-    usual = {each.name: each.default for each in fields(room)}
-    return {key: value for key, value in asdict(room).items() if key not in LATER or (value and value != usual[key])}
+    usual = asdict(type(room)())
+    empty = {key for key in LATER if usual.get(key) in (None, 0, "", {})}
+    return {
+        key: value
+        for key, value in asdict(room).items()
+        if key not in LATER or (value != usual[key] and (value or key not in empty))
+    }
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

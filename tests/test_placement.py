@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checks.placement import gpus_per_engine, placement_of, worker_gpus
+from asyncrl.checks.placement import gpus_per_engine, placement_of, visible_gpus, worker_gpus
 from asyncrl.cli.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
@@ -149,3 +149,25 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config([*REQUIRED, "placement.gpus=8", "learner.ranks=4", "rollout.workers=4"])
     assert placement_of(config, 8).rollout_gpus == (4, 5, 6, 7)
     assert list(placement_of(load_config(REQUIRED), 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("exported", "seen"),
+    [
+        ("0,1", ("0", "1")),
+        ("GPU-a, MIG-b", ("GPU-a", "MIG-b")),
+        ("", ()),
+        ("-1", ()),
+        ("0,-1,1", ("0",)),
+        ("NoDevFiles", ()),
+        ("none", ()),
+    ],
+)
+def test_the_exported_names_are_read_as_cuda_does(exported: str, seen: tuple[str, ...], monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
+    assert visible_gpus() == seen
+
+
+def test_where_gpus_cannot_be_counted_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = roles("", monkeypatch, "placement.gpus=2")
+    assert all(command.gpus is None for command in commands.values())

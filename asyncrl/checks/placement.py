@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,14 +15,15 @@ from asyncrl.schema import Config
 
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 def visible_gpus() -> tuple[str, ...] | None:
     """Those that this process may use, as CUDA_VISIBLE_DEVICES names them, as far as can be told without loading torch;
     None where it cannot be told."""
     chosen = os.environ.get(VISIBLE)
-    if chosen is not None:
-        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
+    if chosen is not None:  # as CUDA reads it: what follows a name that is none (-1, NoDevFiles) does not count either
+        return tuple(itertools.takewhile(NAME.fullmatch, (name.strip() for name in chosen.split(","))))
     if AMD.exists():
         return None
     return tuple(map(str, range(len(list(NVIDIA.iterdir()))))) if NVIDIA.is_dir() else ()

@@ -104,9 +104,10 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
 
 
 def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str]) -> list[Command]:
-    """Each role of `local_commands` with its own of the GPUs that this process sees."""
-    placement = placement_of(config, len(visible))
-    if not any(placement):
+    """Each role of `local_commands` with its own of the GPUs that this process sees; where none are known nothing is
+    set, whatever `placement.gpus` says."""
+    placement = placement_of(config, len(visible)) if visible else ()
+    if not placement or not any(placement):
         return list(commands)
     told = {"learner": [], "rollout": []}
     if placement.learner and placement.engines:  # `weights.backend=auto` goes by it

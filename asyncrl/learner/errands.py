@@ -20,6 +20,7 @@ import fsspec
 from fsspec.utils import get_protocol
 
 from asyncrl.errors import ConfigError
+from asyncrl.family import bound
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,8 @@ class Errands:
 
     def _why_not(self, errand: Errand) -> str:
         """Empty when it was done."""
-        command = ["nice", "-n", str(NICE), sys.executable, *errand.arguments]
+        # Nobody would end one that hangs, once this process is gone; and the next learner starts others.
+        command = ["nice", "-n", str(NICE), *bound([sys.executable, *errand.arguments])]
         # Of the launcher's: a process that has them would take itself for a rank of it.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's memory is planned to the last byte
@@ -159,7 +161,7 @@ class Errands:
                 command, capture_output=True, text=True, timeout=self._within_s, env=environment, check=False
             )
         except subprocess.TimeoutExpired:
-            return f"it took longer than {self._within_s:g} s (learner.errand_timeout_s)"
+            return f"it took longer than {self._within_s:g} s (learner.save_timeout_s)"
         except OSError as error:
             return str(error)
         said = ended.stderr.strip().splitlines()

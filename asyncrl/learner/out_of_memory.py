@@ -35,7 +35,8 @@ def _note(run_dir: Path) -> Path:
 
 def _of(config: Config) -> list[object]:
     """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
-    return [str(config.model.activation_checkpointing), config.learner.ranks, config.model.lora_rank]
+    checkpointing = [config.model.activation_checkpointing, config.model.checkpoint_every]
+    return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
 
 
 def _noted(note: Path, config: Config) -> int:
@@ -97,6 +98,8 @@ def lowers_most(config: Config) -> str:
     budget = config.learner.max_tokens_per_microbatch
     if not config.model.activation_checkpointing:
         return "model.activation_checkpointing=true keeps the activations of one layer instead of all"
+    if config.model.checkpoint_every > 1:
+        return "model.checkpoint_every=1 computes every layer again and keeps the activations of none but one"
     if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
         return f"learner.max_tokens_per_microbatch={budget // 2}"
     return "more learner.ranks share weights, gradients and moments (a micro-batch is a single sequence already)"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli.export import chosen_checkpoint
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.family import ProcessId
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.errands import Errand, Errands
 from asyncrl.storage import sealed
@@ -18,6 +23,13 @@ from tests.learner.test_checkpoint import learner, state
 
 def quick(**settings) -> Errands:
     return Errands(sleep=lambda _: None, **settings)
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def errand(code: str, folder: Path) -> Errand:
@@ -40,7 +52,8 @@ def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_
     hanging = quick(within_s=0.3)
     hanging.send([errand("import time; time.sleep(600)", tmp_path)])
     hanging.finish(60.0)
-    assert hanging.counts()["checkpoint/copies_failed"] == 1.0 and "took longer than 0.3 s" in caplog.text
+    assert hanging.counts()["checkpoint/copies_failed"] == 1.0
+    assert "took longer than 0.3 s (learner.save_timeout_s)" in caplog.text
 
 
 def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
@@ -68,3 +81,22 @@ def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_wh
     with pytest.raises(CheckpointError, match=r"state\.json"):
         chosen_checkpoint(tmp_path, 2)
     assert (tmp_path / "ckpt" / "step_2").is_dir(), "who only reads moves nothing"
+
+
+def test_no_errand_outlives_the_learner(tmp_path: Path):
+    begun = tmp_path / "pid"
+    hangs = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    errand = f"Errand(kind='copies', what='', checkpoint=Path('x'), arguments=('-S', '-c', {hangs!r}))"
+    code = f"""
+from pathlib import Path; from asyncrl.learner.errands import Errand, Errands
+errands = Errands(); errands.send([{errand}]); errands.finish(600.0)
+"""
+    learner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_until(lambda: begun.is_file() and begun.read_text() != "", 60.0)
+        child = ProcessId.of(int(begun.read_text()))
+        assert child is not None
+    finally:
+        learner.kill()
+        learner.wait()
+    wait_until(lambda: not child.running(), 10.0)

@@ -10,7 +10,7 @@ import torch
 from asyncrl.errors import ConfigError, StepMemoryError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.launcher import HOPELESS
-from asyncrl.learner.out_of_memory import heed_note
+from asyncrl.learner.out_of_memory import _of, heed_note, lowers_most
 from tests.learner.fed_replay import FedReplay
 from tests.learner.test_train import CPU, make_config, run
 
@@ -58,3 +58,13 @@ def test_the_micro_batch_is_halved_once_and_then_the_run_ends_with_the_setting_t
     fresh.model.activation_checkpointing = True
     heed_note(fresh, Path(fresh.run.dir), 0, CPU)
     assert fresh.learner.max_tokens_per_microbatch == 60, "the note is of other settings"
+
+
+def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
+    config = make_config(tmp_path)
+    config.model.activation_checkpointing, config.model.checkpoint_every = True, 2
+    assert "model.checkpoint_every=1" in lowers_most(config)
+    whole = _of(config)
+    config.model.checkpoint_every = 1
+    assert _of(config) != whole, "the note of the other does not hold for it"
+    assert "more learner.ranks" in lowers_most(config)

@@ -102,6 +102,7 @@ def test_a_config_that_cannot_be_read_is_refused_by_name(task: list[str], tmp_pa
         ("loss=ppo", True),
         ("replay.max_staleness=8", True),
         ("learner.weight_decay=0.1", True),
+        ("learner.beta1=0", True),
         ("learner.steps=500", False),
         ("learner.save_every=5", False),
         ("learner.ranks=2", False),
@@ -111,6 +112,13 @@ def test_a_config_that_cannot_be_read_is_refused_by_name(task: list[str], tmp_pa
 )
 def test_a_history_is_another_one_when_its_updates_are(task: list[str], change: str, another: bool) -> None:
     assert (learner_digest(load_config(task)) != learner_digest(load_config([*task, change]))) == another
+
+
+@pytest.mark.parametrize(("loss", "digest"), [("dppo_tv", "53e315748ed1b04c"), ("ppo", "d3a4cb467bcb678b")])
+def test_a_run_of_before_resumes_with_its_own_history(loss: str, digest: str) -> None:
+    """Of runs that lie on disks somewhere: a setting that is new belongs into `LATER`."""
+    given = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", f"loss={loss}"]
+    assert learner_digest(load_config(given)) == digest
 
 
 def test_with_a_schedule_that_ends_the_number_of_steps_counts(task: list[str]) -> None:
