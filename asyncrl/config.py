@@ -314,8 +314,8 @@ LATER = (
     *("epochs_per_batch", "min_lr_ratio", "beta1", "adam_eps"),
     *("function", "args", "hook", "hook_args", "centering", "sat_quantile"),
 )
-"""Settings that there were not always: left out where they have their defaults, or are empty as those are, which do what
-was done before them; a run of before them resumes as the same."""
+"""Settings that there were not always: left out where they have their defaults, or are empty as those are, which do
+what was done before them; a run of before them resumes as the same."""
 
 
 def _given(room: Any) -> dict[str, Any]:
