@@ -76,6 +76,8 @@ def train_step(
         report, numbers = update_policy(
             config, roles, share, minibatch.denominators, plan.step, world, device, index=index
         )
+        if index >= len(shares):
+            numbers.group_weights = {}  # of the first pass, or a group would be told to be older than the step found it
         measured.add(numbers)
         if rank == 0:
             measured.add(_of_an_update(report, minibatch))

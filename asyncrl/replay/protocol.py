@@ -171,7 +171,7 @@ class LearnerReplay(Protocol):
 
         Args:
             ess: of each group of the plan, in turn, for `replay.order=ess`: the effective sample size, as a share, of
-                its tokens' importance weights, at the weights that the step began with.
+                its tokens' importance weights, before the update that first trains it.
         """
         ...
 

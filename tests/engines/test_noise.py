@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from asyncrl.engines.hf.sampling import sample
@@ -18,10 +19,11 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours():
     assert abs(np.corrcoef(draws, uniforms(keys, np.full(len(keys), 4)))[0, 1]) < 0.05
 
 
-def test_a_token_of_probability_zero_is_never_drawn_at_the_ends_of_the_interval():
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_token_of_probability_zero_is_never_drawn_at_the_ends_of_the_interval(exact: bool):
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     uniform = torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
-    tokens, logprobs, _ = sample(logits, torch.ones(3), uniform, False)
+    tokens, logprobs, _ = sample(logits, torch.ones(3), uniform, False, exact=exact)
     assert tokens.tolist() == [1, 3, 3]
     torch.testing.assert_close(logprobs, torch.full((3,), 0.5).log())
 

@@ -50,7 +50,8 @@ def sample(
     logprobs = log_softmax(scaled, exact)
     # float64: with a float32 sum the rare tail of a large vocabulary would be drawn in lumps of 1e-7.
     # What is drawn from is what is recorded, not what it was computed from.
-    probs = exp(logprobs.double()) if exact else logprobs.exp()
+    # That `exp` ends above 0, and uniform 0 would draw what is outside the support.
+    probs = exp(logprobs.double()).masked_fill_(logprobs == -torch.inf, 0.0) if exact else logprobs.exp()
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     # `right=True` and the clamp: a token of probability 0 is never drawn, not even at uniform 0 or by rounding up.
