@@ -266,6 +266,7 @@ class Checkpoints:
         for line in put_aside(self._folder, damaged, path, self._patience):
             log.error("%s", line)
         self._verified = path
+        self._errands.resumed(path)
         return path
 
     def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:

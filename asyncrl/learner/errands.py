@@ -76,16 +76,23 @@ class Errands:
 
     def saved(self, checkpoint: Path, steps: int) -> None:
         """It is durable, after so many steps: send off what is to be done with it."""
-        errands: list[Errand] = []
-        if self._copy_to:
-            what = f"the copy of {checkpoint.name} to {self._copy_to}"
-            arguments = ("-m", "asyncrl.storage.second_copy", str(checkpoint), self._copy_to)
-            errands.append(Errand(kind="copies", what=what, checkpoint=checkpoint, arguments=arguments))
+        errands = self._copies(checkpoint)
         if self._export_every and not steps % self._export_every:
             run, what = str(checkpoint.parent.parent), f"the export of {checkpoint.name}"
             arguments = ("-m", "asyncrl.cli.export", run, str(steps))
             errands.append(Errand(kind="exports", what=what, checkpoint=checkpoint, arguments=arguments))
         self.send(errands)
+
+    def resumed(self, checkpoint: Path) -> None:
+        """It is gone on from: a death may have come before its copy. One that lies there whole is left as it is."""
+        self.send(self._copies(checkpoint))
+
+    def _copies(self, checkpoint: Path) -> list[Errand]:
+        if not self._copy_to:
+            return []
+        what = f"the copy of {checkpoint.name} to {self._copy_to}"
+        arguments = ("-m", "asyncrl.storage.second_copy", str(checkpoint), self._copy_to)
+        return [Errand(kind="copies", what=what, checkpoint=checkpoint, arguments=arguments)]
 
     def send(self, errands: Sequence[Errand]) -> None:
         """Returns at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from asyncrl.learner.memory_plan import Sizes
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12,
          "B200": 2250e12, "B100": 1750e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12,
          "A40": 150e12, "A10": 125e12, "L4": 121e12}  # fmt: skip
-"""Dense bfloat16 FLOP/s by what `torch.cuda.get_device_name` holds, from the vendor's data sheets; the first that does.
-"""
+"""Dense bfloat16 FLOP/s by the words of `torch.cuda.get_device_name`, from the vendor's data sheets; the first that is
+one of them. Whole words: an A10G, or an RTX A4000, is neither an A10 nor an A40."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def speed(operations: float, tokens: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:

@@ -113,6 +113,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         trained, last = step + 1, step + 1 == steps
         leases.wait(step, asked)
         if agreed(asked(), device):
+            profile.end(step, last=True)
             save_before_end(config, parts, step, version, skipped=guard.skipped)
             return version
         lease = leases.take(step)

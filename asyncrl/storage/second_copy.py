@@ -5,8 +5,10 @@ URL/step_50/   the files of ckpt/step_50, manifest.json last: a copy without it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import fsspec
@@ -15,7 +17,8 @@ from asyncrl.storage.sealed import MANIFEST
 
 
 def copy_checkpoint(checkpoint: Path, url: str) -> str:
-    """Put `checkpoint` under `url`; one of the same name that lies there is replaced. Nothing there is ever deleted.
+    """Put `checkpoint` under `url`; another of the same name that lies there is replaced, the same one left as it is.
+    Beside that nothing there is ever deleted.
 
     Returns:
         Where it is now.
@@ -26,15 +29,28 @@ def copy_checkpoint(checkpoint: Path, url: str) -> str:
     files, root = fsspec.core.url_to_fs(url)
     target = f"{root.rstrip('/')}/{checkpoint.name}"
     files.makedirs(target, exist_ok=True)
+    manifest = (checkpoint / MANIFEST).read_bytes()
+    names = [*json.loads(manifest)["files"], MANIFEST]
     if files.exists(f"{target}/{MANIFEST}"):
-        files.rm_file(f"{target}/{MANIFEST}")
-    names = [*json.loads((checkpoint / MANIFEST).read_text())["files"], MANIFEST]
+        there = files.cat_file(f"{target}/{MANIFEST}")
+        if there == manifest:
+            return target
+        _remove_files(files, target, there, names)
     for name in names:
         files.put_file(str(checkpoint / name), f"{target}/{name}")
         there, here = files.size(f"{target}/{name}"), (checkpoint / name).stat().st_size
         if there != here:
             raise OSError(f"{target}/{name} has {there} bytes of {here}")
     return target
+
+
+def _remove_files(files: fsspec.AbstractFileSystem, target: str, manifest: bytes, but: Collection[str]) -> None:
+    """What the old copy names and the new one has not (files of more ranks): beside it they would be in excess."""
+    with contextlib.suppress(ValueError):  # cut short by a death
+        for name in json.loads(manifest)["files"]:
+            if name not in but and files.exists(f"{target}/{name}"):
+                files.rm_file(f"{target}/{name}")
+    files.rm_file(f"{target}/{MANIFEST}")
 
 
 def main(checkpoint: str, url: str) -> int:

@@ -63,9 +63,32 @@ def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
         there = Path(copy_checkpoint(path, f"file://{tmp_path}/bucket/run"))
         assert there == tmp_path / "bucket" / "run" / "step_5"
         sealed.verify(there)
+    (path / "__1_0.distcp").write_bytes(b"of a second rank")
+    sealed.seal(path)
+    copy_checkpoint(path, f"file://{there.parent}")
+    (path / "__1_0.distcp").unlink()
+    sealed.seal(path)
+    copy_checkpoint(path, f"file://{there.parent}")
+    sealed.verify(there)
+    (there / "manifest.json").write_text("{")
+    copy_checkpoint(path, f"file://{there.parent}")
+    sealed.verify(there)
     fork = Checkpoints(tmp_path / "fork" / "ckpt", rank=0, keep=2)
     chosen, other = fork.choose(str(there), restarted=False), learner(1)
     assert chosen == there and fork.load(there, other) == (state(4), {"x": 1})
+
+
+def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
+    folder, url = tmp_path / "run" / "ckpt", f"file://{tmp_path}/bucket"
+    path = Checkpoints(folder, rank=0, keep=2).save(state(4), learner(0, updates=1), {})
+    errands = quick(copy_to=url)
+    assert Checkpoints(folder, rank=0, keep=2, errands=errands).choose("auto", restarted=False) == path
+    errands.finish(120.0)
+    there = tmp_path / "bucket" / "step_5"
+    sealed.verify(there)
+    before = (there / "manifest.json").stat().st_mtime_ns
+    copy_checkpoint(path, url)
+    assert (there / "manifest.json").stat().st_mtime_ns == before, "the same one is not sent twice"
 
 
 def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_whole_one(tmp_path: Path):

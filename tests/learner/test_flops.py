@@ -91,7 +91,8 @@ def test_a_share_of_the_peak_is_known_where_the_peak_is():
 @pytest.mark.parametrize(
     ("name", "peak"),
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
-     ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("NVIDIA H200", 989e12), ("Somebody's", None)],
+     ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("NVIDIA H200", 989e12), ("Somebody's", None),
+     ("NVIDIA GH200 480GB", 989e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None)],
 )  # fmt: skip
 def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
