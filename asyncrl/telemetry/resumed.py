@@ -159,9 +159,15 @@ def refuse_other_run(config: RunSettings, folder: Path) -> None:
             )
 
 
-def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` of every setting of the run that differs, in the order of `after`."""
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` of every setting of the run that differs, in the order of `after`.
+
+    Args:
+        usual: the defaults: what held in a run of before there was the setting.
+    """
     old, new = by_key(before, apart=True), by_key(after, apart=True)
+    # Without a default of its own it is a part that only some losses have: the loss itself is said.
+    old = {key: value for key, value in by_key(usual, apart=True).items() if value is not None} | old
     return [
         f"{key}: {_said(old[key])} -> {_said(new[key])}"
         for key in new
@@ -173,8 +179,11 @@ def _said(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def changes_of_resume(settings: Mapping[str, Any], folder: Path) -> list[str]:
+def changes_of_resume(settings: Mapping[str, Any], folder: Path, usual: Mapping[str, Any]) -> list[str]:
     """What a resume with `settings` changes in the run in `folder`, by its `config.yaml`; empty where there is none.
+
+    Args:
+        usual: see `changed_settings`.
 
     Raises:
         RunFolderError: `config.yaml` cannot be read.
@@ -188,7 +197,7 @@ def changes_of_resume(settings: Mapping[str, Any], folder: Path) -> list[str]:
         raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
     if not isinstance(before, dict):
         raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
-    return changed_settings(before, settings)
+    return changed_settings(before, settings, usual)
 
 
 def changed_code(config: Config, folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.checks.own_code import code_hashes
-from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, disk_patience, settings_as_used, to_yaml
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
@@ -81,7 +81,8 @@ def changes_in(config: RunSettings) -> list[str]:
     if config.overwrite or owner_of(folder) is None:
         return []
     refuse_other_run(config, folder)
-    changed = changes_of_resume(redacted(settings_as_used(config)), folder)
+    usual = config_to_dict(type(config)())
+    changed = changes_of_resume(redacted(settings_as_used(config)), folder, usual)
     return changed + changed_code(config, folder) if isinstance(config, Config) else changed
 
 

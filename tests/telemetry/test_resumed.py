@@ -45,6 +45,14 @@ def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(ta
     assert (config.learner.lr, config.learner.groups_per_step) == (1e-4, 4)
 
 
+def test_a_setting_that_there_was_not_when_the_run_began_had_its_default(task: list[str], tmp_path: Path) -> None:
+    path = prepare_run_folder(load_config(task), "one") / "config.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(("  window:", "  save_timeout_s:"))]
+    path.write_text("\n".join(lines))
+    assert changes_in(resumed(task)) == []
+    assert changes_in(resumed(task, "replay.window=2")) == ["replay.window: 0 -> 2"]
+
+
 def test_a_file_of_the_user_s_that_was_changed_is_a_line(task: list[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def loss(inputs): return -inputs.advantages * inputs.learner_logprobs\n")
