@@ -111,6 +111,14 @@ def test_a_shared_gpu_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     assert commands["rollout"].arguments == ("engine.vllm.gpu_memory_utilization=0.45",)
     own = roles("7", monkeypatch, "engine=vllm", "engine.vllm.gpu_memory_utilization=0.3")
     assert own["rollout"].arguments == ()
+    among_themselves = roles("0,1", monkeypatch, "engine=vllm", "rollout.workers=2", "ray.gpus_per_worker=0.5")
+    assert among_themselves["rollout"].arguments == ("engine.vllm.gpu_memory_utilization=0.45",)
+    assert among_themselves["learner"].arguments == ("placement.mode=dedicated",)
+
+
+def test_what_ray_is_to_reserve_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = roles("0,1,2", monkeypatch, "rollout.workers=1", "ray.gpus_per_worker=2")
+    assert commands["rollout"].gpus == "1,2"
 
 
 @pytest.mark.parametrize("overrides", [[], ["learner.device=cpu", "engine.device=cpu"], ["engine=fake"]])

@@ -47,11 +47,13 @@ def demand_of(config: Config) -> Demand:
     """Of the machine on which `asyncrl local` runs, if it has GPUs. Who names a GPU (`cuda:1`) is not placed, and of
     engines on another Ray cluster nothing is known here."""
     engines_here = on_gpus(config) and not (config.rollout.host == "ray" and config.ray.address)
+    reserved = math.ceil(config.ray.gpus_per_worker)
     served = config.reward.host == "ray" and not config.ray.address
     return Demand(
         ranks=config.learner.ranks if config.learner.device in PLACED else 0,
         engines=config.rollout.workers if engines_here else 0,
-        tensor_parallel=config.engine.tensor_parallel,
+        # A worker that Ray gives more than its engine takes has as many from us, or it would wait for them for ever.
+        tensor_parallel=max(config.engine.tensor_parallel, reserved if config.rollout.host == "ray" else 0),
         engines_per_gpu=int(1 / config.ray.gpus_per_worker) if 0 < config.ray.gpus_per_worker < 1 else 1,
         rewards=config.reward.gpus if served else 0.0,
     )

@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.checks.addresses import host_of
 from asyncrl.checks.placement import VISIBLE, named, placement_of
 from asyncrl.errors import ConfigError
+from asyncrl.placement import WHOLE_SHARE
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
 
@@ -112,7 +113,8 @@ def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str
     told = {"learner": [], "rollout": []}
     if placement.learner and placement.engines:  # `weights.backend=auto` goes by it
         told["learner"].append(f"placement.mode={'colocated' if placement.shared else 'dedicated'}")
-    if config.engine.name == "vllm" and placement.shared and "gpu_memory_utilization" not in config.engine.vllm:
+    crowded = placement.engine_memory < WHOLE_SHARE  # beside a rank, or beside each other
+    if config.engine.name == "vllm" and crowded and "gpu_memory_utilization" not in config.engine.vllm:
         told["rollout"].append(f"engine.vllm.gpu_memory_utilization={placement.engine_memory:g}")
     own = {"learner": placement.learner_gpus, "rollout": placement.rollout_gpus}
     return [
