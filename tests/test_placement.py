@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.checks.placement import gpus_per_engine, placement_of, visible_gpus, worker_gpus
+from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, nearest, place
+from asyncrl.sft.settings import SftConfig, SftDataConfig, SftLearnerConfig, learner_config
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
 DEMANDS = st.builds(
@@ -174,6 +176,14 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exported_names_are_read_as_cuda_does(exported: str, seen: tuple[str, ...], monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
     assert visible_gpus() == seen
+
+
+def test_fine_tuning_has_no_engines_that_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    given = SftConfig(data=SftDataConfig(path="d.jsonl"), learner=SftLearnerConfig(ranks=2))
+    assert not list(missing_devices(learner_config(given), "local"))
+    three = SftConfig(data=SftDataConfig(path="d.jsonl"), learner=SftLearnerConfig(ranks=3))
+    assert "learner.ranks=3 = 3 GPUs, and there are 2" in " ".join(missing_devices(learner_config(three), "local"))
 
 
 def test_where_gpus_cannot_be_counted_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

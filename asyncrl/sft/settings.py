@@ -7,7 +7,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from asyncrl.schema import Config, DataConfig, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, TelemetryConfig
+from asyncrl.schema import (
+    Config,
+    DataConfig,
+    EngineConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TelemetryConfig,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,6 +175,7 @@ def learner_config(given: SftConfig, steps: int = 1) -> Config:
         # The longest sequence there is: layers with a window are asked by it whether they can be packed.
         data=DataConfig(path="", max_prompt_tokens=given.data.max_tokens),
         rollout=RolloutConfig(max_new_tokens=0),
+        engine=EngineConfig(device="cpu"),  # there are none: every GPU may be a rank's
         learner=LearnerConfig(**learner),
         telemetry=TelemetryConfig(wandb=given.telemetry.wandb, tensorboard=given.telemetry.tensorboard),
     )
