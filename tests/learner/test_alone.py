@@ -16,7 +16,7 @@ def test_the_others_are_met_again_and_again_while_rank_zero_works(monkeypatch: p
     met: list[float] = []
     enough = threading.Event()
 
-    def meet(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def meet(values: torch.Tensor, device: torch.device, group: object) -> torch.Tensor:
         met.append(values.item())
         if len(met) == 3:
             enough.set()
@@ -30,7 +30,7 @@ def test_the_others_are_met_again_and_again_while_rank_zero_works(monkeypatch: p
 
 def test_a_rank_that_is_done_stays_until_rank_zero_is(monkeypatch: pytest.MonkeyPatch) -> None:
     others = iter([1.0, 1.0, 0.0])
-    monkeypatch.setattr(ranks, "sum_over_ranks", lambda values, device: values + next(others))
+    monkeypatch.setattr(ranks, "sum_over_ranks", lambda values, device, group: values + next(others))
     assert ranks.however_long(tuple, CPU) == ()
     assert next(others, None) is None
 
