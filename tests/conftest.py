@@ -66,6 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lacking = [mark for mark in MARKS if item.get_closest_marker(mark) and f"mark.{mark}" not in texts[item.path]]
         if lacking:
             raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{lacking[0]} in this file, or it is left out")
+        if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+            raise pytest.UsageError(
+                f"{item.nodeid} is long: write pytest.mark.slow beside it, or the fast part runs it"
+            )
 
 
 def children() -> set[int]:

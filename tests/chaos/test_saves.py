@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from . import saves
+from tests.chaos import saves
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_twenty_kills_during_saves_leave_a_whole_checkpoint_each_time_and_a_hundred_flips_are_found(tmp_path: Path):

@@ -36,7 +36,7 @@ QWEN = {
     "72b": (8192, 29568, 80, 64, 8),
 }
 """Of Qwen2.5."""
-long = pytest.mark.long
+LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 def qwen(size: str) -> Qwen2Config:
@@ -62,9 +62,9 @@ def local_bytes(tensor: torch.Tensor) -> int:
     ("size", "ranks"),
     [
         ("7b in 2 layers", 3),
-        pytest.param("7b", 8, marks=long),
-        pytest.param("32b", 32, marks=long),
-        pytest.param("72b", 64, marks=long),
+        pytest.param("7b", 8, marks=LONG),
+        pytest.param("32b", 32, marks=LONG),
+        pytest.param("72b", 64, marks=LONG),
     ],
 )
 def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(
