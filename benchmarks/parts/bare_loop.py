@@ -35,11 +35,12 @@ def collect(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str,
             max_new_tokens=NEW_TOKENS,
             num_return_sequences=GROUP,
             pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
         )
     assert isinstance(ids, torch.Tensor)
     written = ids[:, width:]
-    ended = (written == model.generation_config.eos_token_id).long().cumsum(1)
-    chosen = (ended == 0) | ((ended == 1) & (written == model.generation_config.eos_token_id))
+    ended = (written == tokenizer.eos_token_id).long().cumsum(1)
+    chosen = (ended == 0) | ((ended == 1) & (written == tokenizer.eos_token_id))
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     answers = [row["answer"] for row in rows for _ in range(GROUP)]
     rewards = torch.tensor([float(text.strip() == answer) for text, answer in zip(texts, answers, strict=True)])

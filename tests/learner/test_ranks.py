@@ -54,9 +54,11 @@ def test_two_ranks_learn_the_same_weights_as_one(folder: Path):
 
 def test_two_ranks_report_the_same_numbers_as_one(folder: Path):
     one, two = (load_file(folder / run / "row.safetensors") for run in ("one", "two"))
-    assert one.keys() == two.keys()
+    # Whether a save beside the steps has ended by now is a matter of time, too.
+    of_time = ("time/", "perf/", "idle/", "checkpoint/")
+    assert {*one} ^ {*two} <= {name for name in {*one, *two} if name.startswith(of_time)}
     for name in one:
-        if not name.startswith(("time/", "perf/", "idle/")):
+        if not name.startswith(of_time):
             assert one[name].item() == pytest.approx(two[name].item(), abs=1e-4, rel=1e-3), name
 
 
