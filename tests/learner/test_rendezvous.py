@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -184,9 +185,13 @@ def start_torchrun(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[by
         below = tree(process.pid)
         process.kill()
         process.wait()
-        for each in below:
-            if each.is_running():
-                each.kill()
+        kill_all(below)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def ranks_up(folder: Path, count: int, world: int) -> dict[int, int]:
@@ -230,5 +235,7 @@ def test_two_machines_restart_their_ranks_together_and_end_when_the_first_is_gon
     (victim,) = [pid for pid, rank in met.items() if rank == 3]
     os.kill(victim, signal.SIGKILL)
     ranks_up(folder, 8, world=4)
+    below = tree(machines[1].pid)
     machines[1].kill()
     assert machines[0].wait(120) != 0, "without the machine that hosts the stores nobody can go on"
+    kill_all(below)  # ranks of this script know nothing of their launcher's death, as asyncrl's do
