@@ -106,10 +106,11 @@ class _Watch:
         if for_s > self._limits["wall_s"]:
             return Reason.TIMED_OUT
         pids = _below(os.getpid())
-        if sum(map(_resident_bytes, pids)) > self._limits["memory_mb"] << 20:
-            return Reason.MEMORY
-        # Of root's processes the kernel counts only those that gave up being root.
-        return Reason.PROCESSES if not self._apart and len(pids) > self._limits["processes"] else None
+        # Of root's processes the kernel counts only those that gave up being root. Before memory: it is the many
+        # processes that fill it, and every one of them counts the pages that they share.
+        if not self._apart and len(pids) > self._limits["processes"]:
+            return Reason.PROCESSES
+        return Reason.MEMORY if sum(map(_resident_bytes, pids)) > self._limits["memory_mb"] << 20 else None
 
 
 def _reap() -> tuple[int, int] | None:

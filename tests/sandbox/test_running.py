@@ -122,7 +122,7 @@ time.sleep(1)
 def test_processes_beyond_the_limit_are_refused_or_end_it_and_all_are_gone_after(level):
     before = descendants(os.getpid())
 
-    outcome = run(BOMB, level=level, limits=Limits(wall_s=100.0, processes=16))
+    outcome = run(BOMB, level=level, limits=Limits(wall_s=100.0, processes=16, memory_mb=256))
 
     assert outcome.stdout == "refused\n" or outcome.reason is Reason.PROCESSES
     assert not [process for process in descendants(os.getpid()) - before if process.running()]
