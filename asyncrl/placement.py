@@ -113,9 +113,10 @@ def engine_share(gpus: int, engines: int, tensor_parallel: int = 1) -> float:
     """
     if gpus >= engines * tensor_parallel:
         return float(tensor_parallel)
-    problem = _too_crowded(gpus, Demand(engines=engines, tensor_parallel=tensor_parallel))
+    alone = Demand(engines=engines, tensor_parallel=tensor_parallel)
+    problem = _too_crowded(gpus, alone)
     if problem:
-        raise ConfigError(f"{problem}. {_way_out(gpus, Demand(engines=engines, tensor_parallel=tensor_parallel), '')}")
+        raise ConfigError(f"{problem}. {_way_out(gpus, alone, '')}")
     return 1 / math.ceil(engines / gpus)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.machine import check_machine
-from asyncrl.checks.placement import named, placement_of, visible_gpus
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.checks.sampling import truncations
 from asyncrl.cli.commands import (
@@ -24,6 +23,7 @@ from asyncrl.cli.commands import (
     shard_command,
     with_gpus,
 )
+from asyncrl.cli.placement_table import gpus_to_plan, placement_lines
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
 from asyncrl.learner.memory_plan import MASTER, Shape, Sizes, head_bytes, head_rows, held, stacked, whole_numbers
@@ -140,27 +140,6 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     else:
         shown = [alone[command](overrides)]
     return [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
-
-
-def gpus_to_plan(config: Config) -> Sequence[str]:
-    """Those that are here, or as many as `placement.gpus` says are elsewhere."""
-    visible = visible_gpus() or ()
-    return visible if config.placement.gpus <= len(visible) else tuple(map(str, range(config.placement.gpus)))
-
-
-def placement_lines(config: Config) -> list[str]:
-    """A table of process, GPUs, and how much of the memory of each."""
-    visible = gpus_to_plan(config)
-    placement = placement_of(config, len(visible))
-    placed = list(placement)
-    if not placed:
-        return ["no process gets a GPU: " + ("none is asked for" if visible else "there is none")]
-    head = f"{placement.mode}, {config.placement.gpus or len(visible)} GPU(s)"
-    rows = [
-        (each.name, named(each.gpus, visible), f"{each.memory:.0%}" if each.memory else "the rest") for each in placed
-    ]
-    wide = max(len(name) for name, _, _ in rows)
-    return [head, *(f"{name:<{wide}}  GPU {gpus:<8} {share} of its memory" for name, gpus, share in rows)]
 
 
 def support_line(config: Config) -> str:

@@ -107,14 +107,8 @@ def _kinds(kind: type, prefix: str = "") -> dict[str, str]:
 
 
 def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
-    """The text under each field of the dataclass, and of those in it."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef)
-    under: dict[str, str] = {}
-    for field, after in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            under[field.target.id] = " ".join(str(text).split())
+    """The text under each field of the dataclass, of those it is made from, and of those in it."""
+    under = {name: text for each in reversed(kind.__mro__) if is_dataclass(each) for name, text in _under(each).items()}
     found: dict[str, str] = {}
     hints = get_type_hints(kind)
     for item in fields(kind):
@@ -124,6 +118,18 @@ def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
         else:
             found[prefix + item.name] = under[item.name]
     return found
+
+
+def _under(kind: type) -> dict[str, str]:
+    """The text under each field that stands in this very class."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    under: dict[str, str] = {}
+    for field, after in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            under[field.target.id] = " ".join(str(text).split())
+    return under
 
 
 def matching(words: Sequence[str], kind: type = Config) -> list[Setting]:

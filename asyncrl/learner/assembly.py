@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from asyncrl.learner.ranks import choice_of_rank_zero
 from asyncrl.learner.resume import Start, begin, highest_version
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.sealing import refuse_unshared
+from asyncrl.learner.settings import CheckpointSettings
 from asyncrl.learner.train import StepLog, Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
@@ -52,6 +54,51 @@ class NoLog:
 
     def close(self) -> None:
         return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Where training is saved, and where it begins."""
+
+    checkpoints: Checkpoints
+    best: BestCheckpoint
+    restarted: bool
+    """This start has saved, or begun its branch, before."""
+    resume_from: Path | None
+
+
+def open_checkpoints(
+    config: Config, by: CheckpointSettings, place: Place, opened: ExitStack, *, run_dir: Path, resume: str
+) -> Kept:
+    """The checkpoints of `run_dir`, and which of them training goes on from. Collective.
+
+    Args:
+        opened: lets the save under way end.
+        resume: as the setting.
+
+    Raises:
+        CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
+    """
+    folder = run_dir / CHECKPOINT_DIR
+    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
+    checkpoints = Checkpoints(
+        folder,
+        rank=place.rank,
+        keep=by.keep_checkpoints,
+        every=by.keep_every,
+        patience=disk_patience(config),
+        best=best,
+        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
+        background=by.async_save,
+        within_s=by.save_timeout_s,
+    )
+    opened.callback(checkpoints.close, CLOSE_WITHIN_S)
+    restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
+    found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
+    if place.rank == 0:
+        best.begin()
+    resume_from = choice_of_rank_zero(found, place.device)
+    return Kept(checkpoints=checkpoints, best=best, restarted=restarted, resume_from=resume_from)
 
 
 def assemble(
@@ -83,25 +130,7 @@ def assemble(
     refuse_unshared(run_dir, place.rank, place.device)
     heed_note(config, run_dir, place.rank, place.device)
     try_own(config.loss, config.advantage, config.learner)
-    folder, by = run_dir / CHECKPOINT_DIR, config.learner
-    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
-    checkpoints = Checkpoints(
-        folder,
-        rank=place.rank,
-        keep=by.keep_checkpoints,
-        every=by.keep_every,
-        patience=disk_patience(config),
-        best=best,
-        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
-        background=by.async_save,
-        within_s=by.save_timeout_s,
-    )
-    opened.callback(checkpoints.close, CLOSE_WITHIN_S)
-    restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
-    found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
-    if place.rank == 0:
-        best.begin()
-    resume_from = choice_of_rank_zero(found, place.device)
+    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, mesh)
     agree_on_reduction(roles, config.learner, mesh)
     if config.learner.hook:
@@ -109,14 +138,14 @@ def assemble(
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION
     start = begin(
         replay,
-        checkpoints,
+        kept.checkpoints,
         roles,
-        resume_from,
+        kept.resume_from,
         rank=place.rank,
         device=place.device,
         known_version=known,
         settings=learner_digest(config),
-        branch=resume not in ("auto", "never") and not restarted,
+        branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
     )
     sender = publisher(roles)
@@ -127,8 +156,8 @@ def assemble(
         replay=replay,
         publisher=sender,
         roles=roles,
-        checkpoints=checkpoints,
-        best=best,
+        checkpoints=kept.checkpoints,
+        best=kept.best,
         start=start,
         log=rows,
         run_dir=run_dir,

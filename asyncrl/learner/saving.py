@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.weights.publishing.copying import on_stream
+from asyncrl.weights.publishing.copying import CopyStream
 
 HOST = torch.device("cpu")
 """Where the ranks of a save meet."""
@@ -95,8 +95,7 @@ class BackgroundSave:
         self._started = 0.0
         self._copied = threading.Event()
         self._failure: BaseException | None = None
-        self._stream: torch.cuda.Stream | None = None
-        """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
+        self._stream = CopyStream()
         self._took = dict.fromkeys(("checkpoint/save_s", "checkpoint/copy_wait_s", "checkpoint/wait_s"), 0.0)
 
     def start(self, name: str, copied: Callable[[], None], write: Callable[[], None], device: torch.device) -> None:
@@ -107,31 +106,16 @@ class BackgroundSave:
             copied: reads what steps change.
             device: of that. What is enqueued on a GPU until now comes first.
         """
-        ready = None
-        if device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(device))
         self._name, self._started = name, time.monotonic()
         self._copied.clear()
-        work = (copied, write, device, ready)
+        work = (self._stream.after_now(copied, device), write)
         # A daemon: a disk that hangs must not keep a learner from ending that has nothing more to do.
         self._thread = threading.Thread(target=self._main, args=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _main(
-        self,
-        copied: Callable[[], None],
-        write: Callable[[], None],
-        device: torch.device,
-        ready: torch.cuda.Event | None,
-    ) -> None:
+    def _main(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
         try:
-            if ready is None:
-                copied()
-            else:
-                self._stream = self._stream or torch.cuda.Stream(device)
-                with on_stream(self._stream, device, ready):
-                    copied()
+            copied()
             self._copied.set()
             write()
             self._took["checkpoint/save_s"] = time.monotonic() - self._started

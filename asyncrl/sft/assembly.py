@@ -10,18 +10,14 @@ from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.config import disk_patience
 from asyncrl.data.dataset import Dataset
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.accumulation import agree_on_reduction
-from asyncrl.learner.assembly import CLOSE_WITHIN_S
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.errands import Errands
+from asyncrl.learner.assembly import open_checkpoints
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.place import Place
-from asyncrl.learner.ranks import choice_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.sealing import refuse_unshared
 from asyncrl.sft.batches import Course, RowBatches
@@ -29,8 +25,6 @@ from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import RowLog, SftTraining, Start, resumed
-from asyncrl.storage.best import BestCheckpoint
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 
 
 class ClosableLog(RowLog, Protocol):
@@ -68,25 +62,8 @@ def assemble(
         RunFolderError: the ranks do not share `run_dir`.
     """
     refuse_unshared(run_dir, place.rank, place.device)
-    config, folder, by = learner_config(given), run_dir / CHECKPOINT_DIR, given.learner
-    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
-    checkpoints = Checkpoints(
-        folder,
-        rank=place.rank,
-        keep=by.keep_checkpoints,
-        every=by.keep_every,
-        patience=disk_patience(config),
-        best=best,
-        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
-        background=by.async_save,
-        within_s=by.save_timeout_s,
-    )
-    opened.callback(checkpoints.close, CLOSE_WITHIN_S)
-    restarted = place.restarted or (place.rank == 0 and checkpoints.begun(given.resume))
-    found = checkpoints.choose(given.resume, restarted) if place.rank == 0 else None
-    if place.rank == 0:
-        best.begin()
-    resume_from = choice_of_rank_zero(found, place.device)
+    config, by = learner_config(given), given.learner
+    kept = open_checkpoints(config, by, place, opened, run_dir=run_dir, resume=given.resume)
     encoder = open_encoder(given)
     rows = [SftRows(source, given.data) for source in train_sources(given)]
     data = Dataset(rows, given.data.order_by)
@@ -95,7 +72,7 @@ def assemble(
     policy = build_model(config, place.device, mesh)
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     agree_on_reduction(roles, config.learner, mesh)
-    start = resumed(checkpoints, roles, resume_from)
+    start = resumed(kept.checkpoints, roles, kept.resume_from)
     course = Course.of(len(data), by.rows_per_step, by.epochs, by.steps, step=start.step, draw=start.draw)
     written = log(start) if place.rank == 0 else NoLog()
     opened.callback(written.close)
@@ -103,8 +80,8 @@ def assemble(
         config=replace(config, learner=replace(config.learner, steps=course.steps)),
         eval=given.eval,
         roles=roles,
-        checkpoints=checkpoints,
-        best=best,
+        checkpoints=kept.checkpoints,
+        best=kept.best,
         start=start,
         batches=RowBatches(Examples(rows, encoder), order_of(given, data), course),
         held_out=held_out,

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from asyncrl.learner.settings import CheckpointSettings
 from asyncrl.schema import (
     Config,
     DataConfig,
@@ -57,7 +58,7 @@ class SftDataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class SftLearnerConfig:
+class SftLearnerConfig(CheckpointSettings):
     ranks: int = 1
     """FSDP2 ranks that `asyncrl sft` starts; under your own torchrun its world size rules."""
     device: str = "auto"
@@ -89,23 +90,6 @@ class SftLearnerConfig:
     """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
-    async_save: bool = True
-    """Checkpoints are written beside the steps, from a copy of weights and moments in host memory (with AdamW 12 bytes
-    per parameter, over the ranks). Without it every step waits for its checkpoint."""
-    save_timeout_s: float = 3600.0
-    """Longest that a checkpoint may take to be written, beside `run.disk_patience_s` on a full disk; then the run ends
-    and can be resumed. The next checkpoint, and the end of the run, wait for the one under way."""
-    keep_checkpoints: int = 2
-    """Older ones are deleted, but for the best and those of `keep_every`."""
-    keep_every: int = 0
-    """Checkpoints of each so many steps stay for good; 0 is none."""
-    export_every: int = 0
-    """Steps between models that load elsewhere, `exports/step_50/hf`, made of checkpoints by a process beside training;
-    0 is none. The last one is `hf/` in any case. See also `asyncrl export`."""
-    copy_to: str = ""
-    """URL of any file system that fsspec knows (`s3://bucket/run`, `gs://...`, `file:///backup`): each checkpoint is
-    copied there too, by a process beside training. Nothing there is deleted. A copy that fails three times, or takes
-    longer than `save_timeout_s`, is said and counted (`checkpoint/copies_failed`), and training goes on."""
     keep_best: str = ""
     """A metric, `eval/heldout/loss` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`."""
     keep_best_by: str = "min"

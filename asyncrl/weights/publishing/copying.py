@@ -17,6 +17,29 @@ import torch
 from asyncrl.errors import WeightsError
 
 
+class CopyStream:
+    """What is copied beside training on a GPU, on a stream of its own."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
+
+    def after_now(self, work: Callable[[], None], device: torch.device | None) -> Callable[[], None]:
+        """`work`, for another thread to call. What is enqueued on `device` (a GPU; others order themselves) until now
+        comes first, what comes later does not wait."""
+        if device is None or device.type != "cuda":
+            return work
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+
+        def on_its_stream() -> None:
+            self._stream = self._stream or torch.cuda.Stream(device)
+            with on_stream(self._stream, device, ready):
+                work()
+
+        return on_its_stream
+
+
 class BackgroundCopy:
     """One copy at a time, each on a thread.
 
@@ -29,8 +52,7 @@ class BackgroundCopy:
         self._thread: threading.Thread | None = None
         self._version = 0
         self._failure: Exception | None = None
-        self._stream: torch.cuda.Stream | None = None
-        """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
+        self._stream = CopyStream()
 
     def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
         """Run `work` on a thread; the copy before has been waited for.
@@ -39,12 +61,9 @@ class BackgroundCopy:
             device: the GPU that the weights or the snapshot lie on, if any. What is enqueued there until now comes
                 first, what comes later does not wait.
         """
-        ready = None
-        if device is not None:
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(device))
         self._version = policy_version
-        self._thread = threading.Thread(target=self._main, args=(work, device, ready), name="weights-copy", daemon=True)
+        ordered = self._stream.after_now(work, device)
+        self._thread = threading.Thread(target=self._main, args=(ordered,), name="weights-copy", daemon=True)
         self._thread.start()
 
     def wait(self) -> float:
@@ -75,15 +94,9 @@ class BackgroundCopy:
         if self._thread is not None:
             self._thread.join(wait_s)
 
-    def _main(self, work: Callable[[], None], device: torch.device | None, ready: torch.cuda.Event | None) -> None:
+    def _main(self, work: Callable[[], None]) -> None:
         try:
-            if device is None or ready is None:
-                work()
-                return
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)
-            with on_stream(self._stream, device, ready):
-                work()
+            work()
         except Exception as error:  # thread boundary: the learner gets it from `wait`
             self._failure = error
 
