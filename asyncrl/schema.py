@@ -262,6 +262,9 @@ class WeightsConfig:
     backend: str = "auto"
     """Of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), or `auto`: nccl where
     learner and engines have GPUs of their own by `placement.mode`."""
+    interface: str = ""
+    """Network interface of this machine that the weights take (`eth1`; gloo: several, by commas). Empty: that of
+    `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`; without them gloo takes the one that leads to `weights.host`."""
     wire_dtype: str = "float32"
     """`float32` or `bfloat16`; shards are cast before they are gathered."""
     bucket_mb: int = 64

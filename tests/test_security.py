@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.learner.place import loopback_interfaces
+from asyncrl.learner.place import group_interfaces
 from asyncrl.rollout.pool import hold_ray_to_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,10 +59,12 @@ def test_the_search_for_such_code_would_find_it(line: str, tmp_path: Path) -> No
 
 def test_what_the_user_exported_wins_over_loopback() -> None:
     here = {"MASTER_ADDR": "127.0.0.1"}
-    assert loopback_interfaces(here, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert loopback_interfaces(here, "10.0.0.6") == {"GLOO_SOCKET_IFNAME": "lo"}, "nccl carries the weights elsewhere"
-    assert loopback_interfaces({"MASTER_ADDR": "10.0.0.6"}, "10.0.0.6") == {}
-    assert loopback_interfaces(here | {"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.6") == {}
+    assert group_interfaces(here, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert group_interfaces(here, "10.0.0.6") == {"GLOO_SOCKET_IFNAME": "lo"}, "nccl carries the weights elsewhere"
+    assert group_interfaces({"MASTER_ADDR": "10.0.0.6"}, "10.0.0.6") == {}
+    assert group_interfaces(here | {"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.6") == {}
+    named = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth2"}
+    assert group_interfaces(here, "10.0.0.6", "eth2") == named, "weights.interface"
     required = ["model.path=m", "data.path=d", "reward.function=r.py:f", "rollout.host=ray"]
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     for settings, exported, held in (([], {}, "0"), ([], {variable: "1"}, "1"), (["ray.address=auto"], {}, None)):

@@ -96,16 +96,19 @@ def memory_of(device: torch.device, ranks: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
-def loopback_interfaces(environment: Mapping[str, str], weights_host: str) -> dict[str, str]:
+def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_interface: str = "") -> dict[str, str]:
     """Variables that hold gloo and nccl to loopback, where all ranks (MASTER_ADDR) are on this machine.
 
     Without them both listen wherever the machine's own name leads. nccl has one for all groups of a process, so it is
-    left alone where the weights go to other machines.
+    `weights.interface`, and without that left alone where the weights go to other machines.
     """
-    if not is_loopback(environment.get("MASTER_ADDR", "127.0.0.1")):
-        return {}
-    held = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_loopback(weights_host) else ("GLOO_SOCKET_IFNAME",)
-    return {name: "lo" for name in held if name not in environment}
+    inside = is_loopback(environment.get("MASTER_ADDR", "127.0.0.1"))
+    held = {"GLOO_SOCKET_IFNAME": "lo"} if inside else {}
+    if weights_interface:
+        held["NCCL_SOCKET_IFNAME"] = weights_interface
+    elif inside and is_loopback(weights_host):
+        held["NCCL_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in held.items() if name not in environment}
 
 
 def join_ranks(config: Config, place: Place) -> DeviceMesh:
@@ -117,7 +120,7 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
     alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
     patience = timedelta(seconds=alone_s)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
-    os.environ.update(loopback_interfaces(os.environ, config.weights.host))
+    os.environ.update(group_interfaces(os.environ, config.weights.host, config.weights.interface))
     if place.world == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
     else:

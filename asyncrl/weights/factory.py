@@ -45,6 +45,7 @@ def make_publisher(
             timeout_s=weights.timeout_s,
             backend=backend,
             device=device,
+            interface=weights.interface,
             delta=weights.delta,
         )
     elif rank == 0 and weights.transport == "files":
@@ -89,18 +90,26 @@ def make_subscriber(
         return FilesSubscriber(rendezvous, load, proof, stall_s)
     if weights.transport != "broadcast":
         raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
-    device = torch.device("cuda") if torch.cuda.is_available() else None
     return BroadcastSubscriber(
         rendezvous,
         load,
         worker=worker,
         incarnation=incarnation,
         timeout_s=weights.timeout_s,
-        receiver=receiver or Staging(device),
+        interface=weights.interface,
+        receiver=receiver or Staging(_engine_gpu(config.engine.device)),
         proof=proof,
         stall_s=stall_s,
         admit=admit,
     )
+
+
+def _engine_gpu(device: str) -> torch.device | None:
+    """With its number: nccl takes no other."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    number = torch.device(device).index if device.startswith("cuda") else None
+    return torch.device("cuda", torch.cuda.current_device() if number is None else number)
 
 
 def _backend(config: Config, device: torch.device) -> str:

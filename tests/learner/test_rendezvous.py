@@ -147,12 +147,12 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from asyncrl.learner.place import loopback_interfaces
+from asyncrl.learner.place import group_interfaces
 from tests.sockets import listeners, tree
 
 folder, start = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 assert os.environ["ASYNCRL_LAUNCHER"] == str(os.getppid()), "or it could not tell when that is gone"
-os.environ.update(loopback_interfaces(os.environ, "127.0.0.1"))
+os.environ.update(group_interfaces(os.environ, "127.0.0.1"))
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)

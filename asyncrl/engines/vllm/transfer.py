@@ -148,9 +148,6 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
     def _join(self, seat: Seat) -> list[str]:
         # vLLM pins NCCL settings for its own groups; one shared with the learner, which has others, would hang.
         with unpinned_nccl_env() if self._cuda else nullcontext():
-            if self._cuda:
-                # Else torch's watchdog ends this process when a learner dies; our own deadlines end only the group.
-                os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             self._staging.join(seat)
         return []
 

@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast.wires import Place, open_wire
 
 Tag = TypeVar("Tag")
 
@@ -39,14 +40,6 @@ def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStor
     return store, port
 
 
-def own_address(towards: str) -> str:
-    """This machine's address on the interface from which `towards` is reached; loopback for loopback."""
-    (family, kind, _, _, place), *_ = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)  # of datagrams: nothing is sent
-        return str(probe.getsockname()[0])
-
-
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Raises WeightsError when nobody answers there within `timeout_s`."""
     try:
@@ -57,9 +50,6 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         raise WeightsError(f"the publisher's store at {host}:{port} does not answer: {error}") from error
 
 
-_PIECE = 4 << 20
-"""Bytes that gloo sends at a time. What arrived is hashed while the next piece is on its way; shorter and longer ones
-pass through the sockets more slowly."""
 STRETCH = 64 << 20
 """Bytes of one buffer that get the timeout together: a single tensor may be much larger than a bucket should be."""
 
@@ -83,27 +73,18 @@ class WeightGroup:
         world: int,
         timeout_s: float,
         device: torch.device | None = None,
+        interface: str = "",
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
-        self.timeout_s, self._backend = timeout_s, backend
+        self.timeout_s = timeout_s
         self._deadline = 0.0
         """By `time.monotonic()`, of the stretch that is on its way."""
-        timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore(f"group/{epoch}", store)
-        prefixed.set_timeout(timeout)
-        if backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-            options._timeout = timeout  # pyright: ignore[reportAttributeAccessIssue]
-            # Left to itself gloo listens wherever the machine's own name leads.
-            interface = dist.ProcessGroupGloo.create_device(hostname=own_address(host))
-            options._devices = [interface]  # pyright: ignore[reportAttributeAccessIssue]
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
-        else:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            nccl.is_high_priority_stream = True
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
-            self._group.eager_connect_single_device(device)
+        prefixed.set_timeout(timedelta(seconds=timeout_s))
+        place = Place(
+            store=prefixed, host=host, rank=rank, world=world, timeout_s=timeout_s, interface=interface, device=device
+        )
+        self._wire = open_wire(backend, place)
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets long ones.
@@ -112,31 +93,19 @@ class WeightGroup:
         """
         for stretch in buffer.split(STRETCH) if len(buffer) else ():
             self._deadline = time.monotonic() + self.timeout_s
-            yield from stretch.split(_PIECE) if self._backend == "gloo" else (stretch,)
+            yield from stretch.split(min(self._wire.piece_bytes, STRETCH))
 
-    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Send (rank 0) or receive into `buffer`, a piece; `.wait()` raises RuntimeError if a member is gone or silent.
+    def broadcast(self, buffer: torch.Tensor) -> Any:
+        """Send (rank 0) or receive into `buffer`, a piece; what it returns is for `wait`.
 
         Raises:
             RuntimeError: nothing is left of the time for the pieces of one buffer.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=self._left_s())
-        return self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._wire.broadcast(buffer, self._left_s())
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Any) -> None:
         """Until `work` is done. Raises RuntimeError when a member is gone, or the buffer's deadline has passed."""
-        if self._backend == "gloo":
-            work.wait()
-            return
-        # nccl only enqueues: this waits for the peers' GPUs, with a deadline of our own instead of its watchdog's.
-        while not work.is_completed():
-            if time.monotonic() >= self._deadline:
-                self.abort()
-            self._left_s()
-            time.sleep(0.0005)
-        work.wait()
+        self._wire.wait(work, max(self._deadline - time.monotonic(), 0.0))
 
     def _left_s(self) -> float:
         """Seconds for what is missing of the stretch, at least the millisecond that torch counts in."""
@@ -152,7 +121,7 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Leave at once; whoever still waits in this group gets an error now instead of a timeout."""
-        self._group.abort()
+        self._wire.abort()
 
 
 def passed(group: WeightGroup, flow: Iterable[tuple[Tag, torch.Tensor]]) -> Iterator[Tag]:
@@ -160,7 +129,7 @@ def passed(group: WeightGroup, flow: Iterable[tuple[Tag, torch.Tensor]]) -> Iter
 
     What the caller does with one happens beside the next, and the wire never waits for a thread that has to wake up.
     """
-    on_their_way: deque[tuple[Tag, dist.Work]] = deque()
+    on_their_way: deque[tuple[Tag, Any]] = deque()
     for tag, piece in flow:
         on_their_way.append((tag, group.broadcast(piece)))
         if len(on_their_way) == 2:

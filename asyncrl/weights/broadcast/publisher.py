@@ -47,6 +47,7 @@ class BroadcastSender:
         host: address the store binds, and at which the workers reach it.
         port: 0 is any that is free.
         backend: `gloo` or `nccl`; subscribers learn it from the board.
+        interface: `weights.interface`, of this end.
         delta: `weights.delta`.
     """
 
@@ -59,12 +60,13 @@ class BroadcastSender:
         timeout_s: float,
         backend: str = "gloo",
         device: torch.device | None = None,
+        interface: str = "",
         poll_members_s: float = 1.0,
         delta: str = "never",
     ) -> None:
         self._rendezvous = rendezvous
         self._host, self._timeout_s = host, timeout_s
-        self._backend, self._device = backend, device
+        self._backend, self._device, self._interface = backend, device, interface
         self._poll_members_s = poll_members_s
         self._delta = DeltaChoice(delta)
         self._base: int | None = None
@@ -179,7 +181,7 @@ class BroadcastSender:
             try:
                 self._group = WeightGroup(
                     self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0,
-                    world=world, timeout_s=self._timeout_s, device=self._device,
+                    world=world, timeout_s=self._timeout_s, device=self._device, interface=self._interface,
                 )  # fmt: skip
             except RuntimeError as error:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)

@@ -39,6 +39,8 @@ class Seat:
     timeout_s: float
     manifest: list[Any]
     """As from `Manifest.to_wire`."""
+    interface: str = ""
+    """`weights.interface` of the member."""
 
 
 class Receiver(Protocol):
@@ -110,6 +112,7 @@ class Staging:
         self._group = WeightGroup(
             connect_store(seat.host, seat.port, seat.timeout_s), backend=seat.backend, host=seat.host,
             epoch=seat.epoch, rank=seat.rank, world=seat.world, timeout_s=seat.timeout_s, device=self._device,
+            interface=seat.interface,
         )  # fmt: skip
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,7 @@ class BroadcastSubscriber(SubscriberThread):
         worker: str,
         incarnation: str,
         timeout_s: float,
+        interface: str = "",
         receiver: Receiver | None = None,
         proof: Proof | None = None,
         stall_s: Callable[[], float] | None = None,
@@ -52,7 +53,7 @@ class BroadcastSubscriber(SubscriberThread):
         super().__init__(rendezvous, load, "subscriber", proof, stall_s)
         self._admit = admit
         self._worker, self._incarnation = worker, incarnation
-        self._timeout_s = timeout_s
+        self._timeout_s, self._interface = timeout_s, interface
         self._receiver = receiver or Staging()
         self._revision = -1
         self._board: dict[str, Any] = {}
@@ -111,7 +112,7 @@ class BroadcastSubscriber(SubscriberThread):
         seat = Seat(
             host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
             epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
-            timeout_s=self._timeout_s, manifest=invite["manifest"],
+            timeout_s=self._timeout_s, manifest=invite["manifest"], interface=self._interface,
         )  # fmt: skip
         try:
             self._receiver.join(seat)
