@@ -49,11 +49,10 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, mesh: DeviceMesh | N
     if mesh is None:
         return
     device = device_of(mesh)
-    models = [model for model in (roles.reference, roles.average) if model is not None]
     learned = [model for _, model, _ in roles.trained()]
     trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
     memory, ranks = memory_of(device, mesh.size()), mesh.size()
-    shards = sum(held_by(model, ranks) for model in (*learned, *models))
+    shards = sum(held_by(model, ranks) for model in roles.models())
     mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)
     each = text_of_rank_zero("each" if mine else "last", device) == "each"
     for model in learned:

@@ -76,6 +76,10 @@ class Packing:
     windows: set[int | None] | None = None
     """Where given, every layer's attention notes here the sliding window that it is called with."""
 
+    def slots(self, device: torch.device, dtype: torch.dtype) -> int:
+        """Tokens that attention holds queries, keys and values of, padding counted."""
+        return len((self.rows if takes_any_length(device, dtype) else self.padded).index)
+
 
 def plan_packing(
     rows: NDArray[np.int64], lengths: NDArray[np.int64], tokens: int, device: torch.device | None = None
@@ -145,6 +149,11 @@ def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Ten
     return packing.rows.index[place], slot[packing.rows.owner]
 
 
+def takes_any_length(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether rows go to one variable-length flash call, which knows half precision alone; else to padded blocks."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads tokens head_dim"],
@@ -172,10 +181,10 @@ def packed_attention(
         )
     if packing.windows is not None:
         packing.windows.add(sliding_window)
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    gather = packing.rows if half else packing.padded
+    flash = takes_any_length(query.device, query.dtype)
+    gather = packing.rows if flash else packing.padded
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
-    attend = _flash if half else partial(_blockwise, exact=exact)
+    attend = _flash if flash else partial(_blockwise, exact=exact)
     out = attend(q, k, v, packing, scaling, sliding_window)
     return out.index_select(0, gather.owner)[None], None
 

@@ -77,6 +77,26 @@ def operations(work: Work, batches: Iterable[MicroBatch], passes: int) -> float:
     return float(passes * total)
 
 
+def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Share of what is computed that is no token of a trajectory, as (padding, all) sums: in the layers, and in
+    attention, where a shared prompt counts for each of its completions.
+
+    Args:
+        in_rows: each trajectory runs in a row of its own (`layout.Layout.ROWS`).
+        compute: dtype that the model computes in.
+    """
+    of_layers, of_attention = (0.0, 0.0), (0.0, 0.0)
+    for batch in batches:
+        packing, there = batch.packing, bool(batch.members)  # who has no trajectory computes for the others' sake
+        rows, tokens = len(packing.lengths) * packing.max_length, len(batch.input_ids)
+        real = int(packing.lengths.sum())
+        slots = rows if in_rows else packing.slots(batch.input_ids.device, compute)
+        computed, useful = (rows, real) if in_rows else (tokens, tokens)
+        of_layers = of_layers[0] + computed - useful * there, of_layers[1] + computed
+        of_attention = of_attention[0] + slots - real * there, of_attention[1] + slots
+    return {"perf/padding_share": of_layers, "perf/attention_padding_share": of_attention}
+
+
 def passes_of(*, adapted: bool, warming_up: bool) -> int:
     """With adapters the weights get no gradient; while the critic warms up the policy has no backward."""
     if warming_up:

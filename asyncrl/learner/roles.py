@@ -61,8 +61,12 @@ class Roles:
     @property
     def in_rows(self) -> bool:
         """One of the models cannot be packed: micro-batches are planned for rows."""
-        others = (self.reference, self.average, self.critic and self.critic.model)
-        return any(model is not None and model.layout is Layout.ROWS for model in (self.policy, *others))
+        return any(model.layout is Layout.ROWS for model in self.models())
+
+    def models(self) -> list[PackedModel]:
+        """All of them."""
+        others = (self.reference, self.average)
+        return [*(model for _, model, _ in self.trained()), *(model for model in others if model is not None)]
 
     def trained(self) -> Iterator[tuple[str, PackedModel, torch.optim.Optimizer]]:
         """`(name, model, optimizer)` of what is learned."""

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.critic import CriticModel, value_loss
-from asyncrl.learner.flops import operations, passes_of
+from asyncrl.learner.flops import operations, padding, passes_of
 from asyncrl.learner.group_ess import group_weights
 from asyncrl.learner.hook import AFTER, BEFORE
+from asyncrl.learner.memory_peak import begin_peak, peak_row
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import PolicyModel, reshard, set_gradient_sync
+from asyncrl.learner.model import DTYPES, PolicyModel, reshard, set_gradient_sync
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.plan import Budget, MinibatchPlan, plan_minibatches
 from asyncrl.learner.ranks import gather_over_ranks, sum_over_ranks
@@ -55,6 +56,7 @@ def train_step(
         NonFiniteError: too many steps in a row were skipped.
     """
     plan, settings = lease.plan, config.learner
+    begin_peak(device)
     minibatches = plan_minibatches(
         plan,
         rank=rank,
@@ -91,6 +93,8 @@ def train_step(
     passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
     measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
     measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
+    measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=DTYPES[config.model.dtype])
+    measured.maxima |= peak_row(config.model, roles, batches, world, device)
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
         measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))

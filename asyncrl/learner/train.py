@@ -16,6 +16,7 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.collective_clock import clock_of
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
@@ -95,7 +96,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     guard = NonFiniteGuard(parts.run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
     guard.skipped = start.skipped_steps
     leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
-    clock = StepClock()
+    clock, collectives = StepClock(), clock_of(roles, world, device)
     peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
     names, sets = source_names(config.data), eval_sets(config)
     metrics = {each.name: each.config.reward.metric for each in sets}
@@ -124,6 +125,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         profile.begin(trained)
         with one_more_try(config, parts.run_dir, rank):
             measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
+        measured.ratios |= {name: (seconds, 1.0) for name, seconds in collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
         clock.lap("train")

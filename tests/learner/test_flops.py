@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from asyncrl.learner.batch import pack
-from asyncrl.learner.flops import Work, operations, passes_of, peak_of, speed
+from asyncrl.learner.flops import Work, operations, padding, passes_of, peak_of, speed
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 TOKENS = 24
@@ -97,3 +97,21 @@ def test_a_share_of_the_peak_is_known_where_the_peak_is():
 def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_of(torch.device("cuda", 0)) == peak
+
+
+def test_a_pack_pads_attention_alone_and_rows_pad_everything():
+    plan, groups = make_step(3, max_staleness=4)
+    lease = make_lease(plan, groups)
+    members = sorted(lease.trajectories)
+    full, empty = (pack(lease, chosen, torch.device("cpu")) for chosen in (members, []))
+    lengths = [len(lease.trajectories[member].token_ids) for member in members]
+    blocks = sum(rows * length for rows, length in full.packing.blocks)
+    assert blocks > sum(lengths), "the feed has nothing to pad"
+    packed = padding([full, empty], in_rows=False, compute=torch.float32)
+    assert packed["perf/padding_share"] == (1, len(full.input_ids) + 1)
+    assert packed["perf/attention_padding_share"] == (blocks - sum(lengths) + 1, blocks + 1)
+    in_rows = padding([full], in_rows=True, compute=torch.float32)
+    slots = len(lengths) * max(lengths)
+    assert set(in_rows.values()) == {(slots - sum(lengths), slots)}
+    assert full.packing.slots(torch.device("cuda", 0), torch.bfloat16) == sum(lengths)
+    assert full.packing.slots(torch.device("cuda", 0), torch.float32) == blocks

@@ -1,0 +1,63 @@
+"""The most memory that a step took on a GPU, beside what the plan (`memory_plan`) says of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from asyncrl.learner.accumulation import held_by
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
+from asyncrl.learner.model import DTYPES, PackedModel
+from asyncrl.learner.roles import Roles
+from asyncrl.schema import ModelConfig
+
+PEAK, PLANNED = "memory/peak_gb", "memory/planned_gb"
+
+
+def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], ranks: int) -> int:
+    """Of this rank: what it holds of all models, and what comes and goes with its largest micro-batch. 0 where the
+    model's config is none of a plain decoder."""
+    sizes = Sizes.of(roles.policy.hf.config.to_dict())
+    if sizes is None or not batches:
+        return 0
+    held = sum(held_by(model, ranks) for model in roles.models())
+    compute, several = DTYPES[config.dtype], len(batches) > 1
+    width = compute.itemsize
+    passing = max(whole_bytes(model, width, several=several) for model in roles.models())
+    every = config.checkpoint_every if config.activation_checkpointing else 0
+    device = batches[0].input_ids.device
+    kept = max(
+        sizes.activations(len(batch.input_ids), batch.packing.slots(device, compute), width, every) for batch in batches
+    )
+    scored = max(len(batch.loss_positions) for batch in batches)
+    return held + passing + kept + head_bytes(sizes.vocabulary, sizes.hidden, width, scored)
+
+
+def whole_bytes(model: PackedModel, width: int, *, several: bool) -> int:
+    """Of a sharded model: weights that are whole while it computes and, with several micro-batches that meet at their
+    end, its whole gradient. A model that is not sharded has both already."""
+    if not isinstance(model, FSDPModule):
+        return 0
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    gradient = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return width * whole_numbers(shapes) + (MASTER * gradient if several and not model.reduce_each else 0)
+
+
+def begin_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_row(
+    config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], ranks: int, device: torch.device
+) -> dict[str, float]:
+    """What tensors took at most since `begin_peak`, and what was planned; nothing without a GPU, whose allocator alone
+    counts."""
+    if device.type != "cuda":
+        return {}
+    planned = planned_bytes(config, roles, batches, ranks)
+    row = {PEAK: torch.cuda.max_memory_allocated(device) / 1e9}
+    return row | ({PLANNED: planned / 1e9} if planned else {})

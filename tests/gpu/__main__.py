@@ -1,0 +1,62 @@
+"""The learner on one GPU, in a few minutes:
+
+    python -m tests.gpu [--device cuda|cpu] [--model 0.6b|1.7b|4b] [--only CHECK ...]
+
+Prints a JSON line for each check. Needs torch, transformers and what the learner imports (hydra-core, msgpack, xxhash,
+jaxtyping, fsspec), and nothing of pytest, vLLM, Ray or ZeroMQ. Without a GPU the same code runs in tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from asyncrl.learner.place import joined_ranks, prepare_process
+from asyncrl.schema import Config
+from tests.gpu.checks import CHECKS
+from tests.gpu.scale import LARGE, QWEN3, TINY, Scale
+
+
+def run(scale: Scale, only: list[str]) -> int:
+    """How many checks failed."""
+    failed = 0
+    prepare_process(scale.place, logging.WARNING)
+    said = torch.cuda.get_device_name(scale.device) if scale.device.type == "cuda" else "CPU"
+    print(json.dumps({"device": said, "torch": torch.__version__}), flush=True)
+    with tempfile.TemporaryDirectory() as scratch, joined_ranks(Config(), scale.place) as mesh:
+        for name in only:
+            began = time.perf_counter()
+            try:
+                line = {"check": name, "passed": True, "found": CHECKS[name](scale, Path(scratch), mesh)}
+            # Whatever one of them dies of, the others are worth their minutes on a GPU.
+            except Exception as error:
+                logging.exception(name)
+                line, failed = {"check": name, "passed": False, "found": f"{type(error).__name__}: {error}"}, failed + 1
+            print(json.dumps(line | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
+            if scale.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", choices=[name for name in QWEN3 if name[0].isdigit()], help="of speed and memory")
+    parser.add_argument("--only", choices=list(CHECKS), nargs="+", default=list(CHECKS))
+    given = parser.parse_args()
+    scale = TINY if given.device == "cpu" else LARGE
+    if given.model:
+        scale = replace(scale, model=given.model)
+    sys.exit(1 if run(scale, given.only) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`python -m tests.gpu`: on a CPU in tiny, so that it cannot rot; where there is a GPU, with `-m gpu`, as it is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.forked import forked_from
+from tests.gpu.__main__ import run
+from tests.gpu.checks import CHECKS
+from tests.gpu.scale import LARGE, TINY
+
+NOT_THERE = (
+    "pytest",
+    "hypothesis",
+    "vllm",
+    "ray",
+    "zmq",
+    "renderers",
+    "rich",
+    "pyarrow",
+    "matplotlib",
+    "peft",
+    "datasets",
+)
+"""On the machine with the GPU."""
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_of_a_gpu_runs_without_one(check: str, mesh, folder: Path):
+    CHECKS[check](TINY, folder, mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_the_checks_pass_on_a_gpu():
+    assert run(LARGE, list(CHECKS)) == 0
+
+
+def import_without() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("asyncrl", *NOT_THERE)]:
+        del sys.modules[name]
+    sys.modules |= dict.fromkeys(NOT_THERE)  # pyright: ignore[reportArgumentType]
+    for name in ("fed_replay", "feed"):
+        sys.modules.pop(f"tests.learner.{name}", None)
+    for name in ("checks", "scale"):
+        sys.modules.pop(f"tests.gpu.{name}", None)
+    importlib.import_module("tests.gpu.checks")
+
+
+def test_they_need_little_to_be_installed():
+    process = forked_from("tests.learner.rank_process").Process(target=import_without)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

@@ -1,0 +1,69 @@
+"""The clock around FSDP2's collectives: what it counts, and that it changes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from asyncrl.learner import collective_clock
+from asyncrl.learner import model as model_room
+from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
+from asyncrl.learner.collective_clock import GATHER, REDUCE, CollectiveClock, clock_of
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.roles import Roles
+from tests.learner.feed import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def mesh():
+    """Of two ranks, of which there is one: what the other sends is not looked at."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_every_gather_and_reduce_of_a_sharded_model_is_timed(mesh, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_room, "fill_from_rank_zero", lambda module, mesh: None)
+    hf = tiny_model("llama")
+    hf.set_attn_implementation(PACKED_ATTENTION)
+    model = PolicyModel(hf)
+    model_room.shard(model, mesh, torch.float32)
+    roles = Roles(policy=model, optimizer=torch.optim.SGD(model.parameters()))
+    clock = clock_of(roles, 2, CPU)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(collective_clock.time, "perf_counter", lambda: float(next(ticks)))
+    model.seen(torch.arange(8), torch.arange(8), plan_packing(np.arange(8), np.array([8]), 8)).sum().backward()
+    # Two layers and the rest; the layers again in the backward, where the rest is whole still.
+    assert clock.take() == {GATHER: 5.0, REDUCE: 3.0}
+    assert clock.take() == {GATHER: 0.0, REDUCE: 0.0}
+    assert clock_of(roles, 1, CPU).take() == {}, "one rank meets nobody"
+
+
+def test_on_a_gpu_events_are_read_when_the_step_is_over(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.record, self.synchronize = (lambda: calls.append("record")), (lambda: calls.append("wait"))
+
+        def elapsed_time(self, ended: Event) -> float:
+            assert ended is not self
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = CollectiveClock(SimpleNamespace(type="cuda"))  # pyright: ignore[reportArgumentType]
+    for name in (GATHER, GATHER, REDUCE):
+        with clock.around(name):
+            calls.append(name)
+    assert calls == [each for name in (GATHER, GATHER, REDUCE) for each in ("record", name, "record")]
+    assert clock.take() == {GATHER: 0.5, REDUCE: 0.25}
+    assert calls[-3:] == ["wait"] * 3 and clock.take() == {GATHER: 0.0, REDUCE: 0.0}
