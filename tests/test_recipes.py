@@ -1,4 +1,4 @@
-"""The recipes of configs/experiment/ and their smoke variants: composed and planned whole; two of them run for real."""
+"""The recipes of configs/experiment/ and their smoke variants: composed and planned whole."""
 
 from __future__ import annotations
 

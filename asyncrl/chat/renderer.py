@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from renderers import ParsedToolCall, Renderer, ToolCallParseStatus, create_renderer
 from renderers.configs import config_from_name
@@ -49,6 +51,8 @@ class RendererChat:
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
+        self._rendered: tuple[str, list[int]] = "", []
+        """The last opening, as it was written in Python: that of a group is asked for by each sibling in turn."""
 
     @property
     def why_single(self) -> str:
@@ -63,13 +67,18 @@ class RendererChat:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         if self.name == DEFAULT and not self._tokenizer.chat_template:
             raise no_template()
+        opening = repr((messages, tools))
+        if opening == self._rendered[0]:
+            return list(self._rendered[1])
         try:
-            return self._renderer.render_ids(_given(messages), tools=list(tools) or None, add_generation_prompt=True)
+            ids = self._renderer.render_ids(_given(messages), tools=list(tools) or None, add_generation_prompt=True)
         # A template is code that came with the model, and a renderer one for messages of its family: whatever they
         # raise is one list of messages that cannot be rendered.
         except Exception as error:
             what = "the tokenizer's chat template" if self.name == DEFAULT else f"renderer {self.name}"
             raise unrenderable(what, error) from error
+        self._rendered = opening, list(ids)
+        return ids
 
     def supervise(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, learned: Sequence[bool]
@@ -99,9 +108,7 @@ class RendererChat:
     ) -> Reply:
         try:
             parsed = self._renderer.parse_response(
-                [int(token) for token in completion],
-                tools=list(tools) or None,
-                prompt_ids=[int(token) for token in prompt],
+                _plain_ids(completion), tools=list(tools) or None, prompt_ids=_plain_ids(prompt)
             )
         # What is parsed was sampled: any ids at all. A parser that trips over them has read no call.
         except Exception as error:
@@ -131,7 +138,7 @@ class RendererChat:
             raise ChatError(self.why_single)
         if self.name == DEFAULT:
             return self._extend_by_template(completion, messages, tools)
-        before = [*map(int, prompt), *map(int, completion)]
+        before = _plain_ids(prompt) + _plain_ids(completion)
         try:
             bridge = self._renderer.bridge_to_next_turn(
                 before[: len(prompt)],
@@ -194,6 +201,10 @@ def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Rend
             f"model.renderer={name} cannot be used with this tokenizer: {type(error).__name__}: {error}. Name the "
             "renderer of the model that it comes from, or model.renderer=default"
         ) from error
+
+
+def _plain_ids(ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
 def _given(messages: Sequence[Message]) -> Any:

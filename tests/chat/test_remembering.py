@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asyncrl.chat.remembering import SHORT, Remembering
+from asyncrl.chat.renderer import RendererChat
 from tests.chat.markers import tokenizer
 
 TEXTS = ["", "a", "hello", "<|im_start|>assistant\n", "<think>", "é\u200b", "x" * SHORT, "y" * (SHORT + 1)]
@@ -39,3 +42,37 @@ def test_a_marker_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         kept.encode("<|im_start|>assistant\n", add_special_tokens=False)
     assert asked == ["<|im_start|>assistant\n"]
+
+
+def test_the_opening_that_siblings_share_is_rendered_once_and_no_other_is_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk = RendererChat(tokenizer("<|im_end|>"), "qwen3", {}, chosen=True)
+    rendered = 0
+    render = talk._renderer.render_ids
+
+    def counted(*args: Any, **given: Any) -> list[int]:
+        nonlocal rendered
+        rendered += 1
+        return render(*args, **given)
+
+    monkeypatch.setattr(talk._renderer, "render_ids", counted)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    first = talk.render(messages)
+    again = talk.render([dict(each) for each in messages])
+    assert rendered == 1 and first == again
+    again.append(0)
+    assert talk.render(messages) == first
+    messages[0]["content"] = "ho"
+    assert talk.render(messages) != first
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": 1}}}
+    other = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": True}}}
+    assert talk.render(messages, [tool]) != talk.render(messages, [other]) != talk.render(messages)
+
+
+def test_a_tokenizer_that_was_told_to_cut_is_asked_itself() -> None:
+    plain = tokenizer.__wrapped__()  # one of its own: others keep theirs
+    kept = Remembering(plain)
+    plain.backend_tokenizer.enable_truncation(2)
+    kept("hello there", add_special_tokens=False, return_offsets_mapping=True)
+    assert plain.backend_tokenizer.truncation is None  # by transformers, which was asked

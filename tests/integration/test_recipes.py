@@ -17,8 +17,7 @@ from tests.integration.conftest import LocalRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
-FIRST = "dapo_math_17k"
-"""It has most of what no other test runs: groups filtered and replaced, a set with its own rewards, the best kept."""
+KEEPS_BEST = "dapo_math_17k"
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,7 @@ def start_smoke(cache: Path, tmp_path: Path) -> Iterator[Callable[[str], LocalRu
         run.stop()
 
 
-@pytest.mark.parametrize(
-    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in sorted(SMOKES) if name != FIRST)]
-)
+@pytest.mark.parametrize("name", sorted(SMOKES))
 def test_a_smoke_variant_trains_and_evaluates_to_its_end(start_smoke: Callable[[str], LocalRun], name: str) -> None:
     run = start_smoke(name)
     assert run.finish(600) == 0, run.tail()
@@ -60,5 +57,5 @@ def test_a_smoke_variant_trains_and_evaluates_to_its_end(start_smoke: Callable[[
     assert measured and all(value == 0 for row in measured for key, value in row.items() if key.endswith("/failed"))
     assert (run.directory / "hf" / "config.json").is_file()
     best = read_best(run.directory / "ckpt")
-    if name == FIRST:
+    if name == KEEPS_BEST:
         assert best is not None and best.metric == "eval/aime24/accuracy" and best.step in (2, 3)

@@ -127,6 +127,23 @@ async def waits(completion, row):
     return 1.0
 
 
+_together, _most = 0, 0
+
+
+async def crowd(completion, row, wanted):
+    """The most calls that ran side by side so far, once that is as many as `wanted`; waits for them."""
+    global _together, _most
+    _together += 1
+    _most = max(_most, _together)
+    try:
+        while _most < wanted:  # ends at reward.timeout_s
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)  # one more than may would come now
+        return float(_most)
+    finally:
+        _together -= 1
+
+
 def chaotic(completion, row):
     """What becomes of a completion is a property of its text: see `outcome_of`."""
     outcome = outcome_of(completion)

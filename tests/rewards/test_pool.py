@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,6 +28,23 @@ pytestmark = pytest.mark.timeout(150)
 
 HANG_S = 4.0
 """Deadline that a test sits out: longer than a busy machine stands still, or good calls would be killed too."""
+
+SAT_OUT: list[Callable[[], Coroutine[Any, Any, Any]]] = []
+
+
+def sits_out(scenario: Callable[[], Coroutine[Any, Any, Any]]) -> Callable[[], Coroutine[Any, Any, Any]]:
+    SAT_OUT.append(scenario)
+    return scenario
+
+
+@pytest.fixture(scope="module")
+def came() -> dict[Callable[[], Coroutine[Any, Any, Any]], Any]:
+    """What each scenario that sits deadlines out gives, run side by side: one after the other they take a minute."""
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(scenario() for scenario in SAT_OUT))
+
+    return dict(zip(SAT_OUT, asyncio.run(all_of_them()), strict=True))
 
 
 def row(do: str, **columns) -> dict:
@@ -76,16 +95,18 @@ def test_a_bad_call_fails_alone_and_its_batch_mates_succeed(bad, says):
     assert [[score.value for score in scores] for scores in results] == [[1.0]] * 10
 
 
-def test_calls_that_hang_in_python_or_in_c_are_killed_alone_at_their_deadline():
-    async def scenario():
-        async with RewardPool(COMMANDS, workers=2, timeout_s=HANG_S) as pool, asyncio.timeout(100):
-            while not all(process.ready for process in pool._processes):
-                await asyncio.sleep(0.01)
-            kinds = ["hang" if i == 5 else "hang_in_c" if i == 10 else "fine" for i in range(16)]  # in both processes
-            results = await asyncio.gather(*(pool.score(["a"], row(k)) for k in kinds), return_exceptions=True)
-            return dict(enumerate(results))
+@sits_out
+async def two_hang():
+    async with RewardPool(COMMANDS, workers=2, timeout_s=HANG_S) as pool, asyncio.timeout(100):
+        while not all(process.ready for process in pool._processes):
+            await asyncio.sleep(0.01)
+        kinds = ["hang" if i == 5 else "hang_in_c" if i == 10 else "fine" for i in range(16)]  # in both processes
+        results = await asyncio.gather(*(pool.score(["a"], row(k)) for k in kinds), return_exceptions=True)
+        return dict(enumerate(results))
 
-    results = asyncio.run(scenario())
+
+def test_calls_that_hang_in_python_or_in_c_are_killed_alone_at_their_deadline(came):
+    results = came[two_hang]
     for number in (5, 10):
         assert isinstance(failure := results.pop(number), RewardError) and "reward.timeout_s=4" in str(failure)
     assert [scores[0].value for scores in results.values()] == [1.0] * 14
@@ -105,14 +126,17 @@ def test_a_completion_that_cannot_be_scored_leaves_its_siblings_theirs(name):
     assert stats["reward_failures"] == 2
 
 
-def test_completions_that_raise_hang_exit_or_give_nan_cost_no_sibling_its_score():
-    texts = ["a", "raise", "bb", "nan", "exit", "ccc", "hang", "dddd"]
+MIXED = ["a", "raise", "bb", "nan", "exit", "ccc", "hang", "dddd"]
 
-    async def scenario():
-        async with RewardPool(f"{FILE}:mixed", workers=1, timeout_s=HANG_S) as pool:
-            return await pool.score(texts, row(""))
 
-    outcomes = dict(zip(texts, asyncio.run(scenario()), strict=True))
+@sits_out
+async def a_mixed_group():
+    async with RewardPool(f"{FILE}:mixed", workers=1, timeout_s=HANG_S) as pool:
+        return await pool.score(MIXED, row(""))
+
+
+def test_completions_that_raise_hang_exit_or_give_nan_cost_no_sibling_its_score(came):
+    outcomes = dict(zip(MIXED, came[a_mixed_group], strict=True))
     reasons = {text: o.reason for text, o in outcomes.items() if isinstance(o, RewardError)}
     assert reasons == {"raise": "raised", "nan": "no_number", "exit": "exited", "hang": "timed_out"}
     scores = {text: o.value for text, o in outcomes.items() if not isinstance(o, RewardError)}
@@ -130,56 +154,76 @@ def test_a_reward_that_always_ends_its_process_is_given_up_before_it_has_cost_on
     assert stats["reward_restarts"] == MAX_GUILTY
 
 
-def test_the_deadline_is_that_of_each_completion_and_not_of_the_group():
-    async def scenario():
-        async with RewardPool(f"{FILE}:slowly", workers=1, timeout_s=HANG_S) as pool:
-            return await pool.score(["a"] * 5, row("", seconds=1.0))  # together longer than one may take
-
-    assert [score.value for score in asyncio.run(scenario())] == [1.0] * 5
+@sits_out
+async def a_long_group():
+    async with RewardPool(f"{FILE}:slowly", workers=1, timeout_s=HANG_S) as pool:
+        return await pool.score(["a"] * 5, row("", seconds=1.0))  # together longer than one may take
 
 
-def test_async_calls_of_a_group_run_side_by_side_each_with_its_deadline():
-    async def scenario():
-        async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
-            started = time.monotonic()
-            together = await pool.score(["2.0"] * 8, row(""))  # 16 s one after the other, and past one deadline
-            seconds = time.monotonic() - started
-            hung, well = await pool.score(["hang", "0"], row(""))
-            deaf, innocent = await pool.score(["deaf", "0"], row(""))
-            return together, seconds, hung, well, deaf, innocent
+def test_the_deadline_is_that_of_each_completion_and_not_of_the_group(came):
+    assert [score.value for score in came[a_long_group]] == [1.0] * 5
 
-    together, seconds, hung, well, deaf, innocent = asyncio.run(scenario())
+
+@sits_out
+async def a_patient_group():
+    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+        started = time.monotonic()
+        together = await pool.score(["2.0"] * 8, row(""))  # 16 s one after the other, and past one deadline
+        return together, time.monotonic() - started
+
+
+@sits_out
+async def one_that_can_be_cancelled():
+    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+        return await pool.score(["hang", "0"], row(""))
+
+
+@sits_out
+async def one_that_cannot():
+    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+        return await pool.score(["deaf", "0"], row(""))
+
+
+def test_async_calls_of_a_group_run_side_by_side_each_with_its_deadline(came):
+    together, seconds = came[a_patient_group]
+    (hung, well), (deaf, innocent) = came[one_that_can_be_cancelled], came[one_that_cannot]
     assert [score.value for score in together] == [1.0] * 8 and seconds < 12
     assert isinstance(hung, RewardError) and hung.reason == "timed_out" and well.value == 1.0
     # One that will not be cancelled holds up all: its process is killed, and the others are scored in the next one.
     assert isinstance(deaf, RewardError) and deaf.reason == "timed_out" and innocent.value == 1.0
 
 
-def test_async_calls_of_many_groups_run_side_by_side_as_far_as_they_may():
-    async def scenario(at_once: int) -> float:
-        terms = [RewardTerm(function=f"{DOCUMENTED}:in_a_while", args={"seconds": 0.5})]
+@pytest.mark.parametrize(("at_once", "side_by_side"), [(2, 2), (64, 16)])
+def test_async_calls_of_many_groups_run_side_by_side_as_far_as_they_may(at_once: int, side_by_side: int):
+    async def scenario() -> list[float]:
+        terms = [RewardTerm(function=f"{FILE}:crowd", args={"wanted": side_by_side})]
         async with RewardPool(terms, workers=1, timeout_s=60, at_once=at_once) as pool:
-            started = time.monotonic()
             scored = await asyncio.gather(*(pool.score(["a"], row("")) for _ in range(16)))
-            assert [scores[0].value for scores in scored] == [1.0] * 16
-            return time.monotonic() - started
+            return [scores[0].value for scores in scored]
 
-    assert asyncio.run(scenario(2)) >= 4.0  # eight rounds of half a second
-    assert asyncio.run(scenario(64)) < 4.0  # and not one after the other, which is eight seconds
+    assert max(asyncio.run(scenario())) == side_by_side
 
 
-def test_one_that_blocks_within_async_is_blamed_alone_and_a_plain_function_may_use_a_loop_of_its_own():
-    async def scenario():
-        async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
-            blocked, fine = await asyncio.gather(
-                pool.score(["deaf"], row("")), pool.score(["0.1"] * 2, row("")), return_exceptions=True
-            )
-        async with RewardPool(f"{DOCUMENTED}:in_turn", workers=1, timeout_s=60) as pool:
-            return blocked, fine, await pool.score(["a"], row(""))
+@sits_out
+async def one_that_blocks_another_group():
+    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+        return await asyncio.gather(
+            pool.score(["deaf"], row("")), pool.score(["0.1"] * 2, row("")), return_exceptions=True
+        )
 
-    blocked, fine, own = asyncio.run(scenario())
+
+def test_one_that_blocks_within_async_is_blamed_alone(came):
+    blocked, fine = came[one_that_blocks_another_group]
     assert isinstance(blocked, RewardError) and blocked.reason == "timed_out"
-    assert [score.value for score in fine] == [1.0, 1.0] and own[0].value == 1.0
+    assert [score.value for score in fine] == [1.0, 1.0]
+
+
+def test_a_plain_function_may_use_a_loop_of_its_own():
+    async def scenario():
+        async with RewardPool(f"{DOCUMENTED}:in_turn", workers=1, timeout_s=60) as pool:
+            return await pool.score(["a"], row(""))
+
+    assert asyncio.run(scenario())[0].value == 1.0
 
 
 def test_token_ids_and_finish_reasons_reach_the_function_with_the_completions_that_are_left():
@@ -213,25 +257,29 @@ def test_output_and_input_of_user_code_do_not_disturb_the_pipe():
     assert all(scores[0].value == 1.0 for scores in asyncio.run(scenario()))
 
 
-def test_several_bad_calls_in_one_batch_each_fail_and_all_others_succeed():
-    async def scenario():
-        async with RewardPool(COMMANDS, workers=2, timeout_s=HANG_S) as pool:
-            kinds = ["exit" if i % 10 == 3 else "hang" if i == 7 else "fine" for i in range(40)]
-            results = await asyncio.gather(*(pool.score(["a"], row(k)) for k in kinds), return_exceptions=True)
-            return kinds, results, pool.stats()
+@sits_out
+async def several_bad():
+    async with RewardPool(COMMANDS, workers=2, timeout_s=HANG_S) as pool:
+        kinds = ["exit" if i % 10 == 3 else "hang" if i == 7 else "fine" for i in range(40)]
+        results = await asyncio.gather(*(pool.score(["a"], row(k)) for k in kinds), return_exceptions=True)
+        return kinds, results, pool.stats()
 
-    kinds, results, stats = asyncio.run(scenario())
+
+def test_several_bad_calls_in_one_batch_each_fail_and_all_others_succeed(came):
+    kinds, results, stats = came[several_bad]
     for kind, result in zip(kinds, results, strict=True):
         assert isinstance(result, RewardError) == (kind != "fine"), (kind, result)
     assert stats["reward_failures"] == sum(kind != "fine" for kind in kinds)
 
 
-def test_a_deadline_counts_from_the_start_of_the_call_and_not_from_its_queueing():
-    async def scenario():
-        async with RewardPool(COMMANDS, workers=1, timeout_s=HANG_S) as pool:
-            return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(220)))  # 4.4 s together
+@sits_out
+async def a_long_queue():
+    async with RewardPool(COMMANDS, workers=1, timeout_s=HANG_S) as pool:
+        return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(220)))  # 4.4 s together
 
-    assert len(asyncio.run(scenario())) == 220
+
+def test_a_deadline_counts_from_the_start_of_the_call_and_not_from_its_queueing(came):
+    assert len(came[a_long_queue]) == 220
 
 
 def test_a_child_killed_from_outside_while_idle_is_replaced():
