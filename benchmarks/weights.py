@@ -1,13 +1,18 @@
 """What does a publication cost, by phase, beside a bare broadcast of the same bytes?
 
     python -m benchmarks.weights [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
+    python -m benchmarks.weights --parameters --members 1 8 64 512
 
 One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
 the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; updates beside a learner that is
 idle, two with fingerprints and two without, on both sides; and one beside a learner that computes forward and backward
 as the loop does, for at least `--compute` times the copy, before its optimizer's step. An update sends what is copied
 already while the rest is being copied; `beyond_gather` is what it takes longer than the copy alone. Ratios are medians
-over rounds of what was measured in one round. Prints one JSON line, with the load of the machine before.
+over rounds of what was measured in one round.
+
+`--members`: what an update costs besides the bytes, and what the group costs when nothing is sent, with so many
+simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the learner's rank 0. Prints one JSON line, with
+the load of the machine before.
 """
 
 from __future__ import annotations
@@ -35,8 +40,9 @@ from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
+from benchmarks.parts.crowd import IDLE_S, control_cost
 
-SMOKE = {"parameters": [100_000], "rounds": 1}
+SMOKE = {"parameters": [100_000], "rounds": 1, "members": [2]}
 PATIENCE_S = 600.0
 """Of the bare group, which stands idle while the rest of a round is measured."""
 
@@ -246,16 +252,20 @@ def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: 
             process.kill()
             process.join(10)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    rounded = {name: float(f"{value:.4g}") for name, value in medians.items()}
-    return {"parameters": parameters, "bytes": learner.nbytes, **rounded}
+    return {"parameters": parameters, "bytes": learner.nbytes, **rounded(medians)}
+
+
+def rounded(found: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[10_000_000, 100_000_000, 500_000_000])
+    parser.add_argument("--parameters", type=int, nargs="*", default=[10_000_000, 100_000_000, 500_000_000])
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--members", type=int, nargs="*", default=[])
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
     args = parse(parser, SMOKE)
     torch.set_num_threads(1)
@@ -264,7 +274,10 @@ def main() -> None:
         measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
         for parameters in args.parameters
     ]
-    answer("weights", {"receivers": args.receivers, "load_before": load, "updates": results}, smoke=args.smoke)
+    idle_s = 0.1 if args.smoke else IDLE_S
+    control = [rounded(control_cost(members, 4 * args.rounds, idle_s)) for members in args.members]
+    found = {"receivers": args.receivers, "load_before": load, "updates": results, "control": control}
+    answer("weights", found, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ OF_A_START = frozenset(
         "placement.gpus",
         "weights.backend",
         "weights.port",
+        "weights.interface",
     }
 )
 """Settings that are of one start of a run, not of the run."""

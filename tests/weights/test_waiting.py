@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.broadcast import protocol
-from asyncrl.weights.broadcast.protocol import post, wait_answer
+from asyncrl.weights.broadcast.protocol import answer, beat, collect, introduce, post, pushed
 from asyncrl.weights.subscriber import SubscriberThread
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -35,34 +37,69 @@ class Clock:
             what()
 
 
-def answer(
-    monkeypatch: pytest.MonkeyPatch, *, beats: Sequence[float] = (), ack: float = math.inf, alive: bool = True
-) -> tuple[Clock, Callable[[], tuple[str, Any]]]:
-    """A clock, and the publisher's wait for w7, which beats and answers at these times."""
-    clock, store = Clock(), dist.HashStore()
+PEERS = [("w7", "1"), ("w8", "1")]
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    beats: Sequence[float] = (),
+    acks: Sequence[float] = (math.inf, math.inf),
+    live: Sequence[tuple[str, str]] = PEERS,
+    dies: float = math.inf,
+) -> tuple[Clock, partial[list[tuple[str, Any]]]]:
+    """A clock, and the publisher's wait for two peers on event 5 of epoch 3; the first one beats at these times."""
+    clock, store, known = Clock(), dist.HashStore(), list(live)
     monkeypatch.setattr(protocol, "time", clock)
-    clock.due = [*((at, lambda: store.add("beat", 1)) for at in beats), (ack, lambda: post(store, "ack", ("ok", {})))]
-    return clock, lambda: wait_answer(store, "ack", "beat", who="w7", timeout_s=4.0, alive=lambda: alive)
+    for peer in PEERS:
+        introduce(store, peer)
+        answer(store, peer, 3, 4, "bad", "the event before")
+    clock.due = [(at, lambda: beat(store, PEERS[0])) for at in beats]
+    clock.due += [(at, partial(answer, store, peer, 3, 5, "ok", peer[0])) for peer, at in zip(PEERS, acks, strict=True)]
+    clock.due.append((dies, lambda: known.remove(PEERS[1])))
+    wait = partial(collect, store, PEERS, epoch=3, event=5, timeout_s=4.0, live=lambda: known, meanwhile=lambda: None)
+    return clock, wait
 
 
 def test_a_slow_load_is_no_silence(monkeypatch):
-    clock, wait = answer(monkeypatch, beats=[3.0, 6.0, 9.0, 12.0], ack=15.0)
-    assert wait() == ("ok", {})
-    assert clock.now >= 15.0
+    clock, wait = asked(monkeypatch, beats=[3.0, 6.0, 9.0, 12.0], acks=[15.0, 0.0])
+    assert wait() == [("ok", "w7"), ("ok", "w8")]
+    assert 15.0 <= clock.now < 15.1
 
 
 def test_who_stops_to_beat_is_waited_for_one_timeout_longer(monkeypatch):
-    clock, wait = answer(monkeypatch, beats=[3.0], ack=30.0)
+    clock, wait = asked(monkeypatch, beats=[3.0], acks=[30.0, 0.0])
     with pytest.raises(WeightsError, match=r"waited 4\.0 s for w7 to acknowledge"):
         wait()
     assert 7.0 <= clock.now < 9.0
 
 
-def test_the_dead_are_not_waited_for(monkeypatch):
-    clock, wait = answer(monkeypatch, alive=False)
-    with pytest.raises(WeightsError, match="w7 died before it could acknowledge"):
+def test_the_dead_are_not_waited_for_whoever_else_is_still_loading(monkeypatch):
+    clock, wait = asked(monkeypatch, beats=[float(at) for at in range(1, 40)], acks=[30.0, math.inf], dies=2.0)
+    with pytest.raises(WeightsError, match="w8 died before it could acknowledge"):
         wait()
-    assert clock.now < 4.0
+    assert 2.0 <= clock.now < 3.0
+
+
+def test_an_answer_counts_though_its_sender_died_before_it_could_count_it(monkeypatch):
+    clock, wait = asked(monkeypatch, acks=[0.0, math.inf], live=PEERS[:1])
+    post(wait.args[0], "ack/w8/1", [3, 5, "ok", "w8"])
+    assert wait() == [("ok", "w7"), ("ok", "w8")]
+    assert clock.now < 1.0
+
+
+def test_what_a_subscriber_waits_for_is_pushed_and_a_store_that_is_gone_is_said_at_once():
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    stop = threading.Event()
+    threading.Timer(0.05, lambda: post(server, "3/event/1", {"kind": "tick"})).start()
+    assert pushed(client, "3/event/1", 60.0, stop) == {"kind": "tick"}
+    assert pushed(client, "3/event/2", 0.05, stop) is None
+    stop.set()
+    assert pushed(client, "3/event/2", 60.0, stop) is None
+    del server
+    with pytest.raises(dist.DistError):
+        pushed(client, "3/event/2", 60.0, threading.Event())
 
 
 class Loading(SubscriberThread):

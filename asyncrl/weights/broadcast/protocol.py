@@ -4,11 +4,16 @@ hello/W/I                subscriber: idle, invite me (hello: n-th time; width: a
 invite/W/I/n             publisher: epoch, rank (its first one), world, manifest
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
-E/event/k                publisher: "send" a version now, "next" (group is re-formed: say hello), "bye"
+E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
+                         "bye"
 E/prints/k               publisher: fingerprints of what it sent as event k
-E/ack/k/rank             subscriber: "ok" served (and proven, if it was due); "bad" bytes differ; "fail" the engine
-                         refused them; "unproven" the canary failed
-E/beat/k/rank            subscriber: counter, still loading
+ack/W/I                  subscriber: its newest answer, with epoch and event: "ok" served (and proven, if it was due);
+                         "bad" bytes differ; "fail" the engine refused them; "unproven" the canary failed
+E/acked/k                subscribers: counter of those that answered
+beat/W/I                 subscriber: counter, still loading
+
+What may take long is pushed: the store itself answers a subscriber's `wait`, and a tick every second keeps those waits
+short. The publisher, which is one, polls; so do the first words between two that do not know each other yet.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -18,7 +23,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgpack
@@ -27,7 +33,18 @@ import torch.distributed as dist
 from asyncrl.errors import WeightsError
 
 POLL_S = 0.003
-FIRST_POLL_S = 0.0003
+"""Of the publisher, which is one."""
+_FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05
+"""Between them a poll waits for this share of what it has waited already: soon for small models, seldom when there is
+nothing for long, since every member asks the one store."""
+TICK_S = 1.0
+_SLICE_S = 5.0
+"""Of a wait that the store answers; it ends no earlier, and torch logs two lines when it does. A tick comes before."""
+_LOOK_S = 0.5
+"""Between two looks at the beats of those who have not answered."""
+
+Peer = tuple[str, str]
+"""(worker, incarnation)."""
 
 
 def post(store: dist.Store, key: str, message: Any) -> None:
@@ -40,45 +57,107 @@ def fetch(store: dist.Store, key: str) -> Any:
 
 def wait_key(store: dist.Store, key: str, wait_s: float, stop: threading.Event | None = None) -> bool:
     """Poll for `key` for at most `wait_s`; true when it is there. (The store's own wait logs every timeout.)"""
-    deadline = time.monotonic() + wait_s
-    pause_s = FIRST_POLL_S  # soon at first, for small models; seldom later, since every member asks the one store
+    began = time.monotonic()
     while not store.check([key]):
-        if time.monotonic() > deadline or (stop is not None and stop.is_set()):
+        waited = time.monotonic() - began
+        if waited > wait_s or (stop is not None and stop.is_set()):
             return False
-        time.sleep(pause_s)
-        pause_s = min(POLL_S, 1.3 * pause_s)
+        time.sleep(min(_LAST_POLL_S, max(_FIRST_POLL_S, _POLL_SHARE * waited)))
     return True
 
 
-def wait_answer(
-    store: dist.Store, ack: str, beat: str, *, who: str, timeout_s: float, alive: Callable[[], bool]
-) -> tuple[str, Any]:
-    """The verdict under `ack`, and what goes with it. Waits for `who` as long as it beats every `timeout_s`.
-
-    Args:
-        alive: whether the replay server still knows it; the dead are not waited for.
+def pushed(store: dist.Store, key: str, wait_s: float, stop: threading.Event) -> Any:
+    """What is under `key`, as soon as the store has it; None after `wait_s`. `stop` is seen every 5 s.
 
     Raises:
-        WeightsError: it is silent, or gone.
+        dist.DistError: the store is gone.
     """
-    last = store.add(beat, 0)
-    deadline = time.monotonic() + timeout_s
-    while not wait_key(store, ack, min(0.5, timeout_s)):
-        count = store.add(beat, 0)
-        if count != last:
-            last, deadline = count, time.monotonic() + timeout_s
-        elif time.monotonic() > deadline:
-            raise WeightsError(f"waited {timeout_s} s for {who} to acknowledge")
-        elif not alive():
-            raise WeightsError(f"{who} died before it could acknowledge")
-    verdict, detail = fetch(store, ack)
-    for used in (ack, beat):
-        store.delete_key(used)
-    return verdict, detail
+    deadline = time.monotonic() + wait_s
+    while not stop.is_set() and (left := min(deadline - time.monotonic(), _SLICE_S)) > 0.0:
+        began = time.monotonic()
+        store.set_timeout(timedelta(seconds=left))
+        try:
+            return fetch(store, key)
+        except dist.DistStoreError:
+            if time.monotonic() - began < left / 2:
+                raise  # no timeout: asked again at once it would say the same
+    return None
+
+
+def introduce(store: dist.Store, peer: Peer) -> None:
+    """What is asked of all members at once has to be there of each: the store waits for keys that are not."""
+    store.add(_beat_key(peer), 0)
+    store.set(_ack_key(peer), msgpack.packb([0, 0, "", None]))  # pyright: ignore[reportArgumentType]
+
+
+def beat(store: dist.Store, peer: Peer) -> None:
+    store.add(_beat_key(peer), 1)
+
+
+def answer(store: dist.Store, peer: Peer, epoch: int, event: int, verdict: str, detail: Any) -> None:
+    post(store, _ack_key(peer), [epoch, event, verdict, detail])
+    store.add(f"{epoch}/acked/{event}", 1)
+
+
+def collect(
+    store: dist.Store,
+    peers: Sequence[Peer],
+    *,
+    epoch: int,
+    event: int,
+    timeout_s: float,
+    live: Callable[[], Collection[Peer]],
+    meanwhile: Callable[[], None],
+) -> list[tuple[str, Any]]:
+    """The verdicts of all `peers` on an event, and what goes with each. Waits for one as long as it beats every
+    `timeout_s`.
+
+    Args:
+        live: whom the replay server still knows; the dead are not waited for.
+        meanwhile: called all the time.
+
+    Raises:
+        WeightsError: somebody is silent, or gone.
+    """
+    counter = f"{epoch}/acked/{event}"
+    asked = [_ack_key(peer) for peer in peers] + [_beat_key(peer) for peer in peers]
+    beats = [b""] * len(peers)
+    deadlines = [0.0] * len(peers)
+    look, pause_s = 0.0, _FIRST_POLL_S
+    while peers:
+        now = time.monotonic()
+        if store.add(counter, 0) >= len(peers) or now >= look:
+            look = now + _LOOK_S
+            found = store.multi_get(asked)
+            answers, before, beats = [msgpack.unpackb(said) for said in found[: len(peers)]], beats, found[len(peers) :]
+            missing = [i for i, said in enumerate(answers) if said[:2] != [epoch, event]]
+            if not missing:
+                store.delete_key(counter)
+                return [(verdict, detail) for _, _, verdict, detail in answers]
+            known = set(live())
+            for i in missing:
+                if beats[i] != before[i]:
+                    deadlines[i] = now + timeout_s
+                elif now > deadlines[i]:
+                    raise WeightsError(f"waited {timeout_s} s for {peers[i][0]} to acknowledge")
+                elif peers[i] not in known:
+                    raise WeightsError(f"{peers[i][0]} died before it could acknowledge")
+        meanwhile()
+        time.sleep(pause_s)
+        pause_s = min(POLL_S, 1.3 * pause_s)
+    return []
 
 
 def hello_key(worker: str, incarnation: str) -> str:
     return f"hello/{worker}/{incarnation}"
+
+
+def _ack_key(peer: Peer) -> str:
+    return "/".join(("ack", *peer))
+
+
+def _beat_key(peer: Peer) -> str:
+    return "/".join(("beat", *peer))
 
 
 def invite_key(worker: str, incarnation: str, hello: int) -> str:

@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,7 +18,17 @@ from asyncrl.errors import WeightsError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.group import WeightGroup, host_store
-from asyncrl.weights.broadcast.protocol import POLL_S, fetch, hello_key, invite_key, post, wait_answer, wait_key
+from asyncrl.weights.broadcast.protocol import (
+    POLL_S,
+    TICK_S,
+    Peer,
+    collect,
+    fetch,
+    hello_key,
+    invite_key,
+    post,
+    wait_key,
+)
 from asyncrl.weights.broadcast.sending import Deltas, encode_deltas, send_deltas, send_whole
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.manifest import Manifest
@@ -27,8 +36,6 @@ from asyncrl.weights.publishing.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-Peer = tuple[str, str]
-"""(worker, incarnation)."""
 REPORTED = ("load_s", "stall_s", "canary_max", "canary_mean")
 """What engines say of a version they serve: the worst of them becomes a metric, until the next that says it."""
 _STATS = (
@@ -36,6 +43,8 @@ _STATS = (
     "canary_failed", "epoch", "bytes",
 )  # fmt: skip
 _MAX_ATTEMPTS = 8
+_KEPT_EVENTS = 256
+"""Of an epoch: a member that stands still for so many ticks is found out long before."""
 _GRACE_S = 2.0
 """What a living member gets to say hello or accept; one that missed it comes back by itself."""
 
@@ -80,7 +89,7 @@ class BroadcastSender:
         self._seats: dict[Peer, int] = {}
         """First rank of each member; an engine with several processes occupies as many ranks."""
         self._hellos_seen = 0
-        self._next_look = 0.0
+        self._next_look = self._next_tick = 0.0
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
@@ -116,12 +125,11 @@ class BroadcastSender:
         self._dissolve()
 
     def idle(self, newest: Snapshot | None) -> None:
-        hellos = self._store.add("hellos", 0)
+        self._tick()
         due = time.monotonic() >= self._next_look
-        if newest is None or (hellos == self._hellos_seen and not due):
+        if newest is None or (self._store.add("hellos", 0) == self._hellos_seen and not due):
             return
         self._next_look = time.monotonic() + self._poll_members_s
-        self._hellos_seen = hellos
         if self._waiting(self._live()):
             self.send(newest)
 
@@ -147,8 +155,14 @@ class BroadcastSender:
         return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
 
     def _waiting(self, live: list[Peer]) -> list[Peer]:
-        """Those that said hello and wait for an invitation."""
-        return [peer for peer in live if self._store.check([hello_key(*peer)])]
+        """Those that said hello and wait for an invitation.
+
+        Each question is a round trip, so members are asked only when somebody has said hello since the last time.
+        """
+        hellos = self._store.add("hellos", 0)
+        members = set(self._members) if hellos == self._hellos_seen else set()
+        self._hellos_seen = hellos
+        return [peer for peer in live if peer not in members and self._store.check([hello_key(*peer)])]
 
     def _dissolve(self) -> None:
         """End the epoch, and give its members a moment to say hello for the next."""
@@ -225,9 +239,15 @@ class BroadcastSender:
     def _post_event(self, message: dict[str, object]) -> None:
         self._event += 1
         post(self._store, f"{self._epoch}/event/{self._event}", message)
-        if self._event > 2:
-            self._store.delete_key(f"{self._epoch}/event/{self._event - 2}")
-            self._store.delete_key(f"{self._epoch}/prints/{self._event - 2}")
+        self._next_tick = time.monotonic() + TICK_S
+        if self._event > _KEPT_EVENTS:
+            self._store.delete_key(f"{self._epoch}/event/{self._event - _KEPT_EVENTS}")
+            self._store.delete_key(f"{self._epoch}/prints/{self._event - _KEPT_EVENTS}")
+
+    def _tick(self) -> None:
+        """The members wait for the next event in the store itself: this brings them back to look around."""
+        if self._group is not None and time.monotonic() >= self._next_tick:
+            self._post_event({"kind": "tick"})
 
     def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
         """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
@@ -236,7 +256,10 @@ class BroadcastSender:
         if previous is not None and previous.policy_version == self._base and self._delta.wanted():
             deltas = encode_deltas(snapshot, previous)
         found = self._transmit(snapshot, deltas)
-        answers = [self._answer(peer) for peer in self._members]
+        answers = collect(
+            self._store, self._members, epoch=self._epoch, event=self._event,
+            timeout_s=self._timeout_s, live=self._live, meanwhile=self._tick,
+        )  # fmt: skip
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
                 log.warning("weights: %s received version %d damaged: %s", worker, snapshot.policy_version, detail)
@@ -287,11 +310,3 @@ class BroadcastSender:
         else:
             self._delta.sent_full(seconds)
         return {"wire_s": seconds, "wire_bytes": float(nbytes)}
-
-    def _answer(self, peer: Peer) -> tuple[str, Any]:
-        """What `peer` says about the last event."""
-        rank = self._seats[peer]
-        ack, beat = f"{self._epoch}/ack/{self._event}/{rank}", f"{self._epoch}/beat/{self._event}/{rank}"
-        return wait_answer(
-            self._store, ack, beat, who=peer[0], timeout_s=self._timeout_s, alive=lambda: peer in self._live()
-        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ import torch.distributed as dist
 from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, WeightsError
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
 from asyncrl.weights.broadcast.group import connect_store
-from asyncrl.weights.broadcast.protocol import fetch, hello_key, invite_key, post, wait_key
+from asyncrl.weights.broadcast.protocol import (
+    answer,
+    beat,
+    fetch,
+    hello_key,
+    introduce,
+    invite_key,
+    post,
+    pushed,
+    wait_key,
+)
 from asyncrl.weights.broadcast.staging import Receiver, Seat, Staging
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import chain
@@ -30,7 +41,9 @@ from asyncrl.weights.subscriber import SubscriberThread
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""Seconds between two looks at the board while the store is quiet."""
+"""Seconds between two looks at the board while there is no invitation."""
+_SILENCE_S = 5.0
+"""Without an event or a tick, until a look at the board for another publisher."""
 
 
 class BroadcastSubscriber(SubscriberThread):
@@ -52,7 +65,7 @@ class BroadcastSubscriber(SubscriberThread):
     ) -> None:
         super().__init__(rendezvous, load, "subscriber", proof, stall_s)
         self._admit = admit
-        self._worker, self._incarnation = worker, incarnation
+        self._me = worker, incarnation
         self._timeout_s, self._interface = timeout_s, interface
         self._receiver = receiver or Staging()
         self._revision = -1
@@ -101,7 +114,7 @@ class BroadcastSubscriber(SubscriberThread):
                 self._admit(Manifest.from_wire(invite["manifest"]).shapes())
             epoch, rank = int(invite["epoch"]), int(invite["rank"])
             post(store, f"{epoch}/accept/{rank}", True)
-            if not wait_key(store, f"{epoch}/go", self._timeout_s, self._closed) or not fetch(store, f"{epoch}/go"):
+            if not pushed(store, f"{epoch}/go", self._timeout_s, self._closed):
                 continue
             if not self._join(store, invite):
                 return
@@ -129,9 +142,10 @@ class BroadcastSubscriber(SubscriberThread):
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
         message = {"hello": self._hello, "width": self._receiver.width}
-        post(store, hello_key(self._worker, self._incarnation), message)
+        introduce(store, self._me)
+        post(store, hello_key(*self._me), message)
         store.add("hellos", 1)
-        key = invite_key(self._worker, self._incarnation, self._hello)
+        key = invite_key(*self._me, self._hello)
         while not wait_key(store, key, _LOOK_S, self._closed):
             if self._closed.is_set() or self._look(wait_s=0.0):
                 return None
@@ -146,16 +160,16 @@ class BroadcastSubscriber(SubscriberThread):
         number = 1
         while not self._closed.is_set():
             key = f"{seat.epoch}/event/{number}"
-            if not wait_key(store, key, _LOOK_S, self._closed):
+            event = pushed(store, key, _SILENCE_S, self._closed)
+            if event is None or event["kind"] == "tick":
                 if self._look(wait_s=0.0):
                     return False
-                continue
-            event = fetch(store, key)
-            if event["kind"] != "send":
+            elif event["kind"] == "send":
+                self._receive(store, seat, number, event)
+            else:
                 store.add(f"{seat.epoch}/gone", 1)
                 return event["kind"] == "next"
-            self._receive(store, seat, number, event)
-            number += 1
+            number += event is not None
         return False
 
     def _receive(self, store: dist.TCPStore, seat: Seat, number: int, event: dict[str, Any]) -> None:
@@ -163,29 +177,25 @@ class BroadcastSubscriber(SubscriberThread):
         started = time.perf_counter()
         policy_version = int(event["policy_version"])
         prints = self._receiver.receive(event)
-        if not wait_key(store, f"{seat.epoch}/prints/{number}", self._timeout_s, self._closed):
+        expected = pushed(store, f"{seat.epoch}/prints/{number}", self._timeout_s, self._closed)
+        if expected is None:
             raise RuntimeError(f"waited {self._timeout_s} s for the fingerprints of version {policy_version}")
-        expected = fetch(store, f"{seat.epoch}/prints/{number}")
         self._stats["receive_s"] += time.perf_counter() - started
-        ack, beat = f"{seat.epoch}/ack/{number}/{seat.rank}", f"{seat.epoch}/beat/{number}/{seat.rank}"
+        said = partial(answer, store, self._me, seat.epoch, number)
         if prints != expected:
             self._stats["nacks"] += 1
             differing = [i for i, (ours, theirs) in enumerate(zip(prints, expected, strict=True)) if ours != theirs]
-            post(store, ack, ("bad", f"buckets {differing} differ"))
+            said("bad", f"buckets {differing} differ")
             return
         try:
             report = self._serve(
-                policy_version, chain(prints), self._receiver.staged(), lambda: _beat(store, beat),
+                policy_version, chain(prints), self._receiver.staged(), partial(beat, store, self._me),
                 canary=event.get("canary"), epoch=seat.epoch,
             )  # fmt: skip
         except (WeightsError, EngineDiedError) as error:
             refuted = isinstance(error, WeightsError) and not self.proven
-            post(store, ack, ("unproven" if refuted else "fail", str(error)))
+            said("unproven" if refuted else "fail", str(error))
             self._failure = error
             self._closed.set()
             return
-        post(store, ack, ("ok", report))
-
-
-def _beat(store: dist.Store, key: str) -> None:
-    store.add(key, 1)
+        said("ok", report)
