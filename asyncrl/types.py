@@ -70,6 +70,14 @@ REWARD_FAILURES = ("raised", "no_number", "timed_out", "exited", "lost", "enviro
 never reached one; or its environment failed."""
 
 
+LOST_TOKENS = (
+    "evaluation", "left_out", "refused",
+    *(reason.value for reason in DropReason if reason.value.startswith(("failed_", "filtered", "incomplete"))),
+)  # fmt: skip
+"""What becomes of sampled tokens that no group at the replay server has. `left_out` are those of its groups that are in
+no loss: a greedy baseline, what an environment leaves out. `refused` are of groups that came too late, or malformed."""
+
+
 class StalePolicy(str, Enum):
     """What happens at lease time to tokens older than `max_staleness` (design: consumption gate)."""
 

@@ -16,6 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from asyncrl import collector
+from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.metrics import METRICS_FILE
+from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
+from asyncrl.telemetry.resumed import CONFIG_FILE
 
 PATIENCE_S = 60.0
 """For what was told to end and has not quite: a thread in its last poll, a process that is closing its sockets."""
@@ -120,6 +124,18 @@ def nothing_is_left_behind(beside_vllm: bool) -> Iterator[None]:
         if time.monotonic() > until:
             pytest.fail(f"still there {PATIENCE_S:.0f} s after its end: {'; '.join(found)}", pytrace=False)
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _every_run_wrote_metrics_that_are_registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of all run folders that tests have made, in whatever process."""
+    yield
+    strange: dict[str, str] = {}
+    for rows in sorted(tmp_path_factory.getbasetemp().rglob(METRICS_FILE)):
+        if (rows.parent / CONFIG_FILE).is_file():
+            names = {name for row in read_lines(rows).rows for name in row if name not in OF_EVERY_ROW}
+            strange |= {name: str(rows) for name in names if metric_of(name) is None}
+    assert strange == {}, "write these into asyncrl/telemetry/registry.py"
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,10 @@ def parser() -> argparse.ArgumentParser:
     settings.add_argument(
         "--markdown", action="store_true", help="as the pages docs/settings.md and docs/sft_settings.md"
     )
+    text = "every metric with its unit, meaning and which way is better"
+    metrics = commands.add_parser("metrics", help=text, description=text)
+    metrics.add_argument("words", nargs="*", metavar="WORD", help="only those whose name or meaning has it")
+    metrics.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
     text = "does every engine installed here serve this model as the learner computes it?"
     verify = commands.add_parser("verify", help=text, description=text)
     verify.add_argument("path", metavar="RUN|MODEL", help="a run folder, or a Hugging Face model")
@@ -120,7 +124,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command in ("keys", "audit", "settings", "retriever", "export")):
+    if options or (rest and given.command in ("keys", "audit", "settings", "metrics", "retriever", "export")):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -178,6 +182,8 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "settings":
         page = load("asyncrl.cli.settings")
         return page.main(given.words, markdown=given.markdown, sft=given.sft)
+    if given.command == "metrics":
+        return load("asyncrl.cli.metrics").main(given.words, markdown=given.markdown)
     if given.command == "rerun":
         return load("asyncrl.cli.rerun").main(given.run, given.overrides)
     if given.command == "sft":

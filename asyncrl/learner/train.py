@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,13 +151,15 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
         row: dict[str, float] = {}
         commit_saved(parts)
+        clock.lap("evaluate")
+        times = clock.next()
         if rank == 0:
-            row = step_row(lease, measured, sent, publisher.stats(), reply, clock.stop(), world, peak)
+            row = step_row(lease, measured, sent, publisher.stats(), reply, times, world, peak)
             row |= parts.checkpoints.timings()
             parts.log.write(trained, version, row)
             write_evaluations(parts.log, evaluations, metrics)
             parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
-        clock.start()
+        clock.lap("log")
         if due(trained, settings.save_every, last):
             begin_save(parts, step, version, skipped=guard.skipped)
             clock.lap("checkpoint")
@@ -343,23 +345,26 @@ def step_row(
 
 @dataclass(slots=True)
 class StepClock:
-    """Where the seconds of one step went; a checkpoint counts for the step that comes after it."""
+    """Where the seconds went: the laps of a step are all of it, and the steps all of the time. The row of a step and
+    its checkpoint count for the step that comes after it."""
 
+    now: Callable[[], float] = time.perf_counter
     laps: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
     mark: float = 0.0
 
     def start(self) -> None:
         self.laps = {}
-        self.started = self.mark = time.perf_counter()
+        self.started = self.mark = self.now()
 
     def lap(self, name: str) -> None:
         """Everything since the last lap was `name`."""
-        now = time.perf_counter()
+        now = self.now()
         self.laps[name] = now - self.mark
         self.mark = now
 
-    def stop(self) -> dict[str, float]:
-        """`time/*` in seconds."""
-        laps = {f"time/{name}": seconds for name, seconds in self.laps.items()}
-        return laps | {"time/step": time.perf_counter() - self.started}
+    def next(self) -> dict[str, float]:
+        """`time/*` in seconds, of the step that ended with the last lap; the next one began then."""
+        row = {f"time/{name}": seconds for name, seconds in self.laps.items()} | {"time/step": self.mark - self.started}
+        self.laps, self.started = {}, self.mark
+        return row

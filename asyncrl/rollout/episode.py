@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +72,9 @@ class EpisodeRunner:
     """Of one episode, as `environment.timeout_s`."""
     max_tokens: int = 0
     """Of one episode, as `environment.max_tokens`."""
+    sampled: Counter[str] = field(default_factory=Counter)
+    """Tokens by the order that they were sampled for: what `order_name` and `evaluation_name` give. Whoever gave it
+    takes them out at its end."""
     accuracy: bool = False
     """Whether the reward says it is one (`reward.metric`): then an evaluated row scores 0 or 1, or has failed."""
 
@@ -86,7 +90,7 @@ class EpisodeRunner:
             IncompleteGroupError: some members did, but fewer than are enough, however often the others were tried.
         """
         started_at = time.time()
-        name = f"{assignment.group_id}.{assignment.attempt}"
+        name = order_name(assignment)
         # Side by side: one after the other would double the time that a group takes.
         both = (
             asyncio.create_task(self._run_members(prompt, shape, sampling, name=name, seed=assignment.seed)),
@@ -163,7 +167,7 @@ class EpisodeRunner:
         file are none.
         """
         stop = min(assignment.stop, given.rows.rows)
-        name = f"eval.{assignment.job_id}.{assignment.attempt}"
+        name = f"{evaluation_name(assignment)}.{assignment.attempt}"
         episodes = (
             # Seeded by the row alone: two points of a curve differ by the weights, and by no luck of the draw.
             self.run_row(given.rows, row, given.samples, given.sampling, name=f"{name}.{row}", seed=row)
@@ -257,6 +261,7 @@ class EpisodeRunner:
                 text_of=self._text_of,
             )
             completions = await self.engine.generate(request)
+            self.sampled[".".join(name.split(".", 2)[:2])] += sum(len(each.token_ids) for each in completions)
             self.stepped()
             if temperature is None or temperature == sampling.temperature:
                 return completions
@@ -286,6 +291,16 @@ class EpisodeRunner:
 
     def _text_of(self, ids: Sequence[int]) -> str:
         return self.decode([np.asarray(ids, np.int32)], special=True)[0]
+
+
+def order_name(assignment: Assignment) -> str:
+    """Of an attempt at a group, in the names of its requests."""
+    return f"{assignment.group_id}.{assignment.attempt}"
+
+
+def evaluation_name(assignment: EvalAssignment) -> str:
+    """Of an evaluation, likewise."""
+    return f"eval.{assignment.job_id}"
 
 
 def room_in(longest: int, length: int) -> int:

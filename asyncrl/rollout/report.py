@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 StatsSource = Callable[[], dict[str, float]]
@@ -17,6 +18,8 @@ class WorkerReport:
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
+        self.sampled: Counter[str] = Counter()
+        """Tokens by the order that they were sampled for, until it ends; see `EpisodeRunner`."""
         self._sources: list[StatsSource] = []
         self._seconds = {True: 0.0, False: 0.0}
         self._working = False

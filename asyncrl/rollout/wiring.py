@@ -220,6 +220,7 @@ def make_runner(
         score=rewards.score,
         parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
         stepped=lambda: report.count("environment_steps"),
+        sampled=report.sampled,
         watch=watch,
         chat=texts.chat,
         timeout_s=config.environment.timeout_s,

@@ -29,8 +29,9 @@ from asyncrl.errors import (
     OverlongError,
     RewardError,
 )
+from asyncrl.replay.core.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, Prompt, SamplingParams, TrajectoryGroup
@@ -149,21 +150,17 @@ class RolloutWorker:
             )
         except IncompleteGroupError as error:
             self._failures_in_row = 0  # some members were generated
-            self._report.count("groups_failed")
-            await self._told(self._replay.fail(assignment, DropReason.INCOMPLETE, str(error)))
+            await self._failed(assignment, DropReason.INCOMPLETE, error)
             return
         except GenerationError as error:
-            self._report.count("groups_failed")
             self._failures_in_row += 1
-            await self._told(self._replay.fail(assignment, DropReason.FAILED_GENERATION, str(error)))
+            await self._failed(assignment, DropReason.FAILED_GENERATION, error)
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
                 raise
             return
         except (RewardError, EpisodeError) as error:
-            self._report.count("groups_failed")
             reward = isinstance(error, RewardError)
-            reason = DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT
-            await self._told(self._replay.fail(assignment, reason, str(error)))
+            await self._failed(assignment, DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT, error)
             return
         self._failures_in_row = 0
         await self._wait_proven()
@@ -171,8 +168,21 @@ class RolloutWorker:
             return
         reply = await self._told(self._replay.insert(group))
         self._report.count(f"groups_{reply.status}")
+        accepted = reply.status == "accepted"
+        kept = sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories) if accepted else 0
+        self._report.count(INSERTED, kept)
+        self._lost(order_name(assignment), "left_out" if accepted else "refused", kept)
         if reply.status == "rejected":
             log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+
+    async def _failed(self, assignment: Assignment, reason: DropReason, error: Exception) -> None:
+        self._report.count("groups_failed")
+        self._lost(order_name(assignment), reason.value)
+        await self._told(self._replay.fail(assignment, reason, str(error)))
+
+    def _lost(self, order: str, fate: str, kept: int = 0) -> None:
+        """What became of the tokens that were sampled for an order, but for those that the server has now."""
+        self._report.count(LOST[fate], max(0, self._report.sampled.pop(order, 0) - kept))
 
     async def _told(self, word: Awaitable[Result]) -> Result:
         """waits for: the server, which answers when its disk has taken it in; unblocked by: the answer, or the client,
@@ -188,11 +198,11 @@ class RolloutWorker:
         try:
             unwanted = await self._filters.why_dropped(group, prompt)
         except FilterError as error:
-            self._report.count("groups_failed")
-            await self._told(self._replay.fail(assignment, DropReason.FAILED_FILTER, str(error)))
+            await self._failed(assignment, DropReason.FAILED_FILTER, error)
             return False
         if unwanted is not None:
             self._report.count("groups_filtered")
+            self._lost(order_name(assignment), unwanted.reason.value)
             rewards = [trajectory.reward for trajectory in group.trajectories if not trajectory.branch]
             await self._told(self._replay.fail(assignment, unwanted.reason, unwanted.detail, rewards))
         return unwanted is None
@@ -207,6 +217,7 @@ class RolloutWorker:
         result = await self._sets[assignment.eval_set](assignment)
         await self._wait_proven()
         await self._told(self._replay.report_evaluation(result))
+        self._lost(evaluation_name(assignment), "evaluation")
         self._report.count("evaluation_rows", len(result.scores))
 
     async def _wait_proven(self) -> None:

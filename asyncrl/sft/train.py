@@ -115,11 +115,11 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         measured = sft_step(config, parts.roles, guard, lease, rank=parts.rank, world=parts.world, device=parts.device)
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
-        row = step_row(measured, drawn, clock.stop()) | parts.checkpoints.timings()
+        row = step_row(measured, drawn, clock.next()) | parts.checkpoints.timings()
         parts.checkpoints.saved()  # or that the one under way has failed
         if parts.rank == 0:
             parts.log.write(trained, None, row)
-        clock.start()
+        clock.lap("log")
         if trained == steps or due(trained, parts.eval.every, last):
             row |= measure(parts, trained)
             clock.lap("evaluate")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress, WeightsError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.stop import Asked, never
-from asyncrl.learner.train import Training, evaluation_metrics, write_evaluations
+from asyncrl.learner.train import StepClock, Training, evaluation_metrics, write_evaluations
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
 from asyncrl.types import NO_VERSION, EvalSummary
@@ -114,6 +114,27 @@ def test_a_step_without_a_fresh_token_has_a_row_of_the_same_names(tmp_path: Path
     assert without, "the feed has one"
     for name in ("optim/lr", "optim/grad_norm", "loss/total"):
         assert all(row[name] == 0 for row in without)
+
+
+def test_the_laps_of_a_step_add_up_to_it_and_the_steps_to_all_of_the_time() -> None:
+    seconds = iter(range(100))
+    clock = StepClock(now=lambda: float(next(seconds)))
+    clock.start()
+    steps = []
+    for laps in (("wait_batch", "train"), ("log", "checkpoint", "wait_batch", "train"), ("log", "train")):
+        for name in laps:
+            clock.lap(name)
+        steps.append(clock.next())
+    assert all(sum(row.values()) == 2 * row["time/step"] for row in steps)
+    assert sum(row["time/step"] for row in steps) == 8 == next(seconds) - 1
+    assert "time/checkpoint" not in steps[2]
+
+
+def test_the_row_of_a_run_tells_where_all_of_its_time_went(tmp_path: Path):
+    _, kept = run(make_config(tmp_path, steps=3), FedReplay())
+    for row in kept.rows:
+        laps = [seconds for name, seconds in row.items() if name.startswith("time/") and name != "time/step"]
+        assert sum(laps) == pytest.approx(row["time/step"])
 
 
 def test_a_step_has_its_row_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

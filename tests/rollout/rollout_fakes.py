@@ -164,6 +164,7 @@ def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
         score=changes.pop("score", reward_length),
         parts=changes.pop("parts", RewardParts()),
         stepped=lambda: report.count("environment_steps"),
+        sampled=report.sampled,
         watch=changes.pop("watch", RewardWatch()),
         accuracy=changes.pop("accuracy", False),
     )

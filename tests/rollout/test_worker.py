@@ -13,9 +13,11 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, DataError, GenerationError, NoProgress, RewardError, WeightsError
+from asyncrl.replay.core.workers import LOST
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.evaluated import EvaluatedSet
+from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.types import NO_VERSION, DropReason, EvalAssignment
 from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, prompt_source, rows_file
@@ -54,6 +56,32 @@ def run(replay_of, file, **changes):
         return replay
 
     return asyncio.run(scenario())
+
+
+def test_every_sampled_token_is_told_with_what_became_of_it(rows):
+    """A row gets no reward, every fourth group is dropped by a filter, an evaluation is made beside."""
+    report = WorkerReport()
+    dropped = Filters([(DropReason.FILTERED_ZERO_VARIANCE, lambda group: group.group_id % 4 == 0)])
+    replay = run(lambda: ScriptedReplay(20, [chunk(4, 6)]), rows, report=report, filters=dropped)
+    told = report()
+    inserted = sum(int(one.loss_mask.sum()) for group in replay.inserted for one in group.trajectories)
+    lost = {name: told.get(stat, 0) for name, stat in LOST.items() if told.get(stat)}
+    assert lost.keys() == {"evaluation", "failed_reward", "filtered_zero_variance"}
+    assert told["tokens_inserted"] == inserted > 0
+    assert inserted + sum(lost.values()) == told["generated_tokens"]
+
+
+def test_tokens_that_the_server_refuses_are_lost(rows):
+    report = WorkerReport()
+
+    def refusing():
+        replay = ScriptedReplay(3)
+        replay.insert_status = "fenced"
+        return replay
+
+    run(refusing, rows, report=report)
+    assert report()["tokens_lost_refused"] == report()["generated_tokens"] > 0
+    assert report()["tokens_inserted"] == 0
 
 
 def test_the_rows_are_counted_to_the_server_before_anything_is_asked_for_where_it_draws_by_what_is_measured(rows):

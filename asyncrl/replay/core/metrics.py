@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from asyncrl.replay.core.admission import stale_by_quartile
-from asyncrl.types import GroupHeader, StepPlan
+from asyncrl.replay.core.workers import LOST, Workers
+from asyncrl.types import DropReason, GroupHeader, StepPlan
 
 QUARTILES = ("q1", "q2", "q3", "q4")
 MAX_FILTERS = 16
@@ -71,6 +72,11 @@ class Meter:
         self._inserted = [0, 0]
         """Trajectories and their sampled tokens."""
         self._trained = [0, 0]
+        self._lost_groups = dict.fromkeys((DropReason.STALE, DropReason.DEAD_BRANCH), 0)
+        """Loss tokens of groups that were dropped for their age."""
+        self._fates: dict[int, tuple[int, int]] = {}
+        """Step -> loss tokens that were trained in it, and those of its groups that were masked; of a group that is
+        used again at its first time. Committed steps are added up under one number."""
         self._rollouts = RolloutRates(now)
 
     def insert(self, header: GroupHeader, missing: int = 0) -> None:
@@ -86,10 +92,11 @@ class Meter:
         if rewards:
             self._equal.append(min(rewards) == max(rewards))
 
-    def drop_stale(self, header: GroupHeader) -> None:
+    def drop_stale(self, header: GroupHeader, reason: DropReason) -> None:
         """Every loss token of a group dropped as stale is wasted, the fresh ones too."""
         self.stale_groups += 1
         for trajectory in header.trajectories:
+            self._lost_groups[reason] += trajectory.loss_tokens
             everything = dict.fromkeys((version for version, _ in trajectory.version_tokens), 1)
             self._waste(stale_by_quartile(trajectory, everything, 0))
 
@@ -97,17 +104,21 @@ class Meter:
         if name in self.filtered or (len(self.filtered) < MAX_FILTERS and name.isidentifier()):
             self.filtered[name] = self.filtered.get(name, 0) + 1
 
-    def train(self, plan: StepPlan) -> dict[str, float]:
-        """Count a trained step; returns its own `staleness/*`."""
+    def train(self, plan: StepPlan, again: Collection[int] = ()) -> dict[str, float]:
+        """Count a trained step; returns its own `staleness/*`. `again`: groups in it that were trained before."""
+        good = masked = 0
         for group in plan.groups:
             for trajectory in group.trajectories:
                 fresh = plan.fresh_tokens(trajectory)
+                if group.group_id not in again:
+                    good, masked = good + fresh, masked + trajectory.loss_tokens - fresh
                 if fresh < trajectory.loss_tokens:
                     self.masked_tokens += trajectory.loss_tokens - fresh
                     self._waste(stale_by_quartile(trajectory, plan.staleness, plan.max_staleness))
                 if fresh:
                     self._trained[0] += 1
                     self._trained[1] += trajectory.loss_tokens
+        self._fates[plan.step] = good, masked
         by_age = plan.tokens_by_staleness()
         tokens = sum(by_age.values())
         return {
@@ -131,6 +142,27 @@ class Meter:
         row |= {f"replay/filtered_by_{name}": float(count) for name, count in self.filtered.items()}
         row |= {f"idle/learner_s_{reason}": seconds for reason, seconds in self.idle.seconds.items()}
         return row
+
+    def restore(self, step: int) -> None:
+        """The learner goes back to the checkpoint of `step`: what it trained since is trained again."""
+        self._fates = {known: tokens for known, tokens in self._fates.items() if known <= step}
+
+    def commit(self, step: int) -> None:
+        """No restore goes back behind `step`."""
+        done = [self._fates.pop(known) for known in list(self._fates) if known <= step]
+        self._fates[step] = sum(good for good, _ in done), sum(masked for _, masked in done)
+
+    def goodput(self, workers: Workers) -> dict[str, float]:
+        """Where the sampled tokens went, as far as is known: those under way are in no line."""
+        good, masked = (sum(tokens) for tokens in zip((0, 0), *self._fates.values(), strict=True))
+        lost = {fate: workers.total(stat) for fate, stat in LOST.items()}
+        lost |= {reason.value: float(tokens) for reason, tokens in self._lost_groups.items()}
+        lost |= {"masked": float(masked), "unfinished": workers.unfinished_tokens()}
+        row = {"goodput/generated_tokens": workers.total("generated_tokens"), "goodput/trained_tokens": float(good)}
+        settled = good + sum(lost.values())
+        if settled:
+            row["goodput/share"] = good / settled
+        return row | {f"goodput/lost_{fate}": tokens for fate, tokens in lost.items() if tokens}
 
     def _length_bias(self) -> float:
         """Mean count of sampled tokens of trained over inserted trajectories: below 1, long ones are being lost."""

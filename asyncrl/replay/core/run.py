@@ -66,6 +66,8 @@ class Run:
         row |= {"reward/failed": self.workers.total("rewards_failed")}
         by_reason = {reason: self.workers.total(stat) for reason, stat in FAILED.items()}
         row |= {f"reward/failed_{reason}": count for reason, count in by_reason.items() if count}
+        row |= self.meter.goodput(self.workers)
+        row |= {"idle/rollout_s": self.workers.total("waiting_s"), "idle/rollout_busy_s": self.workers.total("busy_s")}
         return row | self.meter.row(
             self.clock(),
             generated_tokens=self.workers.total("generated_tokens"),

@@ -64,6 +64,7 @@ class Steps:
         same = settings == self._state.learner_settings and not self._state.forking
         again = remembered and same and not branch
         self._run.record(ev.Restored(number, policy_version, incarnation, settings, again))
+        self._run.meter.restore(number)
         self._run.evaluations.cancel()
         self._last_trained, self._handed_out = None, ()
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
@@ -151,6 +152,7 @@ class Steps:
         plan = sealed.plan
         if ess and (len(ess) != len(plan.groups) or not all(0 <= share <= 1 for share in ess)):
             raise ReplayError(f"ess is a number from 0 to 1 for each of {len(plan.groups)} groups, not {list(ess)[:8]}")
+        before = {entry.group_id for entry in sealed.members if entry.trained}
         self._run.record(ev.Trained(step, policy_version))
         if ess:
             self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share in ess)))
@@ -158,7 +160,7 @@ class Steps:
         if again:
             self._run.record(ev.Reused(tuple(again)))
         self._space.make_room()
-        staleness = self._run.meter.train(plan)
+        staleness = self._run.meter.train(plan, before)
         metrics = self._run.metrics() | staleness
         reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
@@ -170,6 +172,7 @@ class Steps:
             raise ReplayError(f"step {step} cannot be committed: the next to be trained is {self._state.trained_steps}")
         if step > self._state.committed_step:
             self._run.record(ev.Committed(step))
+            self._run.meter.commit(step)
 
     def announce(self, values: dict[str, Any]) -> None:
         self._run.record(ev.Announced(values))
@@ -271,10 +274,10 @@ class Steps:
             if entry.trained:
                 self._run.record(ev.Retired(entry.group_id))
                 continue
-            if entry.header is not None:
-                self._run.meter.drop_stale(entry.header)
             left = self._left_behind(entry)
             reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
+            if entry.header is not None:
+                self._run.meter.drop_stale(entry.header, reason)
             self._retries.drop(entry, reason, readmit=left or self._run.settings.readmit_dropped)
         if choice.batch is None:
             if ahead == 0:

@@ -6,13 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.replay.protocol import Member
-from asyncrl.types import NO_VERSION, REWARD_FAILURES
+from asyncrl.types import LOST_TOKENS, NO_VERSION, REWARD_FAILURES
 
 PROGRESS = "progress"
 """Statistic that grows with every token and every environment step; see `asyncrl.rollout.report`."""
 FAILED = {reason: f"rewards_failed_{reason}" for reason in REWARD_FAILURES}
 """Statistics of completions without a reward, by reason; see `asyncrl.rollout.reward_watch`."""
-KEPT = ("generated_tokens", "waiting_s", PROGRESS, "overlong_prompts", "rewards_failed", *FAILED.values())
+INSERTED = "tokens_inserted"
+"""Statistic of the sampled tokens that this server accepted as loss tokens of a group."""
+LOST = {fate: f"tokens_lost_{fate}" for fate in LOST_TOKENS}
+"""Statistics of sampled tokens that no group here has."""
+KEPT = (
+    "generated_tokens", "waiting_s", "busy_s", PROGRESS, "overlong_prompts", "rewards_failed", INSERTED,
+    *FAILED.values(), *LOST.values(),
+)  # fmt: skip
 """Statistics that are read here. A worker that invents names fills no memory."""
 
 
@@ -91,6 +98,12 @@ class Workers:
     def total(self, stat: str) -> float:
         """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
         return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
+
+    def unfinished_tokens(self) -> float:
+        """Sampled by workers that are gone, of groups that they never brought to an end."""
+        past = self._past_stats
+        ended = sum(past.get(stat, 0.0) for stat in (INSERTED, *LOST.values()))
+        return max(0.0, past.get("generated_tokens", 0.0) - ended)
 
     def report(self, worker: Worker, told: dict[str, float], now: float, *, counted_before: bool) -> None:
         """Newest cumulative statistics. `counted_before`: what it did until its first report here is of an earlier

@@ -225,3 +225,60 @@ def test_a_starving_learner_is_told_whom_it_waits_for(prepare, reason) -> None:
     play = Play()
     prepare(play)
     assert reason in play.core.explain(0)
+
+
+def goodput(play: Play) -> dict[str, float]:
+    return {
+        name.removeprefix("goodput/"): value
+        for name, value in play.core.run.metrics().items()
+        if name.startswith("goodput/")
+    }
+
+
+def test_every_sampled_token_is_trained_or_lost_for_a_reason_or_under_way() -> None:
+    """A late group of 2 x (6 + 2) tokens whose first 12 are masked, three groups of 8, and what a worker tells."""
+    play, (slow,) = slow_group_play(StalePolicy.MASK)
+    for _ in range(2):
+        play.whole_step(1)
+    play.insert(slow, (0, 6), (play.version, 2))
+    play.load()
+    play.train()
+    told = {
+        "generated_tokens": 75.0,
+        "tokens_inserted": 40.0,
+        "tokens_lost_filtered": 20.0,
+        "tokens_lost_evaluation": 5.0,
+    }
+    play.core.heartbeat("w", "a", told)
+    known = {"generated_tokens": 75, "trained_tokens": 28, "lost_masked": 12, "lost_filtered": 20, "lost_evaluation": 5}
+    assert goodput(play) == known | {"share": 28 / 65}
+    play.core.goodbye("w", "a")
+    assert goodput(play)["lost_unfinished"] == 10, "what it had under way"
+    assert goodput(play)["share"] == 28 / 75
+
+
+def test_tokens_dropped_with_their_group_are_lost() -> None:
+    play, (slow,) = slow_group_play(StalePolicy.DROP)
+    for _ in range(2):
+        play.whole_step(1)
+    play.insert(slow, (0, 6), (play.version, 2))
+    play.core.lease(play.step)
+    assert goodput(play)["lost_stale"] == 16 and goodput(play)["trained_tokens"] == 24
+
+
+def test_what_is_trained_again_after_a_restore_or_used_again_counts_once() -> None:
+    play = Play(groups_per_step=1, max_times_sampled=2, pipeline_depth=0)
+    for _ in range(3):
+        play.whole_step()
+    counted = goodput(play)["trained_tokens"]
+    groups = {group.group_id for step in range(3) for group in play.core.lease(step).groups}
+    assert counted == 8 * len(groups) < 8 * 3, "some group was used twice"
+    play.core.commit(0)
+    assert goodput(play)["trained_tokens"] == counted
+    play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second")
+    assert goodput(play)["trained_tokens"] == 8
+    play.core.publish(policy_version=4, parent=1)
+    play.step, play.version = 1, 4
+    play.train()
+    play.train()
+    assert goodput(play)["trained_tokens"] == counted

@@ -1,0 +1,54 @@
+"""`asyncrl metrics [WORD ...]`: every metric, from their registry. `--markdown` is the page docs/metrics.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from asyncrl.telemetry.registry import METRICS, Metric
+
+HEAD = """# Metrics
+
+Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/registry.py`: change that, not this page.
+On the command line `asyncrl metrics WORD` shows those whose name or meaning has the word.
+
+A step is one row of `metrics.jsonl`, and an evaluation is one. A row also has `step`, `policy_version` (the version
+that the step published), `time` (seconds since the epoch) and `crc`. *Better* says which way a run wants it, other
+things being equal. *Total* is counted up since the process that counts it began, so it begins at 0 again in a resume;
+all others are of the step, or of the moment. A value that is not finite is `null`.
+"""
+
+
+def matching(words: Sequence[str]) -> list[Metric]:
+    """Those in whose name or meaning every word occurs."""
+    wanted = [word.lower() for word in words]
+    return [metric for metric in METRICS if all(word in f"{metric.name} {metric.meaning}".lower() for word in wanted)]
+
+
+def as_markdown(metrics: Sequence[Metric] = METRICS) -> str:
+    """The page docs/metrics.md."""
+    parts = [HEAD]
+    for room in sorted({metric.room for metric in metrics}):
+        parts.append(f"\n## {room}\n\n| metric | unit | meaning | better | total |\n|---|---|---|---|---|\n")
+        for metric in metrics:
+            if metric.room == room:
+                cells = (metric.unit, metric.meaning, metric.better, "yes" if metric.total else "")
+                parts.append(
+                    f"| `{metric.name}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+                )
+    return "".join(parts)
+
+
+def as_text(metrics: Sequence[Metric]) -> str:
+    """Two lines each."""
+    lines = []
+    for metric in metrics:
+        said = [metric.unit, f"{metric.better} is better" if metric.better else "", "total" if metric.total else ""]
+        lines += [f"{metric.name}  ({', '.join(filter(None, said))})", f"    {metric.meaning}"]
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str], *, markdown: bool) -> int:
+    found = matching(words)
+    sys.stdout.write(as_markdown(found)) if markdown else print(as_text(found))
+    return 0
