@@ -1,8 +1,8 @@
-"""Which correction holds when data is old? Final accuracy by loss, with and without score centering, by staleness,
-learning rate and seed.
+"""Which correction holds when data is old? Final accuracy (of `reasoning_gym` the mean reward) by loss, with and
+without score centering, by staleness, learning rate and seed.
 
     python -m benchmarks.staleness_quality [--cells-file FILE] [--losses ppo,tis] [--centering off,on] [--ages 0,8]
-        [--rates 3e-4,1e-3] [--seeds 0] [--task reverse|two_turns] [--live] [--cells N] [key=value ...]
+        [--rates 3e-4,1e-3] [--seeds 0] [--task reverse|two_turns|reasoning_gym] [--live] [--cells N] [key=value ...]
 
 Every cell is a run from the same base model. It is held in one process: engine, environment, rewards, advantages, loss
 and learner are those of a run, and between them is a delay line of weights, so that after a warm-up of as many steps
@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.parts.answer import answer, commit, parse
 from benchmarks.parts.cells import LOSSES, TASKS, UNCENTERED, Cell, CellsFile, in_percent, run_cell
-from benchmarks.parts.quickstart import ACCURACY, SMALL, run_quickstart
+from benchmarks.parts.quickstart import SMALL, run_quickstart
 
 AGES = (8, 16, 32, 0, 4)
 RATES = (1e-3, 3e-4)
@@ -65,6 +65,7 @@ def cells(given: argparse.Namespace) -> Iterator[Cell]:
 def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
     """The row of a cell that is a run of its own processes."""
     depth = (f"replay.max_staleness={cell.staleness}", f"replay.pipeline_depth={cell.staleness}")
+    measured = TASKS[cell.task].measured
     with tempfile.TemporaryDirectory() as folder:
         run = run_quickstart(Path(folder) / "run", [*cell.settings(), *LIVE, *depth, *overrides])
     later = run.rows[len(run.rows) // 2 :]
@@ -72,7 +73,7 @@ def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
         **asdict(cell),
         "overrides": list(overrides),
         "commit": commit(),
-        "final": round(run.evaluated()[-1][ACCURACY], 4),
+        "final": round(run.evaluated(measured)[-1][measured], 4),
         "age": round(statistics.mean(row["staleness/mean"] for row in later), 2),
         "wall_s": round(run.ended - run.launched, 1),
     }

@@ -17,6 +17,7 @@ from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
+from benchmarks.parts import gym_base
 from benchmarks.parts.held_age import Rollouts, run_held
 from benchmarks.parts.model import tiny_model
 from benchmarks.parts.quickstart import SMALL
@@ -134,3 +135,14 @@ def test_the_newest_line_of_a_command_is_shown_and_quoted(tmp_path: Path) -> Non
     assert "| 1 | 2 |" in page(records) and "| 1 | 9 |" not in page(records)
     with pytest.raises(KeyError, match="none of the newest lines"):
         figure(records, "b/runs/2/x")
+
+
+def test_what_the_gym_holds_out_is_never_trained_and_the_wrong_way_of_its_warm_up_has_no_reward():
+    pytest.importorskip("reasoning_gym")
+    trained, held = gym_base.questions()
+    asked = [{row["prompt"][0]["content"] for row in rows} for rows in (trained, held)]
+
+    assert not asked[0] & asked[1]
+    assert {row["reasoning_gym"]["task"] for row in held} == set(gym_base.TASKS)
+    assert (gym_base.beside("-29"), gym_base.beside("abz")) == ("-3:", "bc{")
+    assert not any(gym_base.beside(row["answer"]) == row["answer"] for row in held)

@@ -7,7 +7,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,28 @@ from asyncrl.cli.quickstart import prepare, quickstart_overrides, recipe_of
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.place import Place, prepare_process
+from benchmarks.parts import gym_base
 from benchmarks.parts.answer import commit
 from benchmarks.parts.held_age import Rollouts, run_held
 from benchmarks.parts.quickstart import ACCURACY
 
-TASKS: dict[str, tuple[str, ...]] = {
-    "reverse": (),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    settings: tuple[str, ...] = ()
+    """What `asyncrl quickstart` is told for it."""
+    paths: Callable[[], list[str]] = list
+    """Makes its base model and rows where they are not those of `asyncrl quickstart`, and says where they are."""
+    measured: str = ACCURACY
+
+
+TASKS = {
+    "reverse": Task(),
     # Two turns: the model asks a calculator, and answers with what it said.
-    "two_turns": ("experiment=tools_quickstart",),
+    "two_turns": Task(settings=("experiment=tools_quickstart", "learner.steps=100")),
+    # A model of 3 M parameters, on four tasks of reasoning-gym at once.
+    "reasoning_gym": Task(settings=gym_base.SETTINGS, paths=gym_base.paths, measured=gym_base.MEASURED),
 }
-"""Task -> what `asyncrl quickstart` is told for it."""
 LOSSES: dict[str, tuple[str, ...]] = {
     "no_correction": (),
     "ppo": (),
@@ -62,10 +74,11 @@ class Cell:
     """A run of its own processes, as users start them."""
 
     def settings(self) -> list[str]:
-        """But those that say how old data gets."""
+        """But those that say how old data gets. The first time the base model of its task is made."""
         centering = CENTERING if self.centering else ()
         named = (f"seed={self.seed}", f"loss={self.loss}", f"learner.lr={self.lr}")
-        return [*TASKS[self.task], *named, *LOSSES[self.loss], *centering]
+        task = TASKS[self.task]
+        return [*task.settings, *task.paths(), *named, *LOSSES[self.loss], *centering]
 
 
 def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
@@ -78,7 +91,7 @@ def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
     gates = (f"replay.max_staleness={room}", f"replay.pipeline_depth={min(cell.reuse, room - cell.staleness)}")
     reuse = (f"replay.max_times_sampled={cell.reuse}", "rollout=process", "resume=never")
     asked = [*cell.settings(), *gates, *reuse, *overrides]
-    config = load_config(quickstart_overrides(prepare(recipe_of(TASKS[cell.task])), asked))
+    config = load_config(quickstart_overrides(prepare(recipe_of(TASKS[cell.task].settings)), asked))
     prepare_process(Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="cell"), logging.WARNING)
     started, busy = time.perf_counter(), time.process_time()
     try:
@@ -88,7 +101,7 @@ def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
             )
     except AsyncRLError as error:
         return {**asdict(cell), "overrides": list(overrides), "commit": commit(), "failed": str(error)}
-    curve = [(int(row["step"]), round(row[ACCURACY], 4)) for row in run.rows.evaluations]
+    curve = [(int(row["step"]), round(row[TASKS[cell.task].measured], 4)) for row in run.rows.evaluations]
     later = run.rows.steps[len(run.rows.steps) // 2 :]
     return {
         **asdict(cell),

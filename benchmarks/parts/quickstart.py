@@ -34,9 +34,9 @@ class Run:
     evaluations: list[dict[str, Any]]
     """One per evaluation, as they came."""
 
-    def evaluated(self) -> list[dict[str, Any]]:
-        """In the order of the steps that they measured."""
-        return sorted((row for row in self.evaluations if ACCURACY in row), key=lambda row: row["step"])
+    def evaluated(self, measured: str = ACCURACY) -> list[dict[str, Any]]:
+        """Those with this metric, in the order of the steps that they measured."""
+        return sorted((row for row in self.evaluations if measured in row), key=lambda row: row["step"])
 
 
 def run_quickstart(
