@@ -286,7 +286,7 @@ NOT_OF_THE_UPDATE = (
     *("ranks", "device", "save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
-    *("reduce_gradients", "steps", "profile"),
+    *("reduce_gradients", "steps", "epochs", "profile"),
 )
 """Settings of the learner that change nothing of what a batch makes of the weights."""
 
@@ -313,6 +313,7 @@ def learner_digest(config: Config) -> str:
 LATER = (
     *("epochs_per_batch", "min_lr_ratio", "beta1", "adam_eps"),
     *("function", "args", "hook", "hook_args", "centering", "sat_quantile"),
+    *("entropy_coef", "skip_spikes"),
 )
 """Settings that there were not always: left out where they have their defaults, or are empty as those are, which do
 what was done before them; a run of before them resumes as the same."""

@@ -76,6 +76,25 @@ def test_a_set_s_own_reward_and_environment_are_looked_at_before_the_start(
     assert "e.jsonl: there is no such file" in refused([*task, "eval.sets.hard=e.jsonl"], capsys)
 
 
+def test_epochs_become_steps_by_the_rows_that_there_are(
+    task: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = [*task, "learner.groups_per_step=8", "learner.epochs=2.5", "learner.steps=3"]
+    assert main(["local", *epochs, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "16 steps = 128 groups" in told and "learner.epochs=0" in told, "ceil(2.5 * 50 / 8), and the roles are told"
+    begun = []
+    monkeypatch.setattr(local, "_run", lambda config, overrides, typed: begun.append((config, overrides, typed)) or 0)
+    assert main(["local", *epochs]) == 0
+    ((config, overrides, typed),) = begun
+    assert (config.learner.steps, config.learner.epochs, typed[2:]) == (16, 0, epochs)
+    assert load_config(overrides) == config
+    assert main(["learner", *epochs, "--dry-run"]) == 2
+    assert "learner.epochs=2.5 is counted in rows by `asyncrl local`" in capsys.readouterr().err
+    assert main(["local", *epochs[:-1], "advantage=gae", "loss=ppo", "critic.warmup_steps=16"]) == 2
+    assert "critic.warmup_steps=16 leaves the policy none of learner.steps=16" in capsys.readouterr().err
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What the start says, which `--dry-run` has to say too."""
     said = []

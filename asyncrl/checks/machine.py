@@ -30,6 +30,11 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         ConfigError: with everything that is missing.
     """
     problems: list[str] = []
+    if role != "local" and config.learner.epochs > 0:
+        problems.append(
+            f"learner.epochs={config.learner.epochs:g} is counted in rows by `asyncrl local`, which tells the others; "
+            "roles that are started one by one need learner.steps (`asyncrl local ... --dry-run` says how many)"
+        )
     if role in ("local", "rollout"):
         problems += _missing_rows(config)
         # Sets that have no rewards or environment of their own miss what the training misses.

@@ -105,6 +105,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.epochs_per_batch": (config.learner.epochs_per_batch, 1),
         "learner.max_attention_per_microbatch": (config.learner.max_attention_per_microbatch, 0),
         "learner.steps": (config.learner.steps, 1),
+        "learner.epochs": (config.learner.epochs, 0),
         "learner.warmup_steps": (config.learner.warmup_steps, 0),
         "learner.weight_decay": (config.learner.weight_decay, 0),
         "learner.max_nonfinite_steps": (config.learner.max_nonfinite_steps, 1),
@@ -134,6 +135,7 @@ SAID = {
     "advantage.lam": "0 to 1",
     "learner.proximal_ema": "at least 0, below 1",
     "learner.beta2": "above 0, below 1",
+    "learner.skip_spikes": "0, or above 1",
     "replay.pipeline_depth": "0 to replay.max_staleness",
     **dict.fromkeys(("rollout.top_p", "eval.top_p"), "above 0, at most 1"),
     **dict.fromkeys(("rollout.top_k", "eval.top_k"), "at least 0"),
@@ -205,6 +207,8 @@ def numbers_in_range(config: Config) -> Problems:
         yield f"reward.max_failure_share must be between 0 and 1; got {config.reward.max_failure_share}"
     if not 0 <= config.learner.proximal_ema < 1:
         yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
+    if config.learner.skip_spikes != 0 and not 1 < config.learner.skip_spikes < math.inf:
+        yield f"learner.skip_spikes must be 0 (off) or above 1, times the median; got {config.learner.skip_spikes}"
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 

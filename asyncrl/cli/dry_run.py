@@ -24,7 +24,7 @@ from asyncrl.cli.commands import (
     with_gpus,
 )
 from asyncrl.cli.placement_table import gpus_to_plan, placement_lines
-from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead
+from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
 from asyncrl.learner.memory_plan import MASTER, Shape, Sizes, head_bytes, head_rows, held, stacked, whole_numbers
 from asyncrl.losses.config import required_inputs
@@ -370,11 +370,13 @@ def main(command: str, overrides: Sequence[str]) -> int:
     check_machine(config, command, planned=True)
     if command in ("local", "rollout"):
         check_environments(config)
+    found = look_ahead(config) if command in ("local", "rollout") else None
+    if found and command == "local":
+        config, overrides = with_steps(config, overrides, found.rows)
     if command in ("local", "learner"):
         check_own_learning(config)
         refuse_used_folder(config)
         for change in changes_in(config):
             print(f"this resume changes {change}")
-    found = look_ahead(config) if command in ("local", "rollout") else None
     print(plan_text(config, command, overrides, found))
     return 0

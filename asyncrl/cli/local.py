@@ -27,7 +27,7 @@ from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.cli.commands import RESTARTED, Command, local_commands, with_gpus
 from asyncrl.cli.folder_check import refuse_damaged
-from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead
+from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.cli.supervisor import Role, Supervisor
 from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
@@ -80,6 +80,7 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     seen = look_ahead(config)
     for line in (*seen.prompts, *seen.reward):
         print(line, flush=True)
+    config, overrides = with_steps(config, overrides, seen.rows)
     with occupied(config):
         return _run(config, overrides, typed)
 
@@ -113,7 +114,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
 
 
 def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[str]) -> str:
-    kept = without(typed, ("learner.steps=", "resume=", "overwrite="))
+    kept = without(typed, ("learner.steps=", "learner.epochs=", "resume=", "overwrite="))
     more = shlex.join([*kept, f"learner.steps={2 * trained}", "resume=auto"])
     return (
         f"nothing to do: {trained} steps are trained and learner.steps={config.learner.steps}. "

@@ -7,6 +7,7 @@ Loads neither torch nor transformers: a run starts at once where all is well.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +41,8 @@ class Preflight:
     """Lines about the data."""
     reward: tuple[str, ...]
     """Lines about the reward."""
+    rows: int
+    """That are trained on."""
 
 
 def look_ahead(config: Config) -> Preflight:
@@ -67,7 +70,17 @@ def look_ahead(config: Config) -> Preflight:
         if each.config.reward != config.reward:
             with said_of(each):
                 said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
-    return Preflight(tuple(lines), tuple(said))
+    return Preflight(tuple(lines), tuple(said), sum(each.rows for each in train))
+
+
+def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Config, list[str]]:
+    """`learner.epochs` in steps: the settings, and what every process is started with."""
+    given = list(overrides)
+    if config.learner.epochs > 0:
+        steps = max(1, math.ceil(config.learner.epochs * rows / config.learner.groups_per_step))
+        given += [f"learner.steps={steps}", "learner.epochs=0"]
+        config = load_config(given)
+    return config, given
 
 
 @contextmanager

@@ -301,6 +301,8 @@ class Checkpoints:
         state = read_state(path / STATE_FILE)
         if roles.kl_control is not None:
             roles.kl_coef = state.kl_coef
+        for name, each in roles.spikes.items():
+            each.restore(state.norms.get(name, ()), state.spikes.get(name, 0))
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
 
     def _refuse_takeover(self) -> None:

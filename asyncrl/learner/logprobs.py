@@ -14,6 +14,9 @@ from asyncrl.exact import kernels
 from asyncrl.learner.memory_plan import head_rows
 from asyncrl.learner.support import Support
 
+NO_CHANCE = -1000.0
+"""A log-prob whose probability is 0 in float64, too."""
+
 
 def token_logprobs(
     hidden: Float[Tensor, "tokens width"],
@@ -24,6 +27,7 @@ def token_logprobs(
     support: Support | None = None,
     *,
     exact: bool = False,
+    through_entropy: bool = False,
 ) -> tuple[Tensor, Float[Tensor, " tokens"]]:
     """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
 
@@ -31,13 +35,14 @@ def token_logprobs(
     renormalised distribution. The gradient is exact, and zero at the logits outside.
 
     float64 hidden states stay float64 (for checking); any other dtype is multiplied as it is, then raised to fp32.
-    Differentiable in hidden, weight and bias through the log-probs; the entropy is a diagnostic without gradient.
+    Differentiable in hidden, weight and bias through the log-probs and, if asked for, through the entropy.
 
     Args:
         targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
         exact: by the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
+        through_entropy: the entropy has a gradient, too; else it is a diagnostic.
     """
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact)  # pyright: ignore[reportReturnType]
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact, through_entropy)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -105,6 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         support: Support | None,
         exact: bool,
+        through_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         product, total = (kernels.linear, kernels.logsumexp) if exact else (functional.linear, _logsumexp)
         factors = kernels.rounded_weight(weight) if exact else weight
@@ -118,20 +124,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
             mean_logit = torch.linalg.vecdot(functional.softmax(logits, -1), logits)
             entropy[rows] = normaliser[rows] - mean_logit
         ctx.temperature, ctx.support = temperature, support
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy if through_entropy else None)
+        if not through_entropy:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None, None]:
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
         d_bias = None if bias is None else torch.zeros(bias.shape, dtype=_wide(hidden), device=bias.device)
         for rows in _chunks(len(targets), len(weight)):
             logits = _logits(hidden, weight, bias, ctx.temperature, ctx.support, rows)
             scale = _columns(gradients[0], rows) / ctx.temperature
-            d_logits = logits.sub_(normaliser[rows, None]).exp_().mul_(-scale.sum(-1, keepdim=True))
+            logits.sub_(normaliser[rows, None])
+            factor = -scale.sum(-1, keepdim=True)
+            if entropy is not None:  # d entropy / d logit = -p (log p + entropy)
+                rise = gradients[1][rows, None] / ctx.temperature
+                # Outside a support stands the lowest number: times a gradient it would be infinite, and 0 * that NaN.
+                factor = factor - rise * (logits.clamp(min=NO_CHANCE) + entropy[rows, None])
+            d_logits = logits.exp_().mul_(factor)
             d_logits.scatter_add_(-1, _columns(targets, rows), scale)
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
@@ -142,4 +155,4 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 d_weight += d_logits.t() @ hidden[rows]
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None

@@ -76,6 +76,8 @@ class PolicyModel(PackedModel):
     """With LoRA: what is trained; all else is frozen."""
     exact: bool = False
     """Log-probs are bit for bit those of an exact engine (`compute_exactly`)."""
+    through_entropy: bool = False
+    """The entropy has a gradient: the loss has a bonus for it (`loss.entropy_coef`)."""
 
     def forward(
         self,
@@ -98,15 +100,16 @@ class PolicyModel(PackedModel):
             candidates: other tokens whose log-probs are wanted there.
 
         Returns:
-            learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has no gradient. With
-            `candidates` also their log-probs, fp32 [chosen, k], with gradient.
+            learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only where it
+            is asked for. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
         """
         hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
         head = self.head
         wanted = input_ids.index_select(0, loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
-        found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support, exact=self.exact)
+        how = {"exact": self.exact, "through_entropy": self.through_entropy}
+        found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support, **how)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)

@@ -88,17 +88,26 @@ class UpdateReport:
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     applied: bool
-    """False: loss or gradient was not finite, weights and optimizer state are untouched."""
+    """False: loss or gradient was not finite, or a spike; weights and optimizer state are untouched."""
     lr: float
+    spike: bool = False
+    """Skipped, though finite: the norm was above the limit (`spikes`)."""
 
 
 def apply_update(
-    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, *, loss: Tensor, lr: float, clip_norm: float
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: Tensor,
+    lr: float,
+    clip_norm: float,
+    limit: float = math.inf,
 ) -> UpdateReport:
     """Clip the accumulated gradients to `clip_norm`, step and clear them; skip if anything is not finite on any rank.
 
     Args:
         loss: scalar, this rank's share of the minibatch's loss.
+        limit: a gradient of a larger norm is skipped, too.
 
     One all-reduce of two numbers makes every rank decide the same.
     """
@@ -108,8 +117,10 @@ def apply_update(
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     square_sum, total_loss = totals.tolist()
-    applied = math.isfinite(square_sum) and math.isfinite(total_loss)
+    finite = math.isfinite(square_sum) and math.isfinite(total_loss)
     norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
+    spike = finite and norm > limit
+    applied = finite and not spike
     if applied:
         if norm > clip_norm:
             for gradient in gradients:
@@ -118,7 +129,7 @@ def apply_update(
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad()
-    return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied, lr=lr)
+    return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied, lr=lr, spike=spike)
 
 
 def _local(gradient: Tensor) -> Tensor:
@@ -140,7 +151,7 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: more than `max_nonfinite_steps` in a row were skipped.
         """
-        if report.applied:
+        if report.applied or report.spike:
             self.consecutive = 0
             return
         self.skipped += 1

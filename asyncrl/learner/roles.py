@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,8 @@ from asyncrl.learner.hook import Hook
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PackedModel, PolicyModel, build_model
 from asyncrl.learner.optim import UpdateReport, make_optimizer
-from asyncrl.losses.config import required_inputs
+from asyncrl.learner.spikes import Spikes
+from asyncrl.losses.config import required_inputs, resolve
 from asyncrl.losses.kl import AdaptiveKL
 from asyncrl.schema import Config
 
@@ -42,6 +44,8 @@ class Roles:
     kl_coef: float = 0.0
     """Price of the KL in the reward now: `advantage.kl_coef`, moved by `kl_control`."""
     kl_control: AdaptiveKL | None = None
+    spikes: dict[str, Spikes] = field(default_factory=dict)
+    """By the names of `trained`; empty where none is skipped."""
     hook: Hook | None = None
     """Of the user, around each optimizer step of the policy (`learner.hook`)."""
 
@@ -51,6 +55,14 @@ class Roles:
             self.kl_control.coefficient = self.kl_coef
             self.kl_control.update(kl, sequences)
             self.kl_coef = self.kl_control.coefficient
+
+    def norm_limit(self, name: str) -> float:
+        """Above it a gradient of the model makes no update."""
+        return self.spikes[name].limit if name in self.spikes else math.inf
+
+    def note_norm(self, report: UpdateReport, name: str, step: int) -> None:
+        if name in self.spikes:
+            self.spikes[name].note(report, name, step)
 
     def call_hook(self, moment: str, step: int, index: int, report: UpdateReport | None = None) -> dict[str, float]:
         """Its metrics; none without a hook."""
@@ -98,6 +110,9 @@ def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -
         roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True, exact=exact)
     if ema > 0:
         roles.average = build_model(config, device, mesh, frozen=True, exact=exact)
+    policy.through_entropy = bool(resolve(config.loss).entropy_coef)
+    if config.learner.skip_spikes > 0:
+        roles.spikes = {name: Spikes(config.learner.skip_spikes) for name, _, _ in roles.trained()}
     roles.kl_coef = advantage.kl_coef
     if advantage.kl_target > 0:
         roles.kl_control = AdaptiveKL(advantage.kl_coef, advantage.kl_target, advantage.kl_horizon)

@@ -86,6 +86,9 @@ class LearnerConfig(CheckpointSettings):
     more than half of the memory of a rank."""
     steps: int = 100
     """Train steps of the run; a resumed one goes on to the same number."""
+    epochs: float = 0.0
+    """Above 0, for `asyncrl local`: passes over the rows, whatever `steps` says. It counts the rows and sets `steps` to
+    as many as train so many groups; a group that is dropped is not one of them."""
     lr: float = 1e-6
     """Peak rate of AdamW."""
     schedule: str = "constant"
@@ -104,6 +107,10 @@ class LearnerConfig(CheckpointSettings):
     """Added to the root of AdamW's second moment."""
     clip_norm: float = 1.0
     """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
+    skip_spikes: float = 0.0
+    """Above 0: an optimizer step whose gradient is longer, before the clipping, than so many times the median of the
+    last 64 is skipped, policy and critic each by their own. Its batch counts as trained; `optim/spikes_skipped` counts.
+    0 skips none."""
     max_nonfinite_steps: int = 3
     """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
     save_every: int = 50

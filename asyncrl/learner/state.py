@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.errors import CheckpointMismatchError
@@ -21,6 +21,10 @@ class LearnerState:
     """Optimizer steps skipped for non-finite numbers so far."""
     kl_coef: float = 0.0
     """Price of the KL in the reward, for the next step."""
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    """By model, of the gradients that the next one is compared with (`spikes`)."""
+    spikes: dict[str, int] = field(default_factory=dict)
+    """By model, the updates skipped for them so far."""
     run: str = ""
     """Whose it is: the run of the folder it was saved in, the same through all resumes (`origin_of`)."""
 

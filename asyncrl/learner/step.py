@@ -84,10 +84,10 @@ def train_step(
         if rank == 0:
             measured.add(_of_an_update(report, minibatch))
         if roles.critic is not None:
-            fit, numbers = update_critic(config, roles.critic, share, minibatch.denominators, plan.step, world)
+            fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step, world)
             measured.add(numbers)
             # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
-            report = report if not report.applied else fit
+            report = fit if report.applied or report.spike else report
         guard.observe(plan.step, report, share)
     warming_up = plan.step < config.critic.warmup_steps
     passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
@@ -99,6 +99,8 @@ def train_step(
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
         measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))
         measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
+        if roles.spikes:
+            measured.totals["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
         if config.advantage.kl_coef > 0:
             measured.totals["kl/coef"] = roles.kl_coef
     return measured
@@ -157,7 +159,9 @@ def update_policy(
         rate *= ess_lr_scale(ess_of_sequences(measured, device))
     parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
     told = roles.call_hook(BEFORE, step, index)
-    report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
+    clip, limit = config.learner.clip_norm, roles.norm_limit("policy")
+    report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
+    roles.note_norm(report, "policy", step)
     if roles.average is not None and report.applied:
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
     measured.per_update |= told | roles.call_hook(AFTER, step, index, report)
@@ -175,8 +179,11 @@ def accumulate(
         set_gradient_sync(model, i == len(batches) - 1)
         inputs = loss_inputs(config, model, batch)
         out = policy_loss(inputs, config.loss, denominators, kept=kept)
+        told = gradients_told(inputs)
         backward(out.loss, world)
         total = total + out.loss.detach()
+        for gradient in told:
+            out.sums["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
         numbers = Measured.of(out.sums, out.maxima, out.parts)
         if config.replay.order == "ess":
             numbers.group_weights = group_weights(inputs)
@@ -187,6 +194,15 @@ def accumulate(
             numbers.ratios["completion/support_mean"] = float(sizes.sum()), float(len(sizes))
         measured.add(numbers)
     return total, measured
+
+
+def gradients_told(inputs: LossInputs) -> list[Tensor]:
+    """Where the next backward leaves the gradient at each token's log-prob: where it is 0 (no advantage, stopped,
+    rejected) the token was generated and computed for nothing."""
+    told: list[Tensor] = []
+    if inputs.learner_logprobs.requires_grad:
+        inputs.learner_logprobs.register_hook(told.append)
+    return told
 
 
 @torch.no_grad()
@@ -219,13 +235,21 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
 
 
 def update_critic(
-    config: Config, critic: Critic, batches: Sequence[MicroBatch], denominators: Denominators, step: int, world: int
+    config: Config,
+    roles: Roles,
+    critic: Critic,
+    batches: Sequence[MicroBatch],
+    denominators: Denominators,
+    step: int,
+    world: int,
 ) -> tuple[UpdateReport, Measured]:
     """One optimizer step of the critic towards the targets made before the first update on the batch."""
     loss = fit_values(config, critic.model, batches, denominators, world)
     rate = learning_rate(step, config.learner, config.critic.lr)
     parameters = list(critic.model.parameters())
-    report = apply_update(parameters, critic.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
+    clip, limit = config.learner.clip_norm, roles.norm_limit("critic")
+    report = apply_update(parameters, critic.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
+    roles.note_norm(report, "critic", step)
     numbers = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
     return report, Measured(ratios={f"critic/{name}": (value, 1.0) for name, value in numbers.items()})
 

@@ -180,7 +180,15 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
 
 def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> None:
     """Start the checkpoint after `step`: collective. It is whole now, or while later steps are trained."""
-    state = LearnerState(step=step, policy_version=version, skipped_steps=skipped, kl_coef=parts.roles.kl_coef)
+    roles = parts.roles
+    state = LearnerState(
+        step=step,
+        policy_version=version,
+        skipped_steps=skipped,
+        kl_coef=roles.kl_coef,
+        norms={name: each.norms for name, each in roles.spikes.items()},
+        spikes={name: each.skipped for name, each in roles.spikes.items()},
+    )
     parts.checkpoints.begin(state, parts.roles, parts.replay.snapshot() if parts.rank == 0 else {})
     commit_saved(parts)
 

@@ -40,7 +40,7 @@ class LossOutput:
     """Name -> (numerator, denominator)."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """`loss/policy`, `loss/kl`, `loss/behavior_kl`: they add up over calls like the loss itself."""
+    """`loss/policy`, `loss/kl`, `loss/behavior_kl`, `loss/entropy`: they add up over calls like the loss itself."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -55,7 +55,8 @@ def policy_loss(
     diagnostics: bool = True,
     kept: Kept | None = None,
 ) -> LossOutput:
-    """Loss of the packed tokens of one micro-batch, differentiable with respect to `learner_logprobs` only.
+    """Loss of the packed tokens of one micro-batch, differentiable with respect to `learner_logprobs` (with
+    `entropy_coef` also to `entropy`, with `centering` to those of `topk`).
 
     Args:
         inputs: [T] tensors; float32 or float64 decides the arithmetic (bfloat16 is raised to float32).
@@ -125,7 +126,19 @@ def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors
         parts["loss/kl"] = config.kl_coef * add_up(reference_kl(tokens, row, config, edge), factors)
     if config.behavior_kl:
         parts["loss/behavior_kl"] = config.behavior_kl * add_up((tokens.cur - tokens.mu).square(), factors)
+    if config.entropy_coef:
+        parts["loss/entropy"] = -config.entropy_coef * add_up(entropy_of(tokens, config), factors)
     return parts
+
+
+def entropy_of(tokens: Tokens, config: LossConfig) -> Float[Tensor, " T"]:
+    """Of the loss tokens; 0 elsewhere, whatever stands there."""
+    if tokens.raw.entropy is None:
+        raise ConfigError(
+            f"loss.entropy_coef={config.entropy_coef} needs entropy in LossInputs and got None; pass that of the "
+            "policy at each token, with its gradient, or set loss.entropy_coef=0"
+        )
+    return torch.where(tokens.mask, tokens.raw.entropy.to(tokens.cur.dtype), 0.0)
 
 
 def reference_kl(tokens: Tokens, row: Preset, config: LossConfig, edge: str) -> Float[Tensor, " T"]:

@@ -22,7 +22,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Packed tokens of one micro-batch. Gradient flows through `learner_logprobs` only.
+    """Packed tokens of one micro-batch. Gradient flows through `learner_logprobs`, and where said.
 
     Values at tokens outside `loss_mask` are never read: they may be anything, NaN included. A behavior,
     proximal or reference log-prob that is NaN or -inf counts as unscored, with a ratio of exactly 1.
@@ -39,7 +39,7 @@ class LossInputs:
     proximal_logprobs: Float[Tensor, " T"] | None = None
     ref_logprobs: Float[Tensor, " T"] | None = None
     entropy: Float[Tensor, " T"] | None = None
-    """Only reported."""
+    """Reported; with `entropy_coef` the bonus, whose gradient flows through it."""
     staleness: Int[Tensor, " T"] | None = None
     """Policy versions between the token and the learner; for `a3po`, `max_age` and the staleness tables."""
     group_tokens: Float[Tensor, " T"] | None = None

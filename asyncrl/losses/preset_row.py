@@ -50,6 +50,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "kl": "k3",
     "kl_coef": 0.0,
     "behavior_kl": 0.0,
+    "entropy_coef": 0.0,
     "constant_length": 1024.0,
 }
 """What a preset does where its row says nothing."""

@@ -69,7 +69,7 @@ DETACHED_SURROGATES = frozenset({"detached", "tapered", "band", "divergence_tv",
 def used_keys(row: Preset, merged: LossConfig) -> set[str]:
     """Keys that change the loss of `merged`, a config whose defaults are filled in."""
     keys = {"aggregation", "weight", "opsm_delta", "reject", "veto", "max_age", "denominator"}
-    keys |= {"kl", "kl_coef", "behavior_kl"} | set(SURROGATE_KEYS[row.surrogate])
+    keys |= {"kl", "kl_coef", "behavior_kl", "entropy_coef"} | set(SURROGATE_KEYS[row.surrogate])
     if row.surrogate in CENTERED:
         keys.add("centering")
     if merged.weight != "none":
@@ -183,6 +183,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("m2_tau", 0.0, math.inf, "at least 0"),
     ("kl_coef", 0.0, math.inf, "at least 0"),
     ("behavior_kl", 0.0, math.inf, "at least 0"),
+    ("entropy_coef", 0.0, math.inf, "at least 0"),
     _positive("constant_length"),
 )
 """(key, smallest, largest, rule in words)."""

@@ -94,6 +94,9 @@ class LossConfig:
     """Price of the KL to the reference policy in the loss."""
     behavior_kl: float | None = None
     """Coefficient of (learner - behavior)^2 in log-probs, over all loss tokens."""
+    entropy_coef: float | None = None
+    """Bonus for the entropy of the policy at each loss token, over what it is sampled from, with gradient: so much
+    times the entropy, added up as the losses are, is taken from the loss."""
     constant_length: float | None = None
     """Length by which the `constant` aggregation divides; usually `rollout.max_new_tokens`."""
 

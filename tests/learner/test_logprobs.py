@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.learner import memory_plan
 from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.support import Support
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -64,3 +67,52 @@ def test_several_tokens_of_each_distribution_are_those_one_by_one(monkeypatch: p
     mine, theirs = (torch.autograd.grad((each * scale).sum(), (hidden, weight)) for each in (several, naive))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def by_hand(
+    hidden: NDArray, weight: NDArray, bias: NDArray, inside: NDArray, targets: NDArray, scale: NDArray, rise: NDArray
+) -> tuple[NDArray, NDArray, list[NDArray]]:
+    """Log-probs, entropy, and the gradients of sum(scale * logprobs) + sum(rise * entropy), at temperature 0.7; with
+    z = (h W' + b) / 0.7 and p its softmax over the support: dH/dz_j = -p_j (log p_j + H)."""
+    z = (hidden @ weight.T + bias) / 0.7
+    p = np.exp(z - z.max(1, keepdims=True)) * inside
+    p /= p.sum(1, keepdims=True)
+    logp = np.log(np.where(inside, p, 1.0))
+    entropy = -(p * logp).sum(1)
+    columns = np.take_along_axis(logp, targets, 1)
+    d = -p * scale.sum(1, keepdims=True) - rise[:, None] * p * (logp + entropy[:, None])
+    for column in range(targets.shape[1]):
+        np.add.at(d, (np.arange(len(d)), targets[:, column]), scale[:, column])
+    d /= 0.7
+    return columns, entropy, [d @ weight, d.T @ hidden, d.sum(0)]
+
+
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_the_entropy_has_the_gradient_that_a_bonus_for_it_needs(narrowed: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 3)
+    rng = np.random.default_rng(0)
+    arrays = hidden, weight, bias = [rng.standard_normal(shape) for shape in ((11, 16), (50, 16), (50,))]
+    targets = rng.integers(0, 5, (11, 2))
+    inside = np.ones((11, 50), dtype=bool)
+    support = None
+    if narrowed:
+        inside[::2, 5:] = False
+        counts = np.where(inside.all(1), 0, 5)
+        ids = torch.arange(5).repeat(int((counts > 0).sum()))
+        support = Support(counts=counts, ids=ids, bits=torch.zeros(0, 7, dtype=torch.uint8))
+    scale, rise = rng.standard_normal((11, 2)), 100 * rng.standard_normal(11)
+    columns, values, gradients = by_hand(hidden, weight, bias, inside, targets, scale, rise)
+    leaves = [torch.tensor(each, requires_grad=True) for each in arrays]
+    found, entropy = token_logprobs(*leaves, torch.tensor(targets), 0.7, support, through_entropy=True)
+    np.testing.assert_allclose(found.detach(), columns, atol=1e-12)
+    np.testing.assert_allclose(entropy.detach(), values, atol=1e-12)
+    loss = (found * torch.tensor(scale)).sum() + (entropy * torch.tensor(rise)).sum()
+    for mine, theirs in zip(torch.autograd.grad(loss, leaves), gradients, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_an_entropy_that_nobody_learns_from_has_no_gradient():
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
+    _, entropy = token_logprobs(hidden, weight, None, torch.arange(5), 1.0)
+    assert not entropy.requires_grad

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl.losses import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.fed_replay import largest_difference
 from tests.learner.feed import tiny_checkpoint
@@ -27,6 +28,7 @@ def make_config(folder: Path, run: str, **learner: Any) -> Config:
         run=RunConfig(dir=str(folder / run)),
         model=ModelConfig(path=str(model)),
         learner=LearnerConfig(**(settings | learner)),
+        loss=LossConfig(entropy_coef=0.05),
         eval=EvalConfig(path="heldout.jsonl"),  # rank 0 waits for the last one, the others with it
     )
 

@@ -263,3 +263,33 @@ def test_ids_may_be_sparse_and_need_not_start_at_zero() -> None:
     inputs = to_inputs(random_batch(17))
     sparse = dataclasses.replace(inputs, sequence_ids=inputs.sequence_ids * 10**9 + 5)
     assert policy_loss(sparse, preset("grpo")).loss.item() == policy_loss(inputs, preset("grpo")).loss.item()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+def test_the_entropy_bonus_is_aggregated_as_the_loss_and_covers_rejected_tokens_too(aggregation: str) -> None:
+    batch = random_batch(3, proximal=False)
+    rng = np.random.default_rng(0)
+    entropy = np.where(batch.mask, 3 * rng.random(len(batch.cur)), np.nan)
+    inputs = dataclasses.replace(to_inputs(batch), entropy=torch.tensor(entropy, requires_grad=True))
+    settings = {"aggregation": aggregation, "max_age": 2}
+    without, config = preset("ppo", **settings), preset("ppo", entropy_coef=0.3, **settings)
+    base, out = policy_loss(inputs, without), policy_loss(inputs, config)
+    factors = np.zeros(len(batch.cur))
+    sequences = [index for index in rows(batch) if len(index)]
+    for index in sequences:
+        group = batch.mask & (batch.group == batch.group[index[0]])
+        groups = len(np.unique(batch.group[batch.mask]))
+        factors[index] = {
+            "token_mean": 1 / batch.mask.sum(),
+            "seq_mean_token_mean": 1 / (len(index) * len(sequences)),
+            "prompt_mean": 1 / (group.sum() * groups),
+        }[aggregation]
+    bonus = 0.3 * (factors * np.where(batch.mask, entropy, 0.0)).sum()
+    assert (out.loss - base.loss).item() == pytest.approx(-bonus, rel=1e-12)
+    assert out.parts["loss/entropy"].item() == pytest.approx(-bonus, rel=1e-12)
+    assert inputs.entropy is not None
+    (found,) = torch.autograd.grad(out.loss, [inputs.entropy], retain_graph=True)
+    np.testing.assert_allclose(found.numpy(), -0.3 * factors, rtol=1e-12)
+    assert policy_loss(to_inputs(batch), without).loss.item() == base.loss.item()
+    with pytest.raises(ConfigError, match=r"loss\.entropy_coef=0\.3 needs entropy"):
+        policy_loss(to_inputs(batch), config)

@@ -55,7 +55,6 @@ PENALISED = "a penalised distribution is not the policy: punish repetition in th
 REASONS = {
     "model_init_kwargs": "model.dtype; code that comes with a checkpoint is never run",
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
-    "num_train_epochs": "give steps: learner.steps = rows * epochs / learner.groups_per_step",
     "generation_kwargs": "sampling has rollout.temperature, top_p, top_k and min_p, and nothing else",
     "chat_template_kwargs": "model.chat.KEY=VALUE",
     "vllm_importance_sampling*": "every loss corrects from the engine's recorded log-probs: `asyncrl settings loss`",
@@ -164,6 +163,9 @@ def _schedule(made: Translation) -> None:
     steps, share = made.take("max_steps"), made.take("warmup_ratio")
     if steps is not None and int(steps) > 0:
         made.put("learner.steps", int(steps), "max_steps")
+        made.refuse("num_train_epochs", "max_steps counts, as in TRL")
+    elif (epochs := made.take("num_train_epochs")) is not None:
+        made.put("learner.epochs", float(epochs), "num_train_epochs")
     if made.take("warmup_steps"):
         made.put("learner.warmup_steps", int(made.take("warmup_steps")), "warmup_steps")
     elif share and steps is not None and int(steps) > 0:

@@ -94,7 +94,6 @@ REASONS = {
     "trainer.n_gpus_per_node": GPUS,
     "trainer.val_before_train": "the first and the last weights are always evaluated where eval.path is given",
     "trainer.project_name": "Weights & Biases reads WANDB_PROJECT",
-    "trainer.total_epochs": "give steps: learner.steps = rows * epochs / learner.groups_per_step",
     "trainer.default_local_dir": "checkpoints lie in the run folder (run.dir), with its journal and metrics",
     "trainer.*": "of verl's own loop",
     "data.val_batch_size": "eval.chunk rows are scored together by a worker",
@@ -193,6 +192,10 @@ def _schedule(made: Translation, optim: str) -> None:
     elif key:
         made.refuse(f"{optim}.{key}", f"learner.schedule is one of {', '.join(SCHEDULES)}")
     steps, share = made.take("trainer.total_training_steps"), made.take(f"{optim}.lr_warmup_steps_ratio")
+    if steps:
+        made.refuse("trainer.total_epochs", "trainer.total_training_steps counts, as in verl")
+    elif (epochs := made.take("trainer.total_epochs")) is not None:
+        made.put("learner.epochs", epochs, "trainer.total_epochs")
     warm_up = made.take(f"{optim}.lr_warmup_steps")
     if warm_up is not None and int(warm_up) > 0:
         made.put("learner.warmup_steps", int(warm_up), f"{optim}.lr_warmup_steps")
@@ -238,7 +241,7 @@ def _loss(made: Translation) -> None:
     if how == "constant":
         made.put("loss.constant_length", float(made.take("data.max_response_length")), "data.max_response_length")
     if made.take(f"{actor}.entropy_coeff"):
-        made.refuse(f"{actor}.entropy_coeff", "there is no bonus for entropy; loss=dapo keeps it up by a higher clip")
+        made.move(f"{actor}.entropy_coeff", "loss.entropy_coef")
     if not made.take(f"{actor}.use_kl_loss"):
         made.refuse(f"{actor}.kl_loss_coef", "actor.use_kl_loss is off")
         made.refuse(f"{actor}.kl_loss_type", "actor.use_kl_loss is off")
