@@ -59,10 +59,21 @@ _LEARNER = (
     Metric("loss/policy", "1", "its part from the surrogate"),
     Metric("loss/kl", "1", "its part from the KL to the reference policy"),
     Metric("loss/behavior_kl", "1", "its part from the squared log-ratio to the behavior policy"),
+    Metric("loss/entropy", "1", "its part from the entropy bonus: less than 0"),
+    Metric(
+        "loss/zero_gradient_share", "share", "of the loss tokens, those whose log-prob got no gradient at all", LOWER
+    ),
     Metric("optim/lr", "1", "learning rate, as the optimizer got it"),
     Metric("optim/grad_norm", "1", "norm of the gradient before it is clipped"),
     Metric(
         "optim/nonfinite_steps", "optimizer steps", "skipped so far, their loss or gradient not finite", LOWER, True
+    ),
+    Metric(
+        "optim/spikes_skipped",
+        "optimizer steps",
+        "skipped so far for a gradient above the median's multiple",
+        LOWER,
+        True,
     ),
     Metric("optim/trained_parameters", "parameters", "that an optimizer changes"),
     Metric("policy/entropy", "nats", "mean entropy of the policy over the loss tokens"),
@@ -154,6 +165,17 @@ _TIME = (
     Metric("perf/tflops_per_rank", "TFLOP/s", "of the model's own arithmetic while it trains", HIGHER),
     Metric("perf/tokens_per_s_per_rank", "tokens/s", "packed tokens per rank, while it trains", HIGHER),
     Metric("perf/mfu", "share", "of what the GPU could compute at most", HIGHER),
+    Metric("perf/padding_share", "share", "of the tokens that went through the layers, those that are padding", LOWER),
+    Metric("perf/attention_padding_share", "share", "of the tokens that attention held, those that are padding", LOWER),
+    Metric("perf/gather_s", "s", "in which FSDP2 gathered weights, mean over the ranks, hidden or not", LOWER),
+    Metric("perf/reduce_s", "s", "in which it reduced gradients to shards, likewise", LOWER),
+    Metric(
+        "memory/peak_gb",
+        "GB",
+        "the most that tensors took of a rank's GPU while it trained, of the fullest rank",
+        LOWER,
+    ),
+    Metric("memory/planned_gb", "GB", "what the plan of memory says of the same micro-batches"),
     Metric("checkpoint/save_s", "s", "the newest checkpoint took until it was whole", LOWER),
     Metric("checkpoint/wait_s", "s", "for which training stood still for it", LOWER),
     Metric("checkpoint/copy_wait_s", "s", "of them, waited for the copy of what is saved", LOWER),

@@ -42,7 +42,7 @@ def test_every_gather_and_reduce_of_a_sharded_model_is_timed(mesh, monkeypatch: 
     monkeypatch.setattr(collective_clock.time, "perf_counter", lambda: float(next(ticks)))
     model.seen(torch.arange(8), torch.arange(8), plan_packing(np.arange(8), np.array([8]), 8)).sum().backward()
     # Two layers and the rest; the layers again in the backward, where the rest is whole still.
-    assert clock.take() == {GATHER: 5.0, REDUCE: 3.0}
+    assert clock.take() == {"perf/gather_s": 5.0, "perf/reduce_s": 3.0}
     assert clock.take() == {GATHER: 0.0, REDUCE: 0.0}
     assert clock_of(roles, 1, CPU).take() == {}, "one rank meets nobody"
 

@@ -22,11 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from asyncrl.cli.dry_run import model_size
 from asyncrl.learner import model as model_room
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
+from asyncrl.learner.batch import pack
+from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, held, share, stacked
 from asyncrl.learner.model import PolicyModel, shard
 from asyncrl.learner.optim import make_optimizer
-from asyncrl.schema import LearnerConfig
-from tests.learner.feed import tiny_model
+from asyncrl.learner.roles import Roles
+from asyncrl.schema import LearnerConfig, ModelConfig
+from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QWEN = {
@@ -143,3 +146,24 @@ def test_a_checkpointed_model_keeps_one_layer_and_the_input_of_each():
     assert sizes.activations(3, 3, 2) == 10 * each
     assert sizes.activations(3, 3, 2, every=1) == each + 10 * 3 * 4 * 2
     assert sizes.activations(3, 3, 2, every=4) == 8 * each + 3 * 3 * 4 * 2
+
+
+def test_the_peak_of_a_step_on_a_gpu_stands_beside_the_plan_of_its_largest_micro_batch(monkeypatch: pytest.MonkeyPatch):
+    plan, groups = make_step(3)
+    lease, cpu = make_lease(plan, groups), torch.device("cpu")
+    members = sorted(lease.trajectories)
+    small, large = (pack(lease, chosen, cpu) for chosen in (members[:2], members))
+    policy = PolicyModel(tiny_model())
+    roles, config = Roles(policy=policy, optimizer=torch.optim.SGD(policy.parameters())), ModelConfig(path="tiny")
+    planned = planned_bytes(config, roles, [small, large], 1)
+    assert planned == planned_bytes(config, roles, [large], 1) > planned_bytes(config, roles, [small], 1)
+    assert planned > sum(16 * each.numel() for each in policy.parameters()), "weights, gradients and moments"
+    begin_peak(cpu)
+    assert peak_row(config, roles, [large], 1, cpu) == {}, "only a GPU's allocator counts"
+    asked = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 3e9)
+    gpu = torch.device("cuda", 0)
+    begin_peak(gpu)
+    row = peak_row(config, roles, [small, large], 1, gpu)
+    assert row == {"memory/peak_gb": 3.0, "memory/planned_gb": planned / 1e9} and asked == [gpu, gpu]
