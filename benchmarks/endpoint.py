@@ -6,7 +6,9 @@ Milliseconds per call, by an engine that answers at once with 64 tokens; one key
 
     plain        one call after the other over one connection, by a client that only writes bytes and reads them
     openai       the same by the `openai` package, whose own work is in it
-    package      the same package asking a server that answers every request with the same bytes: that work alone
+    package      the same package asking a server that answers every request with the same bytes: that work alone,
+                 measured in turns with `openai`, conversation by conversation
+    over         `openai` less `package`, the median of the differences of such pairs: what a call costs over the engine
     crowd        by `agents` plain clients at once: time over calls
     processor    processor time per call of `crowd`, clients and server together
     chat         of a call: processor time of rendering, or going on from the turn before, and of reading the reply
@@ -128,18 +130,32 @@ async def plain(server: Server, conversations: int) -> list[float]:
     return await by(client.complete, server, conversations)
 
 
-async def with_package(server: Server, conversations: int, url: str = "") -> list[float]:
-    client = openai.AsyncOpenAI(base_url=url or server.endpoint.url, api_key="none")
-
+def by_package(client: openai.AsyncOpenAI) -> Any:
     async def complete(key: str, messages: list[Any]) -> Any:
         given = client.with_options(api_key=key)
         made = await given.chat.completions.create(model="policy", messages=messages)
         return made.choices[0].message.model_dump(exclude_none=True)
 
-    try:
-        return await by(complete, server, conversations)
-    finally:
-        await client.close()
+    return complete
+
+
+async def with_package(server: Server, conversations: int) -> dict[str, float]:
+    """`openai`, `package` and `over`, in seconds."""
+    async with (
+        echoing() as url,
+        openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="none") as ours,
+        openai.AsyncOpenAI(base_url=url, api_key="none") as echo,
+    ):
+        pairs: list[tuple[float, float]] = []
+        for _ in range(conversations + 1):
+            asked = [await by(by_package(client), server, 1) for client in (ours, echo)]
+            pairs += zip(*asked, strict=True)
+    pairs = pairs[CALLS:]  # the first conversation opens the connections
+    return {
+        "openai": statistics.median(one for one, _ in pairs),
+        "package": statistics.median(other for _, other in pairs),
+        "over": statistics.median(one - other for one, other in pairs),
+    }
 
 
 @asynccontextmanager
@@ -170,9 +186,7 @@ async def measure(calls: int, agents: int) -> dict[str, float]:
     async with serving() as server:
         await plain(server, max(1, calls // CALLS // 10))
         row = {"plain": statistics.median(await plain(server, calls // CALLS)) * 1e3}
-        row["openai"] = statistics.median(await with_package(server, max(1, calls // CALLS // 4))) * 1e3
-        async with echoing() as url:
-            row["package"] = statistics.median(await with_package(server, max(1, calls // CALLS // 4), url)) * 1e3
+        row |= {name: took * 1e3 for name, took in (await with_package(server, max(1, calls // CALLS // 2))).items()}
         each = max(1, calls // CALLS // agents)
         started, processor = time.perf_counter(), time.process_time()
         made = sum(map(len, await asyncio.gather(*(plain(server, each) for _ in range(agents)))))

@@ -41,6 +41,9 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+# No test asks the Hugging Face hub. Without a network a machine may take its time to say that there is none.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # All modules of the tests are imported one after the other, and stay.
 collector.rest()
 

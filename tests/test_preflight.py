@@ -12,6 +12,7 @@ from asyncrl.cli import local
 from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.smoke_rows import NUMBERS_V1
 from asyncrl.telemetry.run_folder import prepare_run_folder
 
 REWARDS = """
@@ -59,6 +60,27 @@ def test_a_curriculum_of_more_rows_than_are_counted_is_refused_at_the_start(
     monkeypatch.setattr("asyncrl.drawing.curriculum.MOST_ROWS", 49)
     assert main(["local", *task, "data.curriculum=pass_rate", *asked]) == 2
     assert "at most 49; there are 50. Choose rows with data.where" in capsys.readouterr().err
+
+
+def test_rows_that_an_environment_cannot_use_are_refused_at_the_start(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*task[:2], "environment=reasoning_gym"], capsys)
+    assert "d.jsonl:1: the row has no column 'reasoning_gym'" in said and "environments.reasoning.rows TASK" in said
+    package = Path("tasksets/nothing_v1")
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(NUMBERS_V1)
+    given = ["environment.args.taskset=nothing_v1", "environment.args.path=tasksets", 'environment.args.harness="null"']
+    said = refused([*task[:2], "environment=verifiers", *given, "model.renderer=default"], capsys)
+    assert "d.jsonl:1: the row has no column 'verifiers'" in said
+
+
+def test_a_source_of_a_mixture_whose_rows_have_no_score_is_refused_at_the_start(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("bare.jsonl"), *({"prompt": [{"role": "user", "content": "hm"}]} for _ in range(4)))
+    said = refused([task[0], "data.mixture={good: d.jsonl, bare: bare.jsonl}", "reward.function=r.py:score"], capsys)
+    assert "gave no score for any of 6 completions" in said and "bare.jsonl:1" in said and "'answer'" in said
 
 
 def test_a_set_s_own_reward_and_environment_are_looked_at_before_the_start(

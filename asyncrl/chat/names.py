@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from asyncrl.chat.hub import described_in
+
 AUTO, DEFAULT = "auto", "default"
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -36,9 +38,10 @@ RENDERERS = (DEFAULT, *dict.fromkeys(name for names in FAMILIES.values() for nam
 
 
 def candidates(model_path: str) -> tuple[str, ...]:
-    """Renderers of the model's family, by the config.json of a local folder."""
+    """Renderers of the model's family, by its config.json. Raises ConfigError as `described_in`."""
+    folder = described_in(model_path) or Path(model_path)
     try:
-        model_type = json.loads((Path(model_path) / "config.json").read_text()).get("model_type", "")
+        model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
     except (OSError, ValueError, AttributeError):
         return ()
     return FAMILIES.get(model_type, ())

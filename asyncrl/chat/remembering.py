@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 SHORT = 64
 """Letters of a text whose ids are kept: markers and headers are shorter, what people write is mostly longer."""
 KEPT = 1024
 """Texts."""
+FAST = "transformers.tokenization_utils_tokenizers"
+"""Where the `_encode_plus` is that asks the tokenizer beneath and adds nothing of its own to one text."""
 WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 """What renderers ask for with the text of a message."""
 
@@ -70,7 +70,7 @@ class Remembering:
 
 def _backend_of(tokenizer: Any) -> Any:
     """The tokenizer beneath, where what transformers gives of one text is what that gives; else None."""
-    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+    if getattr(getattr(type(tokenizer), "_encode_plus", None), "__module__", "") != FAST:
         return None
     backend = tokenizer.backend_tokenizer
     return backend if backend.encode_special_tokens == tokenizer.split_special_tokens else None

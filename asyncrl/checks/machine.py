@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from asyncrl.chat.hub import NAME, described_in
 from asyncrl.checks.architecture import foreign_maths
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
@@ -101,6 +102,11 @@ def missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
     # `org/name` is a hub name; anything that starts like a path is meant as one.
     if path.startswith(("/", ".", "~")) and not folder.is_dir():
         yield f"{key}={path}: there is no such directory. Give the folder of a Hugging Face model"
+    elif not folder.is_dir() and not NAME.fullmatch(path):
+        yield (
+            f"{key}={path}: there is no such folder (looked from {Path.cwd()}), and a model of the Hugging Face hub is "
+            "named NAME or OWNER/NAME. Give one of the two"
+        )
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield f"{key}={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
     elif folder.is_dir():
@@ -126,9 +132,9 @@ def unfit_model(path: str) -> Iterator[str]:
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """`config.json` of a folder; empty for a model of the hub, or one that is refused as broken."""
+    """`config.json`; empty for a model of the hub that cannot be looked at now, or one that is refused as broken."""
     try:
-        return json.loads((Path(path) / "config.json").read_text())
+        return json.loads(((described_in(path) or Path(path)) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from asyncrl.chat.hub import described_in
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_data
 from asyncrl.checks.sources import sources
@@ -53,8 +54,9 @@ def main(overrides: Sequence[str]) -> int:
     limit = config.data.max_prompt_tokens
     train = sources(config.data)
     sets = eval_sets(config)
+    model = str(described_in(config.model.path) or config.model.path)
     found = [
-        look_over(source, config.model.path, limit=limit, counted=COUNTED, first=SCORED)
+        look_over(source, model, limit=limit, counted=COUNTED, first=SCORED)
         for source in (*train, *(each.source for each in sets))
     ]
     for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from asyncrl.chat.hub import described_in
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.own_code import own_learning
@@ -22,11 +23,12 @@ from asyncrl.data.probe import look_over
 from asyncrl.data.survey import Survey
 from asyncrl.drawing.curriculum import too_many
 from asyncrl.environments.probe import check_environment
-from asyncrl.errors import ConfigError, DataError, RewardError
+from asyncrl.environments.registry import find_environment, is_of_the_user
+from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
 from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
-from asyncrl.rewards.trial import try_reward
-from asyncrl.schema import Config
+from asyncrl.rewards.trial import refuse_unscored, try_reward
+from asyncrl.schema import Config, EnvironmentConfig
 
 TRIED_ROWS = 3
 """First rows of each source that the reward is called on."""
@@ -50,21 +52,27 @@ def look_ahead(config: Config) -> Preflight:
     Raises:
         ConfigError, DataError: the run could not work; the message names the row.
     """
-    limit = config.data.max_prompt_tokens
-    train = [look_over(source, config.model.path, limit=limit) for source in sources(config.data)]
+    limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
+    model = str(described or config.model.path)
+    train = [look_over(source, model, limit=limit) for source in sources(config.data)]
     if config.data.curriculum and (why := too_many(sum(each.rows for each in train))):
         raise ConfigError(why)
     sets = eval_sets(config)
-    evaluated = [look_over(each.source, config.model.path, limit=limit) for each in sets]
+    evaluated = [look_over(each.source, model, limit=limit) for each in sets]
     found = [*train, *evaluated]
     lines = [line for each in found for line in survey_lines(config, each)]
     if not train[0].tokens:
-        lines.append(f"model.path={config.model.path} has no tokenizer.json here: no prompt was tokenized yet")
+        why = (
+            "has no tokenizer.json" if described else "is neither here nor to be had from the Hugging Face hub just now"
+        )
+        lines.append(f"model.path={config.model.path} {why}: no prompt was tokenized yet")
     for each in train if train[0].tokens else ():
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
         of = f" of {each.title}" if len(train) > 1 else ""
         lines.append(f"the first{of}, {each.tokens[0]} tokens: {each.first_prompt[:PROMPT_SHOWN]!r}{ending}")
     pairs = list(zip(sets, evaluated, strict=True))
+    for given, surveys in ((config, train), *((each.config, [survey]) for each, survey in pairs)):
+        _refuse_foreign_rows(given.environment, surveys)
     said = _reward_lines(config, train, [survey for each, survey in pairs if each.config.reward == config.reward])
     for each, survey in pairs:
         if each.config.reward != config.reward:
@@ -81,6 +89,18 @@ def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Con
         given += [f"learner.steps={steps}", "learner.epochs=0"]
         config = load_config(given)
     return config, given
+
+
+def _refuse_foreign_rows(config: EnvironmentConfig, found: Sequence[Survey]) -> None:
+    """Of an environment that ships and reads columns of its own. Raises DataError: a first row lacks them."""
+    check = None if is_of_the_user(config.name) else getattr(find_environment(config), "check_row", None)
+    if check is None:
+        return
+    for where, row in itertools.chain.from_iterable(each.first_rows for each in found):
+        try:
+            check(row)
+        except (RewardError, EpisodeError) as error:
+            raise DataError(f"environment.name={config.name}: {where}: {error}") from error
 
 
 @contextmanager
@@ -151,6 +171,9 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     lines = [line for term in terms for line in _untried(term)]
     terms = [term for term in terms if not term.model]
     outcomes = try_reward(terms, rows, timeout_s=config.reward.timeout_s) if terms else []
+    for each in found:  # of one source of a mixture too: all of its groups would be dropped
+        own = {where for where, _ in each.first_rows}
+        refuse_unscored(terms, [outcome for outcome in outcomes if outcome[0] in own])
     if not outcomes:
         return lines
     failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.chat.hub import NAME, described_in
 from asyncrl.chat.names import AUTO, DEFAULT, candidates, why_single
 from asyncrl.data.local_tokenizer import load_local_tokenizer
 from asyncrl.environments.episodes import EpisodeEnvironment
@@ -21,9 +21,6 @@ from asyncrl.environments.registry import SETTING, find_environment, is_of_the_u
 from asyncrl.environments.stepped import is_stepped
 from asyncrl.own_code import IMPORT_S, answer, try_in_process
 from asyncrl.schema import EnvironmentConfig, ModelConfig
-
-OF_THE_HUB = re.compile(r"[\w-]+/[\w.-]+")
-"""What a folder may be called too; renderers are known by such names."""
 
 
 def check_environment(config: EnvironmentConfig, model: ModelConfig | None = None, timeout_s: float = IMPORT_S) -> None:
@@ -71,12 +68,12 @@ def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> str:
     Loads transformers only where it takes the tokenizer to know: what a template writes is compared with renderers.
     """
     try:
-        local = load_local_tokenizer(Path(path))
+        local = load_local_tokenizer(described_in(path) or Path(path))
     except ValueError:
         return ""  # told with the data
     if local is None:
         return ""
-    if renderer == AUTO and (candidates(path) or OF_THE_HUB.fullmatch(path)):
+    if renderer == AUTO and (candidates(path) or NAME.fullmatch(path)):
         try:
             tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
                 path, trust_remote_code=False

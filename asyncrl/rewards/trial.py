@@ -39,6 +39,12 @@ def try_reward(
         ConfigError: the function cannot be loaded or called, or it gave no score for any of them.
     """
     outcomes = asyncio.run(_try_all(terms, rows, timeout_s))
+    refuse_unscored(terms, outcomes)
+    return outcomes
+
+
+def refuse_unscored(terms: Sequence[RewardTerm], outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    """Raises ConfigError: there are some, and all are failures."""
     failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]
     if failed and len(failed) == len(outcomes):
         where, error = failed[0]
@@ -47,7 +53,6 @@ def try_reward(
             f"reward.function={functions} gave no score for any of {len(outcomes)} completions of the first rows. "
             f"{where}: {' '.join(str(error).split()):.400}. Mend the function or the columns of the data"
         )
-    return outcomes
 
 
 def score_texts(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:

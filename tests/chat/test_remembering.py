@@ -70,6 +70,10 @@ def test_the_opening_that_siblings_share_is_rendered_once_and_no_other_is_taken_
     assert talk.render(messages, [tool]) != talk.render(messages, [other]) != talk.render(messages)
 
 
+def test_the_tokenizers_of_this_transformers_are_asked_beneath_it() -> None:
+    assert Remembering(tokenizer())._backend is tokenizer().backend_tokenizer
+
+
 def test_a_tokenizer_that_was_told_to_cut_is_asked_itself() -> None:
     plain = tokenizer.__wrapped__()  # one of its own: others keep theirs
     kept = Remembering(plain)

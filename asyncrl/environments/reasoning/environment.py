@@ -44,6 +44,11 @@ class ReasoningGym(ChatEnvironment):
             raise ConfigError("environment.name=reasoning_gym needs reasoning-gym: pip install 'asyncrl[gym]'")
         return False
 
+    @staticmethod
+    def check_row(row: dict[str, Any]) -> None:
+        """Before a start. Raises RewardError for a row of another kind."""
+        _task_of(row)
+
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
         task = _task_of(row)
         if self._system:

@@ -121,10 +121,11 @@ class _Server:
             if up.done():
                 log.warning("the MCP server %r is gone: %s: %s", self.command, type(error).__name__, error)
             else:
+                while isinstance(error, ExceptionGroup):  # of the library's tasks: what happened is inside
+                    error = error.exceptions[0]
                 known = error if isinstance(error, ConfigError) else None
-                up.set_exception(
-                    known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {error}")
-                )
+                why = f"{type(error).__name__}: {error}"
+                up.set_exception(known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {why}"))
         finally:
             if self._session is session:  # and not of one that was started since
                 self._session = None

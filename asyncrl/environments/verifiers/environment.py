@@ -61,14 +61,18 @@ class Verifiers(AgentEpisodes):
         room.built({key: given[key] for key in ("taskset", "harness", "env", "uv")})
         return several
 
-    async def _solve(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, float]:
-        task = row.get(COLUMN)
-        if not isinstance(task, Mapping):
+    @staticmethod
+    def check_row(row: dict[str, Any]) -> None:
+        """Before a start. Raises EpisodeError for a row of another kind."""
+        if not isinstance(row.get(COLUMN), Mapping):
             raise EpisodeError(
                 f"the row has no column {COLUMN!r} with a task. Write the file with `python -m "
                 "asyncrl.environments.verifiers.rows TASKSET`"
             )
-        said = await self._hosted.run({"task": dict(task), "url": base_url, "key": api_key, "model": model})
+
+    async def _solve(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, float]:
+        self.check_row(row)
+        said = await self._hosted.run({"task": dict(row[COLUMN]), "url": base_url, "key": api_key, "model": model})
         return {**said["parts"], "score": said["score"]}
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """Doors: unix-domain sockets by which processes of the server's own user on its machine come in, one for each role.
 
-    <replay.keys>/local/<digest of machine, network and address>-<role>
+    <replay.keys>/local/<digest of machine and network>-<digest of address>-<role>
 
 Encryption would take them a fifth (1 k tokens) to half (32 k) of the processor time of a group, and here it
 keeps nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door
@@ -17,12 +17,16 @@ import hashlib
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 from asyncrl.replay.net.keyring import key_pair
 
 DOORS_DIR = "local"
 PROBE_S = 1.0
+LEFT_S = 60.0
+"""Age from which on a door behind which nobody listens was left by a server that was killed: another that opens one now
+has bound it a moment before it listens."""
 
 
 class Doors:
@@ -41,7 +45,8 @@ class Doors:
         folder = Path(keys) / DOORS_DIR
         if make:
             folder.mkdir(mode=0o700, exist_ok=True)
-        self._name = _digest(address)
+        self._here = _here()
+        self._name = f"{self._here}-{_digest(address)}"
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         found = os.fstat(self._folder)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -57,15 +62,17 @@ class Doors:
 
     def is_open(self, role: str) -> bool:
         """Whether somebody listens there."""
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(PROBE_S)
-            try:
-                probe.connect(self.path(role))
-            except TimeoutError:  # a queue of others before it
-                return True
-            except OSError:
-                return False
-        return True
+        return _listened_to(self.path(role))
+
+    def sweep(self) -> None:
+        """Remove what killed servers of this machine left, at whatever address: the next has another port. Those of
+        other machines that have the same folder cannot be asked, and stay."""
+        for name in os.listdir(self._folder):
+            path = f"/proc/self/fd/{self._folder}/{name}"
+            with contextlib.suppress(OSError):  # another server sweeps, too
+                old = time.time() - os.lstat(path).st_mtime > LEFT_S
+                if name.startswith(f"{self._here}-") and old and not _listened_to(path):
+                    os.unlink(path)
 
     def remove(self, role: str) -> None:
         with contextlib.suppress(OSError):
@@ -93,9 +100,24 @@ def open_door(keys: str, address: str, role: str) -> Doors | None:
     return None
 
 
-def _digest(address: str) -> str:
+def _listened_to(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(path)
+        except (TimeoutError, BlockingIOError):  # a queue of others before it
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _here() -> str:
     """What else could be the same: the folder, on a file system of many machines; the address, in a container that has
     a loopback of its own."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network = os.stat("/proc/self/ns/net").st_ino
-    return hashlib.sha256(f"{machine} {network} {address}".encode()).hexdigest()[:16]
+    return _digest(f"{machine} {os.stat('/proc/self/ns/net').st_ino}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

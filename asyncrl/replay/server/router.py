@@ -105,6 +105,7 @@ def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq
             try:
                 doors = Doors(config.keys, config.address, make=True)
                 stack.callback(doors.close)
+                doors.sweep()
                 for role in ROLES[1:]:
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
             except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or that nothing is written to

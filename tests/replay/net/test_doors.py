@@ -157,6 +157,29 @@ def test_what_a_killed_server_left_is_no_door_and_the_next_server_takes_its_plac
             assert client.members() == [] and came_by_door(client)
 
 
+def test_what_killed_servers_left_at_other_addresses_is_swept_away_and_nothing_else(config: ReplayConfig) -> None:
+    folder = Path(config.keys) / DOORS_DIR
+    folder.mkdir(mode=0o700)
+    with (
+        closing(Doors(config.keys, "tcp://127.0.0.1:1")) as killed,
+        closing(Doors(config.keys, "tcp://other:2")) as live,
+    ):
+        fresh = killed.path("learner")
+        elsewhere = f"{fresh.rpartition('/')[0]}/{'0' * 16}-{'1' * 16}-worker"  # another machine's
+        old = [killed.path("worker"), live.path("worker"), elsewhere]
+        with ExitStack() as stack:
+            for path in (fresh, *old):
+                door = stack.enter_context(socket.socket(socket.AF_UNIX))
+                door.bind(path)
+                if path == live.path("worker"):
+                    door.listen()
+                if path != fresh:
+                    os.utime(path, (1, 1))
+            with running_server(config, settings()):
+                wait_until(lambda: has_door(config, "worker"))
+                assert [os.path.lexists(path) for path in (*old, fresh)] == [False, True, True, True]
+
+
 def test_behind_a_door_that_is_silent_a_client_takes_tcp(config: ReplayConfig) -> None:
     config = replace(config, heartbeat_timeout_s=SOON_SILENT_S)
     with (

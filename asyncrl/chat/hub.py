@@ -1,0 +1,50 @@
+"""What the Hugging Face hub has of a model beside its weights: asked for before a start, so that a name that is none,
+or a chat template that cannot be used, is found before every process looks for itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from functools import cache
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[\w.-]{0,94}\w)?(?:/[A-Za-z0-9_](?:[\w.-]{0,94}\w)?)?", re.ASCII)
+"""What a model of the hub may be called."""
+ALL_BUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+@cache
+def described_in(path: str) -> Path | None:
+    """The folder with config, tokenizer and chat template of a model: its own, or that of the cache where transformers
+    looks for them too, into which they are fetched. None where the hub cannot be reached and the cache has nothing.
+
+    Raises:
+        ConfigError: the hub has no such model, or only for those who log in.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if not NAME.fullmatch(path):
+        return None  # told with the folders
+    hub = importlib.import_module("huggingface_hub")  # takes its time, and is needed for such names alone
+    errors = importlib.import_module("huggingface_hub.errors")
+    try:
+        return Path(hub.snapshot_download(path, allow_patterns=list(ALL_BUT_WEIGHTS)))
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"model.path={path}: its owner wants to know who loads it. Accept the terms on its page, and log in with "
+            "`hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model.path={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
+            "Face hub. Correct the name, or log in with `hf auth login` if it is a private one"
+        ) from error
+    except (OSError, errors.HfHubHTTPError) as error:  # no network, a hub that is down, a full disk: asked again later
+        log.debug("%s cannot be looked at: %s", path, error)
+        return None
