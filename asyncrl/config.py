@@ -227,7 +227,10 @@ def shared_settings(config: Config) -> dict[str, Any]:
     """The settings every process of a run must agree on. Paths count by their last part: each machine has its own."""
     return {
         "seed": config.seed,
-        "model": [Path(config.model.path).name, config.model.lora_rank, config.model.lora_alpha],
+        "model": [
+            *(Path(config.model.path).name, config.model.lora_rank, config.model.lora_alpha),
+            *(["fp32_head"] if config.model.fp32_head else []),
+        ],
         "data": [
             [_settings_of(source) for source in sources(config.data)],
             *(config.data.order_by, config.data.shuffle, config.data.max_prompt_tokens, config.data.overlong),
@@ -307,6 +310,7 @@ def learner_digest(config: Config) -> str:
     code = {key: code_fingerprint(spec) for key, spec in own_learning(config).items()}
     settings |= {"code": code} if code else {}
     settings |= {"exact": True} if config.engine.exact else {}
+    settings |= {"fp32_head": True} if config.model.fp32_head else {}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -72,6 +72,9 @@ class ModelConfig:
     """Compute dtype of the learner: `float32` or `bfloat16`. Master weights and reductions are always fp32.
     float32 is exact on a GPU too (no TF32), and refused there where attention would build too many scores: bfloat16
     builds none."""
+    fp32_head: bool = False
+    """Logits of a model in bfloat16 are computed in float32, from the same weights, in the learner and in the engines
+    alike: rounded to bfloat16 they are the coarsest numbers of all."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
     checkpoint_every: int = 1

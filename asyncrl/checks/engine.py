@@ -27,6 +27,15 @@ def engine_has_the_setting(config: Config) -> Problems:
         yield "weights.on_update=recompute does nothing with engine=fake, which has no keys. Set weights.on_update=keep"
 
 
+def wide_heads_have_a_use(config: Config) -> Problems:
+    model, engine = config.model, config.engine
+    if model.fp32_head and model.dtype == engine.dtype == "float32":
+        yield (
+            "model.fp32_head=true does nothing with model.dtype=float32 and engine.dtype=float32, whose logits are "
+            "that already. Leave it out, or set model.dtype=bfloat16"
+        )
+
+
 def likeliest_tokens_are_recorded(config: Config) -> Problems:
     if config.loss.centering and config.engine.record_topk < 1:
         yield (
@@ -179,6 +188,7 @@ def transport_has_deltas(config: Config) -> Problems:
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     likeliest_tokens_are_recorded,
+    wide_heads_have_a_use,
     exact_engines_can_be,
     adapters_keep_their_keys,
     engine_processes_are_its_own,

@@ -288,7 +288,7 @@ def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]
             f"{sizes.hidden} wide; {other} with model.activation_checkpointing={str(not checkpointing).lower()})",
         ),
         (
-            head_bytes(sizes.vocabulary, sizes.hidden, width),
+            head_bytes(sizes.vocabulary, sizes.hidden, width, wide=config.model.fp32_head and width < MASTER),
             f"head, about: {head_rows(sizes.vocabulary)} * {sizes.vocabulary} logits, and its weight's gradient",
         ),
     ]

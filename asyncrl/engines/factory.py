@@ -51,6 +51,7 @@ def make_engine(config: Config) -> Engine:
         engine.max_sequences,
         adapters=config.model.lora_rank > 0,
         exact=engine.exact,
+        fp32_head=config.model.fp32_head,
     )
     recompute = config.weights.on_update == "recompute"
     return TransformersEngine(runner, threads=engine.threads, recompute=recompute)

@@ -20,11 +20,11 @@ from asyncrl.schema import Config
 ROOMS = ("model.", "data.", "environment.", "reward.")
 """Whose settings count, but for those below."""
 ALONE = ("seed", "engine.name", "engine.dtype", "rollout.max_new_tokens", "eval.samples", "eval.temperature")
-TRUNCATION = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0}
+LATER = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0, "model.fp32_head": False}
 """Where they differ from this: an evaluation that began before there were such settings goes on."""
 NOT_OF_A_SAMPLE = (
     *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every"),
-    *("model.lora_rank", "model.lora_alpha", "model.lora_targets"),
+    *("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.fp32_head"),
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )
 FOLDERS = ("model.path", "data.path", "reward.model")
@@ -49,7 +49,7 @@ def identity(config: Config, rows: int) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in settings.items()
-        if key in ALONE or (key.startswith(ROOMS) and key not in NOT_OF_A_SAMPLE) or value != TRUNCATION.get(key, value)
+        if key in ALONE or (key.startswith(ROOMS) and key not in NOT_OF_A_SAMPLE) or value != LATER.get(key, value)
     }
     held = {f"{key} (what its files hold)": content for key in kept if (content := _content(key, kept[key]))}
     content = _content("data.path", [place.path for source in sources(config.data) for place in places(source)])

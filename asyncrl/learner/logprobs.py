@@ -28,6 +28,7 @@ def token_logprobs(
     *,
     exact: bool = False,
     through_entropy: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Float[Tensor, " tokens"]]:
     """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
 
@@ -41,7 +42,10 @@ def token_logprobs(
         targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
         exact: by the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
         through_entropy: the entropy has a gradient, too; else it is a diagnostic.
+        wide: as `model.fp32_head`; the gradient of the weight is added up in fp32 in any case.
     """
+    if wide:
+        hidden, weight, bias = _widened(hidden, weight, bias)
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact, through_entropy)  # pyright: ignore[reportReturnType]
 
 
@@ -51,8 +55,12 @@ def judged_logprobs(
     weight: Float[Tensor, "vocabulary width"],
     bias: Float[Tensor, " vocabulary"] | None,
     targets: Int[Tensor, " tokens"],
+    *,
+    wide: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
     """As `token_logprobs` at temperature 1; and whether each target is the likeliest token, or as likely."""
+    if wide:
+        hidden, weight, bias = _widened(hidden, weight, bias)
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
     likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for rows in _chunks(len(targets), len(weight)):
@@ -71,6 +79,12 @@ def _chunks(tokens: int, vocabulary: int) -> list[slice]:
 def _columns(values: Tensor, rows: slice) -> Tensor:
     """[rows, columns]"""
     return values[rows, None] if values.ndim == 1 else values[rows]
+
+
+def _widened(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is multiplied in fp32 where the model computes in less (`asyncrl.exact.wide_head`)."""
+    dtype = _wide(hidden)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

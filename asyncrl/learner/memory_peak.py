@@ -33,7 +33,12 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
         sizes.activations(len(batch.input_ids), batch.packing.slots(device, compute), width, every) for batch in batches
     )
     scored = max(len(batch.loss_positions) for batch in batches)
-    return held + passing + kept + head_bytes(sizes.vocabulary, sizes.hidden, width, scored)
+    return (
+        held
+        + passing
+        + kept
+        + head_bytes(sizes.vocabulary, sizes.hidden, width, scored, wide=config.fp32_head and width < MASTER)
+    )
 
 
 def whole_bytes(model: PackedModel, width: int, *, several: bool) -> int:

@@ -60,15 +60,17 @@ def head_rows(vocabulary: int) -> int:
     return max(HEAD_MIN_ROWS, HEAD_ELEMENTS // vocabulary)
 
 
-def head_bytes(vocabulary: int, hidden: int, width: int, scored: int | None = None) -> int:
+def head_bytes(vocabulary: int, hidden: int, width: int, scored: int | None = None, *, wide: bool = False) -> int:
     """Estimate for the backward of the head: two chunks of fp32 logits, one in the compute dtype, and the gradient of
     its weight in fp32, which one rank holds whole until it is reduced.
 
     Args:
         scored: tokens that the head is applied to; None is more than a chunk.
+        wide: as `model.fp32_head`: the weight is there in fp32 as well.
     """
     rows = head_rows(vocabulary)
-    return (rows if scored is None else min(rows, scored)) * vocabulary * (8 + width) + MASTER * vocabulary * hidden
+    logits = (rows if scored is None else min(rows, scored)) * vocabulary * (8 + (MASTER if wide else width))
+    return logits + (1 + wide) * MASTER * vocabulary * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

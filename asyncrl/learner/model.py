@@ -79,6 +79,9 @@ class PolicyModel(PackedModel):
     through_entropy: bool = False
     """The entropy has a gradient: the loss has a bonus for it (`loss.entropy_coef`)."""
 
+    fp32_head: bool = False
+    """As `model.fp32_head`."""
+
     def forward(
         self,
         input_ids: Int[Tensor, " tokens"],
@@ -108,7 +111,7 @@ class PolicyModel(PackedModel):
         wanted = input_ids.index_select(0, loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
-        how = {"exact": self.exact, "through_entropy": self.through_entropy}
+        how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
         found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support, **how)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
@@ -138,7 +141,8 @@ class PolicyModel(PackedModel):
     ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
         """Log-probs as `forward` gives them at temperature 1, and which tokens greedy decoding would have written."""
         hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
-        return judged_logprobs(hidden, self.head.weight, self.head.bias, input_ids.index_select(0, loss_positions))
+        wanted = input_ids.index_select(0, loss_positions)
+        return judged_logprobs(hidden, self.head.weight, self.head.bias, wanted, wide=self.fp32_head)
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing

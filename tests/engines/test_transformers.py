@@ -43,6 +43,19 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_for_prompts_joining_mid_
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_a_wide_head_multiplies_in_float32_what_the_model_has_in_bfloat16():
+    asked = [prompt(9)]
+    logits = {}
+    for wide in (False, True):
+        runner = ModelRunner(make_model("qwen2").to(torch.bfloat16), CPU, 4, fp32_head=wide)
+        _, logits[wide] = runner.prefill(asked)
+    hidden = runner.model.get_decoder()(input_ids=torch.tensor(asked[0])[None].long()).last_hidden_state[0, -1:]
+    wanted = hidden.double() @ runner.model.get_output_embeddings().weight.double().t()
+    assert logits[True].dtype == torch.float32 and logits[False].dtype == torch.bfloat16
+    torch.testing.assert_close(logits[True].double(), wanted, rtol=1e-4, atol=1e-4)
+    assert (logits[False].double() - wanted).abs().max() > 1e-3
+
+
 def test_sampling_settings_that_come_with_a_model_are_not_followed(tmp_path):
     make_model("qwen2").save_pretrained(tmp_path)
     asked = request(prompt(9), 4, new=24)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.learner import memory_plan
-from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.logprobs import judged_logprobs, token_logprobs
 from asyncrl.learner.support import Support
 
 
@@ -116,3 +116,25 @@ def test_an_entropy_that_nobody_learns_from_has_no_gradient():
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
     _, entropy = token_logprobs(hidden, weight, None, torch.arange(5), 1.0)
     assert not entropy.requires_grad
+
+
+def test_a_wide_head_gives_the_logprobs_of_the_numbers_that_a_model_in_bfloat16_has():
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (40, 300)]
+    targets, scale = torch.randint(0, 300, (40,)), torch.randn(40, dtype=torch.float64)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    table = (exact[0] @ exact[1].t()).log_softmax(-1)
+    wanted = table.gather(-1, targets[:, None])[:, 0]
+    gradients = torch.autograd.grad((wanted * scale).sum(), exact)
+    errors, missed = {}, {}
+    for wide in (False, True):
+        found, _ = token_logprobs(leaves[0], leaves[1], None, targets, 1.0, wide=wide)
+        judged, _ = judged_logprobs(leaves[0], leaves[1], None, targets, wide=wide)
+        assert torch.equal(found, judged)
+        errors[wide] = (found.double() - wanted).abs().max().item()
+        mine = torch.autograd.grad((found * scale).sum(), leaves)
+        assert all(gradient.dtype == torch.bfloat16 for gradient in mine)
+        pairs = zip(mine, gradients, strict=True)
+        missed[wide] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    assert errors[True] < 1e-4 < 1e-2 < errors[False], "logits of 20 and more are rounded to 8 bits"
+    assert missed[True] < 0.004 and missed[True] < missed[False], "the gradient is rounded once, at the end"

@@ -77,6 +77,13 @@ def test_seeds_of_requests_do_not_reach_vllm_and_the_log_says_so(tmp_path, caplo
     assert sampling_of(Sibling(request(prompt(9), seed=3), 0, 0)).seed is None
 
 
+def test_a_wide_head_is_vllm_s_too(tmp_path):
+    config = engine_config(tmp_path, "qwen3")
+    config.model.fp32_head = True
+    config.engine.dtype = "bfloat16"
+    assert vllm_settings.engine_args(config).create_model_config().head_dtype == torch.float32
+
+
 @pytest.mark.parametrize(("processes", "executor"), [(1, "uni"), (2, "mp")])
 def test_vllm_never_chooses_its_executor_by_itself(tmp_path, processes, executor):
     """Inside a placement group it would take Ray's, whose processes are nobody's children."""

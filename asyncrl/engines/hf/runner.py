@@ -18,6 +18,7 @@ from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import EXACT_ATTENTION, make_exact
+from asyncrl.exact.wide_head import widen
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
 _ROUND_COLUMNS = 8
@@ -52,8 +53,11 @@ class ModelRunner:
         *,
         adapters: bool = False,
         exact: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         check_mergeable(model)
+        if fp32_head:
+            widen(model.get_output_embeddings())
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         self.device = device
         config = model.config.get_text_config(decoder=True)
@@ -77,15 +81,17 @@ class ModelRunner:
         *,
         adapters: bool = False,
         exact: bool = False,
+        fp32_head: bool = False,
     ) -> ModelRunner:
         """Load from a directory or hub name; code shipped with a checkpoint is never run.
 
         Args:
             adapters: updates are adapters for these weights, not weights.
             exact: as `engine.exact`.
+            fp32_head: as `model.fp32_head`.
         """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        return cls(model, device, max_sequences, adapters=adapters, exact=exact)
+        return cls(model, device, max_sequences, adapters=adapters, exact=exact, fp32_head=fp32_head)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Swap in an update that `parameters.check` has passed."""

@@ -89,6 +89,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         "enable_log_requests": False,
     }
     own |= adapter_args(config)
+    if config.model.fp32_head:
+        own["hf_overrides"] = {"head_dtype": "float32"}
     check_extra(config.engine.vllm, own)
     # Left to itself vLLM takes Ray's inside a placement group: see `checks.engine.engine_processes_are_its_own`.
     own["distributed_executor_backend"] = "uni" if config.engine.tensor_parallel == 1 else "mp"

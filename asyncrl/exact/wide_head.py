@@ -1,0 +1,29 @@
+"""Logits in float32 of a model in half precision (`model.fp32_head`): the same product in the learner and the engine.
+
+The weights are those that the model holds, in its dtype; what is spared is rounding each logit to 8 bits, which moves
+log-probs of a large vocabulary by more than everything before it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def wide_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 [..., out] of hidden [..., in] and weight [out, in] in any dtype, which float64 stays."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return functional.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def widen(head: nn.Module) -> None:
+    """Let `head`, a linear layer, give its logits in float32."""
+    assert isinstance(head, nn.Linear)
+    head.forward = partial(_forward, head)
+
+
+def _forward(head: nn.Linear, hidden: Tensor) -> Tensor:
+    return wide_linear(hidden, head.weight, head.bias)
