@@ -236,6 +236,10 @@ REFUSED = [
         ["every rank needs a sequence", "= 8 is less than learner.ranks=9", "Raise"],
     ),
     (
+        ["learner.ranks=6", "learner.replicas=4"],
+        ["learner.ranks=6 cannot be 4 copies", "learner.replicas to one of 1, 2, 3, 6"],
+    ),
+    (
         ["learner.max_tokens_per_microbatch=700"],
         ["must hold the longest sequence", "512 + rollout.max_new_tokens=256 = 768", "got 700", "at least 768"],
     ),
@@ -448,7 +452,7 @@ def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
 
 def test_settings_stay_few_and_flat() -> None:
     keys = config_keys()
-    assert len(keys) == len(set(keys)) <= 225
+    assert len(keys) == len(set(keys)) <= 226
     assert max(key.count(".") for key in keys) <= 2
 
 

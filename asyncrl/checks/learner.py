@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
+from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
@@ -65,6 +66,10 @@ def batch_divides(config: Config) -> Problems:
             f"learner.updates_per_batch = {sequences} is less than learner.ranks={config.learner.ranks}. Raise "
             "learner.groups_per_step, or use fewer ranks"
         )
+
+
+def ranks_are_laid_out(config: Config) -> Problems:
+    yield from ranks_divide(config.learner, config.learner.ranks)
 
 
 def sequence_fits_microbatch(config: Config) -> Problems:
@@ -301,6 +306,7 @@ RULES = (
     exports_have_checkpoints,
     groups_have_siblings,
     batch_divides,
+    ranks_are_laid_out,
     sequence_fits_microbatch,
     loss_is_consistent,
     advantage_is_consistent,

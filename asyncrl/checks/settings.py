@@ -100,6 +100,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "critic.warmup_steps": (config.critic.warmup_steps, 0),
         "critic.value_clip": (config.critic.value_clip, 0),
         "learner.ranks": (config.learner.ranks, 1),
+        "learner.replicas": (config.learner.replicas, 1),
         "learner.groups_per_step": (config.learner.groups_per_step, 1),
         "learner.updates_per_batch": (config.learner.updates_per_batch, 1),
         "learner.epochs_per_batch": (config.learner.epochs_per_batch, 1),

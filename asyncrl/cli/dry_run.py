@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.checks.sampling import truncations
 from asyncrl.cli.commands import (
@@ -217,11 +218,12 @@ def memory_lines(config: Config) -> list[str]:
         count = model.adapters(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
     lines += role_lines(config, model.parameters)
+    dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
         saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
         saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         lines.append(
-            f"learner, per rank: {size(saved / config.learner.ranks)} of host memory for the copy that checkpoints are "
+            f"learner, per rank: {size(saved / dims.shard)} of host memory for the copy that checkpoints are "
             "written from (learner.async_save)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -239,7 +241,8 @@ def memory_lines(config: Config) -> list[str]:
 
 def learner_lines(config: Config, model: ModelSize) -> list[str]:
     """What the fullest rank holds of the policy, and what comes and goes beside it."""
-    ranks, width = config.learner.ranks, BYTES[config.model.dtype]
+    dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
+    ranks = dims.shard
     shapes, whole, rows = list(model.shapes.values()), model.parameters, list[tuple[int, str]]()
     if config.model.lora_rank > 0:
         base = held(shapes, ranks, width=width, trained=False).weights
@@ -259,11 +262,11 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
         needed = "" if setting == "last" else ", unless there is no room for it"
         said = f"whole gradient where an optimizer step has several micro-batches{needed}"
         rows.append((4 * whole, f"{said} (learner.reduce_gradients={setting})"))
-    if ranks > 1 or width < MASTER:
+    if dims.ranks > 1 or width < MASTER:
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
         rows.append((width * whole_numbers(model.shapes), f"whole weights while it computes: {fetched}"))
     rows += activation_rows(config, model.sizes)
-    kind = "whole on its one rank" if ranks == 1 and width == MASTER else f"FSDP2 over {ranks} rank(s), layer by layer"
+    kind = "whole on its one rank" if dims.ranks == 1 and width == MASTER else f"{dims}, layer by layer"
     return [
         f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
         *(f"learner, per rank: {size(count)} {what}" for count, what in rows),
@@ -296,7 +299,7 @@ def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]
 
 def role_lines(config: Config, parameters: int) -> list[str]:
     """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
-    ranks = config.learner.ranks
+    ranks = ParallelDims.of(config.learner, config.learner.ranks).shard
     trained = 16 if config.advantage.uses_critic else 0
     in_loss = "ref_logprobs" in required_inputs(config.loss)
     no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, load_config, run_digest
 from asyncrl.errors import AsyncRLError
@@ -90,7 +91,8 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
         publisher=publisher,
         log=lambda start: PrintingLog.of(config, run_dir, start.step),
     )
-    log.info("%d ranks on %s%s, from step %d", place.world, place.device, gpus_seen(), parts.start.step)
+    dims = ParallelDims.of(config.learner, place.world)
+    log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
     train(config, parts, asked)
 
 

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.learner.loading import device_of
 from asyncrl.learner.memory_plan import MASTER, held
-from asyncrl.learner.model import PackedModel
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.place import ROOM, memory_of
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.sharding import shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,12 @@ def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> boo
     return shards + MASTER * trained > ROOM * memory
 
 
-def held_by(model: PackedModel, ranks: int) -> int:
+def held_by(model: PackedModel) -> int:
     """Bytes of the shards of the fullest rank."""
     total = 0
     for parameter in model.parameters():
         width, trained = parameter.element_size(), parameter.requires_grad
-        total += held([tuple(parameter.shape)], ranks, width=width, trained=trained).total
+        total += held([tuple(parameter.shape)], shards_of(parameter), width=width, trained=trained).total
     return total
 
 
@@ -51,8 +52,8 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, mesh: DeviceMesh | N
     device = device_of(mesh)
     learned = [model for _, model, _ in roles.trained()]
     trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
-    memory, ranks = memory_of(device, mesh.size()), mesh.size()
-    shards = sum(held_by(model, ranks) for model in roles.models())
+    memory = memory_of(device, mesh.size())
+    shards = sum(held_by(model) for model in roles.models())
     mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)
     each = text_of_rank_zero("each" if mine else "last", device) == "each"
     for model in learned:

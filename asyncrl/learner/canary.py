@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.learner.attention import plan_packing
-from asyncrl.learner.model import PolicyModel, reshard
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.packed import reshard
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
 from asyncrl.weights.canary import Canary, random_probes

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.layout import Layout
-from asyncrl.learner.model import PolicyModel, reshard
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.packed import reshard
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_ranks
 from asyncrl.learner.scoring import score

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
-from asyncrl.learner.layout import agree_on_layout
-from asyncrl.learner.loading import REFUSALS, load_on_rank_zero, load_proven
-from asyncrl.learner.model import PackedModel, longest_sequence, place, prepare
+from asyncrl.learner.building import Build, built
+from asyncrl.learner.loading import REFUSALS, Recipe
+from asyncrl.learner.model import longest_sequence
+from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import Config
 
 HEADS = ("score", "classifier")
@@ -24,6 +25,13 @@ HEADS = ("score", "classifier")
 
 class CriticModel(PackedModel):
     """Packed tokens in, the value of the state in which each chosen token was sampled out."""
+
+    entries = ("seen", "seen_alone")
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        """Raises ConfigError, see `value_head`."""
+        super().__init__(hf)
+        value_head(hf)
 
     def forward(
         self,
@@ -57,13 +65,17 @@ def _of_unit_size(hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "token
 
 def value_head(hf: PreTrainedModel) -> nn.Linear:
     """Raises ConfigError for an architecture whose token classifier ends otherwise."""
-    found = [module for name, module in hf.named_children() if name in HEADS and isinstance(module, nn.Linear)]
+    found = _heads(hf)
     if not found:
         raise ConfigError(
             f"critic.path: {type(hf).__name__} does not end in a linear layer named {' or '.join(HEADS)}; use a model "
             "whose token classifier does (Llama, Qwen2, Qwen3, Mistral)"
         )
-    return found[0]
+    return found[0][1]
+
+
+def _heads(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in hf.named_children() if name in HEADS and isinstance(module, nn.Linear)]
 
 
 def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) -> CriticModel:
@@ -73,19 +85,26 @@ def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) 
         ConfigError: it cannot be loaded as a token classifier with one label.
     """
     path = config.critic.path or config.model.path
+    build = Build(
+        setting=f"critic.path={path}",
+        recipe=Recipe(
+            path=path,
+            load=lambda: load_classifier(path),
+            build=lambda: blank_classifier(path),
+            may_lack=lambda hf: [f"{name}.{each}" for name, head in _heads(hf) for each, _ in head.named_parameters()],
+        ),
+        make=CriticModel,
+        kept="float32",
+    )
     try:
-        hf = load_on_rank_zero(
-            lambda: load_proven(path, lambda: load_classifier(path)), lambda: blank_classifier(path), mesh
-        )
+        return built(build, config.model, longest_sequence(config), device, mesh)
+    except ConfigError:
+        raise  # a ValueError too, and complete as it is
     except REFUSALS as error:
         raise ConfigError(
             f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
             "a token classifier with num_labels=1"
         ) from error
-    value_head(hf)
-    model = CriticModel(prepare(hf, config.model))
-    agree_on_layout(model, f"critic.path={path}", "float32", longest_sequence(config), mesh)
-    return place(model, config.model, device, mesh)
 
 
 OPTIONS: dict[str, Any] = {

@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
 from asyncrl.errors import CheckpointError, DiskFullError
+from asyncrl.learner.building import DTYPES
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.layout import own_attention
 from asyncrl.learner.lora import merged, save_adapter
-from asyncrl.learner.model import DTYPES, WRAPPER_PREFIX, PackedModel, PolicyModel
+from asyncrl.learner.model import WRAPPER_PREFIX, PolicyModel
+from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.checkpoints import EXPORTED_FILE
 from asyncrl.storage.full_disk import Patience

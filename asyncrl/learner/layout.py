@@ -2,8 +2,8 @@
 
 Packing is right where attention alone carries anything from token to token. Recurrent and convolutional layers, and
 attention that does not go through transformers' interface, run on across the border between two sequences and say
-nothing. So the model itself is asked, before its weights are sharded: plain transformers, one sequence at a time,
-against the same sequences as training would run them.
+nothing. So the model itself is asked, in float32: plain transformers, one sequence at a time, against the same
+sequences as training would run them. On several ranks it is sharded by then, and every one of them asks it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
 from typing import Protocol
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, UnpackedCall, plan_packing
 from asyncrl.learner.loading import device_of
-from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.learner.ranks import is_first, text_of_rank_zero
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, random_probes, tolerance
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,13 @@ class Probed(Protocol):
         """[T, ...] the same of one sequence [T], as transformers computes it."""
         ...
 
+    def settle(self) -> None:
+        """Called after these, come to their end or not."""
+        ...
+
 
 def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
-    """Set the layout of `model`, which is whole on rank 0 and not sharded yet. Collective.
+    """Set the layout of `model`. Collective where it is sharded.
 
     Args:
         name: of the setting and its value, for messages.
@@ -82,13 +86,12 @@ def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: De
     Raises:
         ConfigError: neither layout computes what transformers does.
     """
-    told, refusal = "", None
-    if not any(parameter.is_meta for parameter in model.hf.parameters()):  # the other ranks have nothing to score with
-        try:
-            with every_core():
-                told = choose_layout(model, name, dtype, longest).value
-        except ConfigError as error:
-            told, refusal = str(error), error
+    refusal = None
+    try:
+        with every_core() if mesh is None else nullcontext():
+            told = choose_layout(model, name, dtype, longest).value
+    except ConfigError as error:
+        told, refusal = str(error), error
     if mesh is not None:
         told = text_of_rank_zero(told, device_of(mesh))
     if told not in {layout.value for layout in Layout}:
@@ -98,7 +101,7 @@ def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: De
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Rank 0 scores on the CPU while the others wait for it, and a rank is given a single thread."""
+    """A rank is given a single thread; one that is alone has all cores to itself while it scores."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
     try:
@@ -127,12 +130,15 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     """
     probes = probes_for(model.hf)[: PROBES_IN_ROWS if foreign_kinds(model.hf) else None]
     use_layout(model, Layout.ROWS)
+    device = next(model.hf.parameters()).device
     try:
-        alone = tuple(_flat(model.seen_alone(torch.from_numpy(ids).long())) for ids in probes)
+        alone = tuple(_flat(model.seen_alone(torch.from_numpy(ids).long().to(device))) for ids in probes)
     except BROKEN as error:
         raise ConfigError(
             f"{name}: transformers itself cannot score a sequence with it: {error!r}. {WAY_OUT}"
         ) from error
+    finally:
+        model.settle()
     canary = Canary(sequences=probes, logprobs=alone, learner_dtype=dtype, wire_dtype=dtype)
     reason = unpackable(model, canary, longest)
     if not reason:
@@ -148,7 +154,8 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
             f"differ by up to {found.max:.3g}, packed or not. Its logits are more than lm_head(hidden), or it draws at "
             f"random while it trains. {WAY_OUT}"
         )
-    log.warning(
+    log.log(
+        logging.WARNING if is_first() else logging.DEBUG,  # every rank has asked the same
         "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is right and costs more: a "
         "prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
         "their micro-batch",
@@ -207,9 +214,13 @@ def apart(model: Probed, layout: Layout, canary: Canary, windows: set[int | None
     lengths = np.array([len(ids) for ids in canary.sequences])
     total = int(lengths.sum())
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    packing = replace(plan_packing(np.arange(total), lengths, total), windows=windows)
-    ids = torch.from_numpy(np.concatenate(canary.sequences)).long()
-    seen = model.seen(ids, torch.from_numpy(positions), packing)
+    device = next(model.hf.parameters()).device
+    packing = replace(plan_packing(np.arange(total), lengths, total, device), windows=windows)
+    ids = torch.from_numpy(np.concatenate(canary.sequences)).long().to(device)
+    try:
+        seen = model.seen(ids, torch.from_numpy(positions).to(device), packing)
+    finally:
+        model.settle()
     return compare(canary, [_flat(part) for part in seen.split(lengths.tolist())], _allowed(canary.learner_dtype).max)
 
 
@@ -224,7 +235,7 @@ def _allowed(dtype: str) -> Tolerance:
 
 
 def _flat(scores: Tensor) -> NDArray[np.float32]:
-    return scores.float().flatten().numpy()
+    return scores.float().flatten().cpu().numpy()
 
 
 def _carriers(hf: PreTrainedModel) -> str:

@@ -1,8 +1,15 @@
-"""Weights are read by rank 0 alone; every other rank gets its shards from it, a layer at a time."""
+"""From a checkpoint to sharded weights: each rank reads its own part of the files (`reading`), so that nobody holds the
+model whole.
+
+Of what cannot be read so (no safetensors, files that not all ranks have alike, weights that are computed at the load)
+rank 0 reads all, and the others get their shards from it, a layer at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,48 +19,108 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.learner.ranks import text_of_rank_zero, texts_of_ranks
+from asyncrl.learner.reading import Checkpoint, EmptyOnMeta, Piece, Unreadable, pieces_of, read_own, without_weights
 from asyncrl.storage.sealed import is_sealed, verify_export
+
+log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 """What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
 
 
-def load_proven(path: str, load: Callable[[], Model]) -> Model:
-    """What `load` makes of the model in `path`; one that a run exported is compared with its manifest first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a model comes from its checkpoint."""
+
+    path: str
+    load: Callable[[], PreTrainedModel]
+    """Whole, by transformers. Raises one of `REFUSALS`."""
+    build: Callable[[], PreTrainedModel]
+    """From its config, at random."""
+    may_lack: Callable[[PreTrainedModel], list[str]] = lambda _: []
+    """Parameters that begin at 0 where the checkpoint has none."""
+
+    def whole(self) -> PreTrainedModel:
+        """One that a run exported is compared with its manifest first.
+
+        Raises:
+            CheckpointError: naming the file that was damaged since. One of `REFUSALS`.
+        """
+        self.prove()
+        return self.load()
+
+    def blank(self) -> PreTrainedModel:
+        """Without weights, with its buffers."""
+        with EmptyOnMeta():
+            return without_weights(self.build())
+
+    def prove(self) -> None:
+        """Raises CheckpointError."""
+        if is_sealed(Path(self.path)):
+            verify_export(Path(self.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """What this rank reads."""
+
+    checkpoint: Checkpoint
+    pieces: Mapping[str, list[Piece]]
+
+    def read_into(self, hf: nn.Module) -> None:
+        """Once `hf` is sharded and has memory; and close the files."""
+        read_own(hf, self.checkpoint, self.pieces)
+        self.checkpoint.opened.close()
+        whole = sum(parameter.numel() for parameter in hf.parameters())
+        log.info(
+            "rank %d has read %.3g GB of the checkpoint, %.3g GB of them at once, for its part of %s parameters",
+            *(dist.get_rank(), self.checkpoint.read_bytes / 1e9, self.checkpoint.largest / 1e9, f"{whole:,}"),
+        )
+
+
+def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPart | None:
+    """None, and a line in the log, where the ranks cannot each read their part of `blank`. Collective."""
+    device, part, said = device_of(mesh), None, "-"
+    try:
+        checkpoint = Checkpoint.of(recipe.path)
+        part = OwnPart(
+            checkpoint=checkpoint,
+            pieces=pieces_of(blank, checkpoint.shapes, may_lack=recipe.may_lack(blank)),
+        )
+        said = checkpoint.identity()
+    except (Unreadable, *REFUSALS) as error:
+        part, why = None, " ".join(str(error).split())
+        said = f"-{why}"
+    told = texts_of_ranks(said, device)
+    if len(set(told)) == 1 and part is not None:
+        return part
+    whys = [each[1:] for each in told if each.startswith("-")]
+    log.info("rank 0 reads all of %s: %s", recipe.path, whys[0] if whys else "not all ranks have the same files there")
+    if part is not None:
+        part.checkpoint.opened.close()
+    return None
+
+
+def on_rank_zero(work: Callable[[], Model | None], mesh: DeviceMesh) -> Model | None:
+    """What `work` returns on rank 0; None on the others, which wait. Collective.
 
     Raises:
-        CheckpointError: naming the file that was damaged since.
-    """
-    if is_sealed(Path(path)):
-        verify_export(Path(path))
-    return load()
-
-
-def load_on_rank_zero(load: Callable[[], Model], blank: Callable[[], Model], mesh: DeviceMesh | None) -> Model:
-    """What `load` makes of the checkpoint; on the other ranks of `mesh` what `blank` makes of its config, without
-    memory until `fill_from_rank_zero`. Collective.
-
-    Raises:
-        one of `REFUSALS`: of `load`; a ValueError that says the same on the other ranks,
+        one of `REFUSALS`: of `work`; a ValueError that says the same on the other ranks,
             which would else wait for a rank that is gone.
     """
-    if mesh is None or mesh.size() == 1:
-        return load()
-    device, refusal, model = device_of(mesh), None, None
+    refusal, model = None, None
     if dist.get_rank() == 0:
         try:
-            model = load()
+            model = work()
         except REFUSALS as error:
             refusal = error
-    said = text_of_rank_zero("" if refusal is None else str(refusal) or repr(refusal), device)
+    said = text_of_rank_zero("" if refusal is None else str(refusal) or repr(refusal), device_of(mesh))
     if said:
         raise refusal or ValueError(said)
-    if model is None:
-        with torch.device("meta"):
-            model = blank()
     return model
 
 

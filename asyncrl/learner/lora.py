@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.errors import CheckpointMismatchError
-from asyncrl.learner.ranks import text_of_rank_zero
+from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.sealed import seal
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
@@ -81,21 +82,18 @@ class Adapters:
                 layer._disable_adapters = False
 
 
-def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int, device: torch.device) -> Adapters:
-    """Freeze `hf` and give its target layers adapters in fp32 that change nothing yet (B = 0). Collective.
+def add_adapters(hf: PreTrainedModel, config: ModelConfig, fingerprint: str) -> Adapters:
+    """Freeze `hf` and give its target layers adapters in fp32, whose values are those of `start_adapters`.
 
     Args:
-        hf: on ranks other than 0 it may be without memory, and gets all values of rank 0's later.
-        seed: of A.
-        device: on which the ranks meet.
+        hf: it may be without weights.
+        fingerprint: of them.
 
     Raises:
         ConfigError: a target matches no layer; the message names the nearest.
     """
     peft = importlib.import_module("peft")  # an optional package
     names = target_layers(hf, config.lora_targets)
-    blank = any(parameter.is_meta for parameter in hf.parameters())
-    fingerprint = text_of_rank_zero("" if blank else base_fingerprint(hf), device)
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -109,13 +107,11 @@ def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int, device: to
     peft.inject_adapter_in_model(settings, hf, adapter_name=NAME)
     modules = dict(hf.named_modules())
     layers: dict[str, Any] = {name: modules[name] for name in names}
-    generator = torch.Generator().manual_seed(seed)
+    blank = any(parameter.is_meta for parameter in hf.parameters())
     for layer in layers.values():
         for side in (layer.lora_A[NAME], layer.lora_B[NAME]):
             side.float()  # peft gives them the dtype of the base
-        if not blank:
-            nn.init.kaiming_uniform_(layer.lora_A[NAME].weight, a=math.sqrt(5), generator=generator)
-            nn.init.zeros_(layer.lora_B[NAME].weight)
+            side.to("meta" if blank else "cpu")
     return Adapters(
         layers=layers,
         settings=settings,
@@ -126,11 +122,26 @@ def add_adapters(hf: PreTrainedModel, config: ModelConfig, seed: int, device: to
     )
 
 
+@torch.no_grad()
+def start_adapters(adapters: Adapters, seed: int) -> None:
+    """They change nothing yet: A is drawn, the same however it is sharded, and B is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapters.layers.values():
+        a = layer.lora_A[NAME].weight
+        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=math.sqrt(5), generator=generator)
+        local, own = own_ranges(a)
+        local.copy_(drawn[tuple(slice(*each) for each in own)])
+        nn.init.zeros_(layer.lora_B[NAME].weight)
+
+
 def base_fingerprint(hf: nn.Module) -> str:
-    """Of all parameters, each rounded to bfloat16: the same for one checkpoint in whichever dtype it was loaded."""
+    """Of all parameters, each rounded to bfloat16: the same for one checkpoint in whichever dtype it was loaded, and
+    over however many ranks. Collective where they are sharded."""
     parts = []
     for name, parameter in sorted(hf.named_parameters()):
-        flat = parameter.detach().to(torch.bfloat16).contiguous().view(-1).view(torch.uint8)
+        rounded = parameter.detach().to(torch.bfloat16)
+        whole = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
+        flat = whole.contiguous().view(-1).view(torch.uint8)
         parts.append(f"{name}:{tuple(parameter.shape)}:{bucket_fingerprint(flat)}")
     return chain(parts)
 

@@ -9,21 +9,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.learner.accumulation import held_by
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.building import DTYPES
 from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
-from asyncrl.learner.model import DTYPES, PackedModel
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import ModelConfig
 
 PEAK, PLANNED = "memory/peak_gb", "memory/planned_gb"
 
 
-def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], ranks: int) -> int:
+def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch]) -> int:
     """Of this rank: what it holds of all models, and what comes and goes with its largest micro-batch. 0 where the
     model's config is none of a plain decoder."""
     sizes = Sizes.of(roles.policy.hf.config.to_dict())
     if sizes is None or not batches:
         return 0
-    held = sum(held_by(model, ranks) for model in roles.models())
+    held = sum(held_by(model) for model in roles.models())
     compute, several = DTYPES[config.dtype], len(batches) > 1
     width = compute.itemsize
     passing = max(whole_bytes(model, width, several=several) for model in roles.models())
@@ -57,12 +58,12 @@ def begin_peak(device: torch.device) -> None:
 
 
 def peak_row(
-    config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], ranks: int, device: torch.device
+    config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], device: torch.device
 ) -> dict[str, float]:
     """What tensors took at most since `begin_peak`, and what was planned; nothing without a GPU, whose allocator alone
     counts."""
     if device.type != "cuda":
         return {}
-    planned = planned_bytes(config, roles, batches, ranks)
+    planned = planned_bytes(config, roles, batches)
     row = {PEAK: torch.cuda.max_memory_allocated(device) / 1e9}
     return row | ({PLANNED: planned / 1e9} if planned else {})

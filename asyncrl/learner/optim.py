@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.sharding import shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -111,10 +112,15 @@ def apply_update(
 
     One all-reduce of two numbers makes every rank decide the same.
     """
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    squares = get_total_norm(gradients).double().square()
+    whole = [p.grad for p in parameters if p.grad is not None]
+    gradients = [_local(gradient) for gradient in whole]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    squares = torch.zeros((), dtype=torch.float64, device=loss.device)
+    for copies in sorted({_copies(gradient, world) for gradient in whole}):
+        alike = [_local(gradient) for gradient in whole if _copies(gradient, world) == copies]
+        squares = squares + get_total_norm(alike).double().square() / copies
     totals = torch.stack([squares, loss.detach().double()])
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world > 1:
         dist.all_reduce(totals)
     square_sum, total_loss = totals.tolist()
     finite = math.isfinite(square_sum) and math.isfinite(total_loss)
@@ -130,6 +136,11 @@ def apply_update(
         optimizer.step()
     optimizer.zero_grad()
     return UpdateReport(loss=total_loss, grad_norm=norm, applied=applied, lr=lr, spike=spike)
+
+
+def _copies(gradient: Tensor, world: int) -> int:
+    """Ranks that have the same shard of it: each of them adds it to the sum over all."""
+    return world // shards_of(gradient) if isinstance(gradient, DTensor) else 1
 
 
 def _local(gradient: Tensor) -> Tensor:

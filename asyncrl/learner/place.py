@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.checks.addresses import is_loopback
+from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.learner.ranks import barrier
@@ -116,6 +117,9 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
 
     Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
     engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
+
+    Raises:
+        ConfigError: so many ranks cannot be laid out as the settings say.
     """
     alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
     patience = timedelta(seconds=alone_s)
@@ -125,7 +129,19 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
     else:
         dist.init_process_group(backend, timeout=patience)
-    return init_device_mesh(place.device.type, (place.world,), mesh_dim_names=("shard",))
+    return mesh_of(config, place)
+
+
+def mesh_of(config: Config, place: Place) -> DeviceMesh:
+    """The ranks as `config.learner` lays them out. Collective.
+
+    Raises:
+        ConfigError: so many ranks cannot be.
+    """
+    if problem := problem_of(config.learner, place.world, "the number of ranks"):
+        raise ConfigError(problem)
+    sizes = ParallelDims.of(config.learner, place.world).mesh
+    return init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @contextmanager

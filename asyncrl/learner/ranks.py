@@ -24,6 +24,11 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group)
 
 
+def is_first() -> bool:
+    """Whether this is rank 0, or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def however_long(work: Callable[[], Done], device: torch.device, group: dist.ProcessGroup | None = None) -> Done:
     """What `work` returns, which may take longer than the process group's timeout. Collective: who has done waits for
     the others; unblocked by their end, or the death of one.

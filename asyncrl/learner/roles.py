@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.learner.critic import CriticModel, build_critic
 from asyncrl.learner.hook import Hook
 from asyncrl.learner.layout import Layout
-from asyncrl.learner.model import PackedModel, PolicyModel, build_model
+from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.optim import UpdateReport, make_optimizer
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.spikes import Spikes
 from asyncrl.losses.config import required_inputs, resolve
 from asyncrl.losses.kl import AdaptiveKL

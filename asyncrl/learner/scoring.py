@@ -10,7 +10,8 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.critic import CriticModel
-from asyncrl.learner.model import PackedModel, PolicyModel, reshard
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.packed import PackedModel, reshard
 from asyncrl.learner.roles import Roles
 from asyncrl.losses import TopK
 from asyncrl.losses.config import proximal_source, required_inputs

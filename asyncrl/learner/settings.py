@@ -64,6 +64,10 @@ class CheckpointSettings:
 class LearnerConfig(CheckpointSettings):
     ranks: int = 1
     """FSDP2 ranks that `asyncrl local` starts; under your own torchrun its world size rules."""
+    replicas: int = 1
+    """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP): weights are then gathered
+    within a copy's ranks alone, neighbours by rank, and a gradient's shards are added up over the copies. Divides the
+    number of ranks; see docs/parallel.md."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
     groups_per_step: int = 32

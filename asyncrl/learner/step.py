@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.building import DTYPES
 from asyncrl.learner.critic import CriticModel, value_loss
 from asyncrl.learner.flops import operations, padding, passes_of
 from asyncrl.learner.group_ess import group_weights
 from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.memory_peak import begin_peak, peak_row
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import DTYPES, PolicyModel, reshard, set_gradient_sync
+from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, MinibatchPlan, plan_minibatches
 from asyncrl.learner.ranks import gather_over_ranks, sum_over_ranks
 from asyncrl.learner.roles import Critic, Roles
@@ -94,7 +96,7 @@ def train_step(
     measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
     measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
     measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=DTYPES[config.model.dtype])
-    measured.maxima |= peak_row(config.model, roles, batches, world, device)
+    measured.maxima |= peak_row(config.model, roles, batches, device)
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
         measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))

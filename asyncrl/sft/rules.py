@@ -18,6 +18,7 @@ from asyncrl.checks.machine import (
     positions_of,
     unfit_model,
 )
+from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.settings import one_device_for_all, resume_or_overwrite, run_name_is_a_folder_name
@@ -71,6 +72,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "model.checkpoint_every": (given.model.checkpoint_every, 1),
         "data.max_tokens": (given.data.max_tokens, 2),
         "learner.ranks": (given.learner.ranks, 1),
+        "learner.replicas": (given.learner.replicas, 1),
         "learner.rows_per_step": (given.learner.rows_per_step, 1),
         "learner.steps": (given.learner.steps, 0),
         "learner.max_tokens_per_microbatch": (given.learner.max_tokens_per_microbatch, 1),
@@ -117,6 +119,7 @@ def known_words(given: SftConfig) -> Problems:
         yield f"learner.device must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('cpu', 'cuda'))}"
     if ":" in device and given.learner.ranks > 1:
         yield one_device_for_all(device, given.learner.ranks)
+    yield from ranks_divide(given.learner, given.learner.ranks)
 
 
 def numbers_in_range(given: SftConfig) -> Problems:

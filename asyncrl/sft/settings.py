@@ -61,6 +61,8 @@ class SftDataConfig:
 class SftLearnerConfig(CheckpointSettings):
     ranks: int = 1
     """FSDP2 ranks that `asyncrl sft` starts; under your own torchrun its world size rules."""
+    replicas: int = 1
+    """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP), see docs/parallel.md."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
     rows_per_step: int = 32

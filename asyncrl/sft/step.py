@@ -13,8 +13,9 @@ from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import PolicyModel, reshard, set_gradient_sync
+from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_ranks, text_of_rank_zero
 from asyncrl.learner.roles import Roles

@@ -165,7 +165,7 @@ def memory(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
     step()
     (minibatch,) = plan_minibatches(lease.plan, rank=0, updates=1, budget=Budget.of(config.learner))
     batches = [pack(lease, members, scale.device) for members in minibatch.micro_batches]
-    planned = planned_bytes(config.model, roles, batches, 1)
+    planned = planned_bytes(config.model, roles, batches)
     del batches
     peak = step().maxima[PEAK] * 1e9 if scale.device.type == "cuda" else held_bytes(roles) + taken_bytes(step, folder)
     assert FITS[0] < peak / planned < FITS[1], (peak, planned)

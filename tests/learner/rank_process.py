@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.learner import roles
 from asyncrl.learner.assembly import assemble
-from asyncrl.learner.place import Place
+from asyncrl.learner.place import Place, mesh_of
 from asyncrl.learner.train import train
 from asyncrl.schema import Config
 from tests.forked import forked_from
@@ -47,12 +46,13 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     publisher, rows = KeptWeights(), KeptRows()
+    place = Place(rank=rank, world=world, device=device, restarted=False, run_id="ranks")
     with ExitStack() as opened:
         parts = assemble(
             config,
-            Place(rank=rank, world=world, device=device, restarted=False, run_id="ranks"),
+            place,
             opened,
-            mesh=init_device_mesh("cpu", (world,)),
+            mesh=mesh_of(config, place),
             replay=FedReplay(groups=groups, size=size),
             run_dir=folder,
             resume="auto" if resume else "never",

@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.learner.accumulation import reduces_each
 from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
+from asyncrl.learner.building import shard
 from asyncrl.learner.memory_plan import held
-from asyncrl.learner.model import PolicyModel, set_gradient_sync, shard
+from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.packed import set_gradient_sync
 from asyncrl.learner.place import memory_of
 from tests.learner.feed import tiny_model
 from tests.learner.rank_process import whole

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.learner import collective_clock
-from asyncrl.learner import model as model_room
 from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
+from asyncrl.learner.building import shard
 from asyncrl.learner.collective_clock import GATHER, REDUCE, CollectiveClock, clock_of
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.roles import Roles
@@ -31,11 +31,10 @@ def mesh():
 
 
 def test_every_gather_and_reduce_of_a_sharded_model_is_timed(mesh, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model_room, "fill_from_rank_zero", lambda module, mesh: None)
     hf = tiny_model("llama")
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    model_room.shard(model, mesh, torch.float32)
+    shard(model, mesh, torch.float32)
     roles = Roles(policy=model, optimizer=torch.optim.SGD(model.parameters()))
     clock = clock_of(roles, 2, CPU)
     ticks = iter(range(1000))

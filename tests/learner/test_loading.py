@@ -15,7 +15,8 @@ from torch.multiprocessing.spawn import spawn
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.critic import build_critic
-from asyncrl.learner.model import PackedModel, build_model
+from asyncrl.learner.model import build_model
+from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import Config, ModelConfig
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import whole

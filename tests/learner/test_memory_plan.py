@@ -20,12 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.cli.dry_run import model_size
-from asyncrl.learner import model as model_room
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.batch import pack
+from asyncrl.learner.building import shard
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, held, share, stacked
-from asyncrl.learner.model import PolicyModel, shard
+from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig, ModelConfig
@@ -70,10 +70,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
         pytest.param("72b", 64, marks=LONG),
     ],
 )
-def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(
-    size: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(model_room, "fill_from_rank_zero", lambda module, mesh: None)
+def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(size: str, ranks: int, tmp_path: Path):
     with made_up_ranks(ranks) as mesh, FakeTensorMode():
         model = PolicyModel(AutoModelForCausalLM.from_config(qwen(size)))
         plan = held((tuple(parameter.shape) for parameter in model.parameters()), ranks)
@@ -155,15 +152,15 @@ def test_the_peak_of_a_step_on_a_gpu_stands_beside_the_plan_of_its_largest_micro
     small, large = (pack(lease, chosen, cpu) for chosen in (members[:2], members))
     policy = PolicyModel(tiny_model())
     roles, config = Roles(policy=policy, optimizer=torch.optim.SGD(policy.parameters())), ModelConfig(path="tiny")
-    planned = planned_bytes(config, roles, [small, large], 1)
-    assert planned == planned_bytes(config, roles, [large], 1) > planned_bytes(config, roles, [small], 1)
+    planned = planned_bytes(config, roles, [small, large])
+    assert planned == planned_bytes(config, roles, [large]) > planned_bytes(config, roles, [small])
     assert planned > sum(16 * each.numel() for each in policy.parameters()), "weights, gradients and moments"
     begin_peak(cpu)
-    assert peak_row(config, roles, [large], 1, cpu) == {}, "only a GPU's allocator counts"
+    assert peak_row(config, roles, [large], cpu) == {}, "only a GPU's allocator counts"
     asked = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 3e9)
     gpu = torch.device("cuda", 0)
     begin_peak(gpu)
-    row = peak_row(config, roles, [small, large], 1, gpu)
+    row = peak_row(config, roles, [small, large], gpu)
     assert row == {"memory/peak_gb": 3.0, "memory/planned_gb": planned / 1e9} and asked == [gpu, gpu]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.export import export_hf
-from asyncrl.learner.model import build_model, load_hf
+from asyncrl.learner.model import build_model
 from asyncrl.schema import Config, ModelConfig, RunConfig
 from tests.learner.families import siblings, tiny_family, trained_logprobs
 from tests.learner.feed import FAMILIES, tiny_checkpoint
@@ -95,12 +95,12 @@ def test_a_model_that_transforms_its_logits_is_refused(tmp_path: Path):
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"final_logit_softcapping": 30.0}))
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        load_hf(ModelConfig(path=str(source)))
+        build_model(config_for(source), CPU, None)
 
 
 def test_a_missing_model_is_refused_with_its_path(tmp_path: Path):
     with pytest.raises(ConfigError, match="nothing_here"):
-        load_hf(ModelConfig(path=str(tmp_path / "nothing_here")))
+        build_model(config_for(tmp_path / "nothing_here"), CPU, None)
 
 
 def test_of_every_second_layer_activations_are_kept_and_gradients_are_the_same_bits(tmp_path: Path):

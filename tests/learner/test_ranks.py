@@ -70,11 +70,24 @@ def test_an_export_of_sharded_weights_is_whole(folder: Path):
     assert largest_difference(weights, published(folder, "two")) == 0.0
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_checkpoint_resumes_on_another_number_of_ranks(folder: Path, before: int, after: int):
-    run = f"from_{before}_to_{after}"
-    train_on_ranks(make_config(folder, run, steps=2), before)
-    resumed = train_on_ranks(make_config(folder, run), after, resume=True)
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param({"ranks": 2}, {"ranks": 1}, id="fewer"),
+        pytest.param({"ranks": 4, "replicas": 2}, {"ranks": 2}, id="one copy of two"),
+        pytest.param({"ranks": 1}, {"ranks": 2}, id="more", marks=LONG),
+        pytest.param({"ranks": 2}, {"ranks": 4, "replicas": 2}, id="two copies of one", marks=LONG),
+    ],
+)
+def test_a_checkpoint_resumes_on_another_layout(
+    folder: Path, before: dict[str, int], after: dict[str, int], request: pytest.FixtureRequest
+):
+    run = f"resumed, {request.node.callspec.id}"
+    train_on_ranks(make_config(folder, run, steps=2, **before), before["ranks"])
+    resumed = train_on_ranks(make_config(folder, run, **after), after["ranks"], resume=True)
     assert apart(published(folder, "two"), resumed, first(folder, "two")) < EQUAL
 
 

@@ -59,9 +59,11 @@ def begun(folder: Path, run: str) -> dict[str, torch.Tensor]:
 def test_two_ranks_learn_and_report_the_same_as_one(folder: Path, make: str):
     assert apart(learned(folder, f"{make}_1"), learned(folder, f"{make}_2"), begun(folder, f"{make}_1")) < EQUAL
     first, second = (load_file(folder / f"{make}_{world}" / "row.safetensors") for world in (1, 2))
-    assert first.keys() == second.keys()
+    # Whether a save beside the steps has ended by now is a matter of time, too.
+    of_time = ("time/", "perf/", "idle/", "checkpoint/")
+    assert {*first} ^ {*second} <= {name for name in {*first, *second} if name.startswith(of_time)}
     for name in first:
-        if not name.startswith(("time/", "perf/", "idle/")):
+        if not name.startswith(of_time):
             assert first[name].item() == pytest.approx(second[name].item(), abs=1e-3, rel=5e-3), name
 
 

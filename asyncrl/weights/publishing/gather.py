@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.fingerprint import Fingerprint
@@ -68,16 +68,16 @@ def choose_route(tensors: Sequence[tuple[str, torch.Tensor]], timeout_s: float) 
     """Collective: the ranks form a group of their own for a gather beside training.
 
     Two threads enqueue collectives in no order that the ranks share. gloo does not mind in groups apart. nccl may
-    deadlock, and a layout other than plain FSDP2 is gathered in the groups of its mesh: both stay with the caller.
+    deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both stay with the caller.
     """
     spread = [tensor for _, tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1]
     if not spread:
         return Route(background=True)
-    mesh = spread[0].device_mesh
-    plain = all(_is_row_sharded(tensor) and tensor.device_mesh == mesh for tensor in spread)
-    if not plain or dist.get_backend(mesh.get_group()) != "gloo":
+    mesh, rows = spread[0].device_mesh, _row_dim(spread[0])
+    plain = all(_row_dim(tensor) == rows and tensor.device_mesh == mesh for tensor in spread)
+    if rows is None or not plain or dist.get_backend(mesh.get_group(rows)) != "gloo":
         return Route(background=False)
-    ranks = dist.get_process_group_ranks(mesh.get_group())
+    ranks = dist.get_process_group_ranks(mesh.get_group(rows))
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
     assert isinstance(own, dist.ProcessGroup)
     return Route(background=True, group=own)
@@ -133,13 +133,15 @@ def _gather_bucket(
             whole[entry.name] = tensor
         elif tensor.device_mesh.size() == 1:
             whole[entry.name] = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        elif _is_row_sharded(tensor):
+        elif _row_dim(tensor) is not None:
             spread.append(entry)
         else:
             cast = tensor.to(entry.dtype)
             whole[entry.name] = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     views = bucket.views(buffer) if buffer is not None else None
     for dtype in dict.fromkeys(entry.dtype for entry in spread):
+        if not _of_first_copy(tensors[spread[0].name]):
+            break  # rank 0 has all it needs from the ranks of its own
         _gather_rows([entry for entry in spread if entry.dtype == dtype], tensors, views, group)
     return whole
 
@@ -169,10 +171,20 @@ def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torc
             view.copy_(whole[name].view(view.shape))
 
 
-def _is_row_sharded(tensor: DTensor) -> bool:
-    """Plain FSDP2: one mesh dimension, split along dimension 0."""
-    placements = tensor.placements
-    return tensor.device_mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+def _row_dim(tensor: DTensor) -> int | None:
+    """The dimension of its mesh along which it is split by rows, where that is all: FSDP2, in one or several copies."""
+    split = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    if len(split) != 1:
+        return None
+    placement = tensor.placements[split[0]]
+    return split[0] if type(placement) is Shard and placement.dim == 0 else None
+
+
+def _of_first_copy(tensor: torch.Tensor) -> bool:
+    """Whether this rank has a shard of the copy that rank 0 has a shard of."""
+    assert isinstance(tensor, DTensor)
+    coordinate, rows = tensor.device_mesh.get_coordinate() or (), _row_dim(tensor)
+    return not any(place for dim, place in enumerate(coordinate) if dim != rows)
 
 
 def _gather_rows(
@@ -187,8 +199,9 @@ def _gather_rows(
     """
     first = tensors[entries[0].name]
     assert isinstance(first, DTensor)
-    world = first.device_mesh.size()
-    group = group or first.device_mesh.get_group()
+    rows = _row_dim(first)
+    group = group or first.device_mesh.get_group(rows)
+    world = dist.get_world_size(group)
     chunks = [-(-entry.shape[0] // world) * math.prod(entry.shape[1:]) for entry in entries]
     local = torch.zeros(sum(chunks), dtype=entries[0].dtype, device=first.to_local().device)
     offset = 0

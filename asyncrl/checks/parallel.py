@@ -1,0 +1,74 @@
+"""How the ranks of a learner share the work: one layout, resolved once. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.checks.problem import Problems
+
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+"""Dimensions of the mesh of ranks, in its order: the last one's ranks are neighbours on a machine."""
+
+
+class Layout(Protocol):
+    """The settings that say it: `learner` of a run, and of `asyncrl sft`."""
+
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Ranks along each dimension."""
+
+    replicate: int = 1
+    """Copies of the sharded model, whose gradients meet after those of their shards (HSDP)."""
+    shard: int = 1
+    """Ranks that cut one copy into parts (FSDP2)."""
+    tensor: int = 1
+    """Ranks that compute every layer together."""
+
+    @classmethod
+    def of(cls, learner: Layout, ranks: int) -> ParallelDims:
+        """What `ranks` make of the settings, which `problem_of` has passed."""
+        return cls(replicate=learner.replicas, shard=ranks // learner.replicas)
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks that train on different sequences."""
+        return self.replicate * self.shard
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Size of each dimension that there is; `shard` in any case."""
+        sizes = {REPLICATE: self.replicate, SHARD: self.shard, TENSOR: self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
+
+    def __str__(self) -> str:
+        copies = f"{self.replicate} copies of the model (HSDP), each sharded over " if self.replicate > 1 else ""
+        return f"{copies or 'FSDP2 over '}{self.shard} rank(s)"
+
+
+def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
+    """Why `ranks` cannot be laid out so; empty if they can.
+
+    Args:
+        said: where the number of ranks comes from.
+    """
+    copies = learner.replicas
+    if copies < 1 or ranks < 1 or ranks % copies == 0:
+        return ""  # the first two are refused by numbers_in_range
+    fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    return (
+        f"{said}={ranks} cannot be {copies} copies of the model of equally many ranks (learner.replicas={copies}). Set "
+        f"learner.replicas to one of {fits}, or another number of ranks"
+    )
+
+
+def ranks_divide(learner: Layout, ranks: int) -> Problems:
+    if problem := problem_of(learner, ranks):
+        yield problem

@@ -1,0 +1,162 @@
+"""From a checkpoint to a model that is ready to train: loaded, asked how it is packed, sharded.
+
+On one rank a model is loaded whole. On several it is built twice, and its weights are there once: first to compute in
+float32, sharded, so that scores packed and alone can be told from rounding; then as it is trained, and with the shards
+of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from asyncrl.learner.layout import agree_on_layout, use_layout
+from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
+from asyncrl.learner.packed import PackedModel
+from asyncrl.learner.sharding import data_mesh
+from asyncrl.schema import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Packed = TypeVar("Packed", bound=PackedModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build(Generic[Packed]):
+    """One model of a run."""
+
+    setting: str
+    """Where it comes from, for messages: `model.path=...`."""
+    recipe: Recipe
+    make: Callable[[PreTrainedModel], Packed]
+    kept: str
+    """Dtype of its weights."""
+    change: Callable[[Packed, nn.Module], None] = lambda *_: None
+    """What becomes of it once its layout is known, before it is sharded. The second has the weights that were read; on
+    several ranks the first has none yet."""
+    start: Callable[[Packed], None] = lambda _: None
+    """Values of the parameters that `change` has added."""
+
+
+def built(
+    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, mesh: DeviceMesh | None
+) -> Packed:
+    """The model on `device`, sharded over `mesh`; whole on one rank in float32, where FSDP2 has nothing to shard or
+    cast and its hooks took a fifth of a small model's step. None is one rank, too. Collective.
+
+    Args:
+        longest: tokens of the longest sequence that is trained.
+
+    Raises:
+        one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
+    """
+    compute = DTYPES[settings.dtype]
+    if mesh is None or mesh.size() == 1:
+        model = build.make(prepare(build.recipe.whole(), settings))
+        agree_on_layout(model, build.setting, build.kept, longest, None)
+        build.change(model, model.hf)
+        build.start(model)
+        if compute == torch.float32:
+            return model.to(device)
+        assert mesh is not None
+        shard(model, mesh, compute)
+        return model
+    read = read_sharded(build, device, mesh)
+    agree_on_layout(read, build.setting, "float32", longest, mesh)
+    model = build.make(prepare(build.recipe.blank(), settings))
+    use_layout(model, read.layout)
+    build.change(model, read.hf)
+    shard(model, mesh, compute)
+    take_over(model, read, device)
+    build.start(model)
+    return model
+
+
+def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -> Packed:
+    """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
+    model = build.make(build.recipe.blank().eval())
+    part = own_part(build.recipe, model.hf, mesh)
+    on_rank_zero(build.recipe.prove, mesh)
+    if part is None:
+        hf = on_rank_zero(build.recipe.load, mesh)
+        model = model if hf is None else build.make(hf.eval())
+        shard(model, mesh, torch.float32, before=lambda module: fill_from_rank_zero(module, mesh))
+        return model
+    shard(model, mesh, torch.float32)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        _put(model, name, buffer.to(device))
+    part.read_into(model.hf)
+    return model
+
+
+@torch.no_grad()
+def take_over(model: PackedModel, read: PackedModel, device: torch.device) -> None:
+    """Give `model` the weights and buffers of `read`, which is done with; what it has beside them gets memory."""
+    weights = dict(read.named_parameters(remove_duplicate=False))
+    taken: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = weights.get(name.replace(".base_layer.", "."))
+        if found is not None:
+            taken[name] = found
+        elif parameter.is_meta:
+            taken[name] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    model.load_state_dict(taken, strict=False, assign=True)
+    for name, buffer in read.named_buffers():
+        _put(model, name, buffer)
+
+
+def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
+    where, _, own = name.rpartition(".")
+    model.get_submodule(where)._buffers[own] = buffer
+
+
+def shard(
+    model: PackedModel,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    before: Callable[[nn.Module], None] = lambda _: None,
+) -> None:
+    """FSDP2 in place: one group per decoder layer, one for the rest (embedding, final norm, head).
+
+    Args:
+        before: called with each group before it is sharded.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    layer_classes = set(model.hf._no_split_modules or ())
+    for module in list(model.hf.modules()):
+        if type(module).__name__ in layer_classes:
+            before(module)
+            fully_shard(module, mesh=data_mesh(mesh), mp_policy=policy)
+    before(model)
+    fully_shard(model, mesh=data_mesh(mesh), mp_policy=policy)
+    for name in model.entries:
+        register_fsdp_forward_method(model, name)  # or it would compute with the shards alone
+
+
+def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Ready to train: nothing drawn at random, activation checkpointing where asked for.
+
+    The behaviour policy drops and draws nothing: what this one did would be noise in every log-ratio.
+    """
+    hf.eval()  # routers, too, draw when they are told that they are trained
+    if not config.activation_checkpointing:
+        return hf
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = (module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer))
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % config.checkpoint_every == 0
+    for module in hf.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # asked by whoever keeps no activations; what is inside it stays as it is
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # OPT and others drop by hand
+    return hf

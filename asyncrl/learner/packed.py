@@ -1,0 +1,76 @@
+"""A Hugging Face model over packed tokens: what the policy (model.py) and the critic (critic.py) share."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from asyncrl.learner.attention import Packing, as_rows
+from asyncrl.learner.layout import Layout
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model over packed tokens. The FSDP root, so the head's weight is whole in `forward`."""
+
+    layout: Layout = Layout.PACKED
+    """Set at load (`agree_on_layout`)."""
+    reduce_each: bool = False
+    """Gradients are reduced over the ranks with every micro-batch (`accumulation`)."""
+    entries: tuple[str, ...] = ("seen_alone",)
+    """What computes with whole weights beside `forward`: FSDP2 must be told."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    @property
+    def body(self) -> nn.Module:
+        """All but the head."""
+        # Of a model of text that was taken out of one with pictures (Llama 4) `base_model` is itself.
+        return self.hf.get_submodule("model") if self.hf.base_model is self.hf else self.hf.base_model
+
+    def hidden_states(
+        self, input_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, "tokens width"]:
+        """Of the last layer, in the compute dtype."""
+        if self.layout is Layout.PACKED:
+            out = self.body(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
+            )
+            return out.last_hidden_state[0]
+        # All rows at once, whatever their lengths: every rank must run every layer equally often.
+        rows, slots = as_rows(packing)
+        out = self.body(input_ids=input_ids[rows], use_cache=False)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, slots)
+
+    def seen(
+        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, "tokens ..."]:
+        """What the layout is judged by, as training computes it; see `layout.Probed`."""
+        raise NotImplementedError
+
+    def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens ..."]:
+        """The same of one sequence, by nothing but transformers."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """After a forward without backward, of a model that is sharded: no weight is whole any more, whether or not it
+        came to its end."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def set_gradient_sync(model: PackedModel, last: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or of each."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or model.reduce_each)
+
+
+def reshard(model: PackedModel) -> None:
+    """After a forward without backward: else the root's weights stay whole on every rank, and are seen so by whoever
+    reads the parameters next."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

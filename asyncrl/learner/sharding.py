@@ -1,0 +1,66 @@
+"""Which part of a tensor a rank has, where ranks share it along several dimensions of their mesh."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from asyncrl.checks.parallel import SHARD, TENSOR
+
+Range = tuple[int, int]
+"""First, and one behind the last."""
+
+
+def dim_size(mesh: DeviceMesh | None, name: str) -> int:
+    """Ranks along a dimension; 1 where the mesh has not got it. One of a single dimension without a name shards."""
+    if mesh is None:
+        return 1
+    names: tuple[str, ...] = mesh.mesh_dim_names or (SHARD,)
+    return mesh.size(names.index(name)) if name in names else 1
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of the ranks that train on different sequences: as `fully_shard` takes it, copies first."""
+    names = mesh.mesh_dim_names
+    if names is None or TENSOR not in names:
+        return mesh
+    kept = [name for name in names if name != TENSOR]
+    return mesh[tuple(kept)]
+
+
+def shards_of(tensor: Tensor) -> int:
+    """Into how many different parts `tensor` is cut; other ranks have copies of them."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+
+
+def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
+    """This rank's part, and where in the whole it lies."""
+    ranges = [(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tensor, ranges
+    mesh = tensor.device_mesh
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    coordinate = list(mesh.get_coordinate() or [])
+    assert len(coordinate) == mesh.ndim
+    # What tensor parallelism has cut FSDP2 cuts again, though its dimension stands first in the mesh.
+    order = sorted(range(mesh.ndim), key=lambda i: not names or names[i] != TENSOR)
+    for i in order:
+        placement = tensor.placements[i]
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        ranges[dim] = _part(ranges[dim], mesh.size(i), coordinate[i])
+    return tensor.to_local(), ranges
+
+
+def _part(whole: Range, parts: int, number: int) -> Range:
+    """As torch.chunk cuts: the last ones may be shorter, or empty."""
+    first, last = whole
+    each = -(-(last - first) // parts)
+    return min(last, first + number * each), min(last, first + (number + 1) * each)

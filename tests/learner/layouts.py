@@ -1,0 +1,129 @@
+"""What a layout of ranks computes of a tiny model, cell by cell, in processes that gloo joins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
+
+from asyncrl.checks.parallel import ParallelDims
+from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.place import Place, mesh_of
+from asyncrl.learner.reading import Checkpoint
+from asyncrl.schema import Config
+from tests.forked import forked_from
+from tests.learner.families import settings_for, siblings, tiny_family
+from tests.learner.rank_process import whole
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    family: str
+    replicas: int = 1
+    lora: int = 0
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.family, f"{self.replicas} copies", *(["LoRA"] * bool(self.lora))]
+        return ", ".join([*words, *(["checkpointing"] * self.checkpointing)])
+
+    def config(self, folder: Path) -> Config:
+        config = settings_for(folder / self.family)
+        model = replace(config.model, lora_rank=self.lora, activation_checkpointing=self.checkpointing)
+        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Of one rank."""
+
+    read: int
+    """Bytes of the checkpoint that it has read, and of the largest slice of it."""
+    largest: int
+    held: int
+    """Bytes of its parameters."""
+    whole: int
+    """Of all parameters."""
+    shards: int
+
+
+def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
+    """Into `folder`: for each cell `NAME.safetensors`, log-probs of the trained tokens and the gradient of all weights,
+    and `NAME-RANK.json`."""
+    for family in {cell.family for cell in cells}:
+        tiny_family(family).save_pretrained(folder / family)
+    (folder / "store").unlink(missing_ok=True)
+    forked_from(__name__)
+    start_processes(_rank, args=(folder, cells, ranks), nprocs=ranks, start_method="forkserver")
+
+
+def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
+    )
+    place = Place(rank=rank, world=ranks, device=CPU, restarted=False, run_id="cells")
+    opened: list[Checkpoint] = []
+    Checkpoint.of = _noted(opened)
+    for cell in cells:
+        opened.clear()
+        config = cell.config(folder)
+        dims = ParallelDims.of(config.learner, ranks)
+        model = build_model(config, CPU, mesh_of(config, place))
+        tensors = outcome(model, rank, dims.data)
+        (found,) = opened
+        held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+        of_rank = Found(
+            read=found.read_bytes,
+            largest=found.largest,
+            held=sum(each.nbytes for each in held),
+            whole=sum(each.numel() * each.element_size() for each in model.parameters()),
+            shards=dims.shard,
+        )
+        (folder / f"{cell.name}-{rank}.json").write_text(json.dumps(asdict(of_rank)))
+        if rank == 0:
+            save_file(tensors, folder / f"{cell.name}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _noted(opened: list[Checkpoint]):
+    of = Checkpoint.of
+
+    def noting(path: str) -> Checkpoint:
+        opened.append(of(path))
+        return opened[-1]
+
+    return noting
+
+
+def outcome(model: PolicyModel, number: int, data: int) -> dict[str, Tensor]:
+    """Log-probs of the trained tokens, and the gradient of their sum in random directions, whole. The loss of each of
+    `data` ranks is that of its own tokens, as if it had no others."""
+    batch = siblings()
+    scored = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)[0]
+    logprobs = scored[batch.loss_positions]
+    mine = torch.arange(len(logprobs)) % data == number % data
+    (logprobs * direction(len(logprobs)) * mine).sum().mul(data).backward()
+    gradients = {
+        f"gradient.{name}": whole(parameter.grad)
+        for name, parameter in model.hf.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"logprobs": logprobs.detach(), **gradients}
+
+
+def direction(tokens: int) -> Tensor:
+    return torch.randn(tokens, generator=torch.Generator().manual_seed(7))

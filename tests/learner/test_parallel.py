@@ -1,0 +1,79 @@
+"""Whatever the layout of the ranks: log-probs and gradients are those of plain transformers on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.learner.model import build_model
+from tests.learner.families import FAMILIES, logprobs_alone, siblings
+from tests.learner.layouts import CPU, Cell, Found, compute, direction, outcome
+from tests.learner.test_families import REFUSED
+
+pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
+RANKS = 4
+CELLS = [
+    Cell(family="Qwen3"),
+    Cell(family="Qwen3-MoE"),
+    Cell(family="Llama", replicas=2, checkpointing=True),
+    Cell(family="Qwen2", replicas=2, lora=2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what four ranks made of every cell."""
+    folder = tmp_path_factory.mktemp("layouts")
+    compute(folder, CELLS, RANKS)
+    return folder
+
+
+def alone(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+    """The same by transformers, one sequence at a time; with adapters, which it has not got, by one rank."""
+    if cell.lora:
+        return outcome(build_model(cell.config(folder), CPU, None), 0, 1)
+    hf = AutoModelForCausalLM.from_pretrained(folder / cell.family, attn_implementation="eager").eval()
+    batch = siblings()
+    chosen = logprobs_alone(hf, batch)
+    # In the pack siblings stand behind each other, as they do alone.
+    (chosen * direction(len(chosen))).sum().backward()
+    gradients = {f"gradient.{name}": p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    return {"logprobs": chosen.detach(), **gradients}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_log_probs_and_gradients_are_those_of_one_process(cell: Cell, folder: Path):
+    agrees(cell, folder)
+
+
+def agrees(cell: Cell, folder: Path) -> None:
+    found, wanted = load_file(folder / f"{cell.name}.safetensors"), alone(cell, folder)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found.pop("logprobs"), wanted.pop("logprobs"), atol=1e-5, rtol=0)
+    norm = torch.nn.utils.get_total_norm(wanted.values())
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name] / norm, gradient / norm, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+def test_so_they_are_on_two_ranks_of_every_family(family: str, tmp_path: Path):
+    cell = Cell(family=family)
+    compute(tmp_path, [cell], 2)
+    agrees(cell, tmp_path)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_no_rank_reads_or_holds_much_more_than_its_share(cell: Cell, folder: Path):
+    ranks = [Found(**json.loads((folder / f"{cell.name}-{rank}.json").read_text())) for rank in range(RANKS)]
+    stored = sum(file.stat().st_size for file in (folder / cell.family).glob("*.safetensors"))
+    for found in ranks:
+        assert found.read <= 1.2 * stored / found.shards
+        assert found.held <= 1.2 * found.whole / found.shards
+        assert found.largest <= 0.2 * found.held
+    assert sum(found.read for found in ranks) >= 0.9 * stored * RANKS / ranks[0].shards
