@@ -73,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
     settings.add_argument(
         "--markdown", action="store_true", help="as the pages docs/settings.md and docs/sft_settings.md"
     )
+    text = "what of this machine a run would stumble over. Exit code 0: nothing, 1: something will not work"
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    doctor.add_argument("folder", nargs="?", type=Path, default=Path("."), metavar="DIR", help="for run folders")
+    doctor.add_argument("--json", action="store_true", help="a list of objects instead of lines")
+    text = "runs side by side: settings that differ, where their curves end, and whether seeds tell them apart"
+    compare = commands.add_parser("compare", help=text, description=text)
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    compare.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     text = "every metric with its unit, meaning and which way is better"
     metrics = commands.add_parser("metrics", help=text, description=text)
     metrics.add_argument("words", nargs="*", metavar="WORD", help="only those whose name or meaning has it")
@@ -124,7 +132,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command in ("keys", "audit", "settings", "metrics", "retriever", "export")):
+    if options or (
+        rest and given.command in ("keys", "audit", "settings", "metrics", "doctor", "compare", "retriever", "export")
+    ):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -182,6 +192,12 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "settings":
         page = load("asyncrl.cli.settings")
         return page.main(given.words, markdown=given.markdown, sft=given.sft)
+    if given.command == "doctor":
+        if not given.folder.is_dir():
+            raise RunFolderError(f"{given.folder} is no folder here. Give the one that run folders are to lie in")
+        return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
+    if given.command == "compare":
+        return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
     if given.command == "metrics":
         return load("asyncrl.cli.metrics").main(given.words, markdown=given.markdown)
     if given.command == "rerun":

@@ -1,0 +1,90 @@
+"""`asyncrl compare RUN RUN ...`: see `asyncrl.telemetry.compared`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from asyncrl.telemetry.compared import (
+    TAIL,
+    TAIL_MOST,
+    Difference,
+    End,
+    Run,
+    differences,
+    different_settings,
+    end_of,
+    metrics_of,
+    read_runs,
+)
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.registry import metric_of
+
+ABSENT = "-"
+
+
+def main(folders: Sequence[Path], *, as_json: bool) -> int:
+    """Raises RunFolderError."""
+    runs = read_runs(folders)
+    metrics = metrics_of(runs)
+    ends = {metric: [end_of(run, metric) for run in runs] for metric in metrics}
+    apart = [found for metric in metrics for found in differences(runs, metric)]
+    if as_json:
+        print(json.dumps(as_object(runs, ends, apart), indent=1, default=str))
+        return 0
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    console.print(settings_table(runs))
+    console.print(ends_table(runs, ends))
+    console.print(
+        f"Each is the mean over the last {TAIL:.0%} of the steps (at most {TAIL_MOST}); an evaluation's is its last. "
+        "The last step is in the first line."
+    )
+    for found in apart:
+        console.print(sentence(found))
+    if not apart:
+        console.print("Two settings with two seeds each or more, and it is said whether chance explains a difference.")
+    return 0
+
+
+def as_object(runs: Sequence[Run], ends: dict[str, list[End | None]], apart: Sequence[Difference]) -> dict[str, Any]:
+    return {
+        "runs": [{"name": run.name, "folder": str(run.folder), "rows": len(run.rows)} for run in runs],
+        "settings": different_settings(runs),
+        "ends": {metric: [None if end is None else asdict(end) for end in each] for metric, each in ends.items()},
+        "differences": [asdict(found) for found in apart],
+    }
+
+
+def settings_table(runs: Sequence[Run]) -> Table:
+    table = Table("setting", *(run.name for run in runs), title="settings that differ", title_justify="left")
+    for key, values in different_settings(runs).items():
+        table.add_row(key, *(ABSENT if value is None else str(value) for value in values))
+    return table
+
+
+def ends_table(runs: Sequence[Run], ends: dict[str, list[End | None]]) -> Table:
+    """The best of each metric that has a better way is marked."""
+    table = Table("metric", "unit", *(run.name for run in runs), title="where they ended", title_justify="left")
+    table.add_row("step", "", *(str(run.rows[-1]["step"]) if run.rows else ABSENT for run in runs))
+    for metric, each in ends.items():
+        known = metric_of(metric)
+        values = [end.value for end in each if end is not None]
+        best = {"higher": max, "lower": min}.get(known.better if known else "")
+        mark = best(values) if best and len(set(values)) > 1 else None
+        cells = [ABSENT if end is None else f"{end.value:.4g}{' *' if end.value == mark else ''}" for end in each]
+        table.add_row(metric, known.unit if known else "", *cells)
+    return table
+
+
+def sentence(found: Difference) -> str:
+    first, second = (
+        f"{mean:.4g} ({len(names)} seeds: {', '.join(names)})"
+        for mean, names in zip(found.means, (found.first, found.second), strict=True)
+    )
+    enough = "" if found.least_p <= 0.05 else f", and with so few seeds it could not be under {found.least_p:.2g}"
+    return f"{found.metric}: {first} against {second}, p = {found.p:.2g} by chance{enough}"

@@ -1,0 +1,288 @@
+"""`asyncrl doctor [DIR]`: what of this machine a run would stumble over, before one is started.
+
+Each check measures or reads one thing and says what follows. Nothing is changed; the files it writes into DIR are gone
+when it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from asyncrl import __version__
+from asyncrl.cli.commands import PORTS
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+FREE_LOW, FREE_LEAST = 10 << 30, 1 << 30
+FSYNC_SLOW_S = 0.02
+"""An insert is answered when its bytes are synced: at 20 ms a server answers fifty times a second."""
+FSYNCS, WRITTEN = 16, 32 << 20
+FILES_LEAST = 4096
+SHM_LEAST = 1 << 30
+TOLD_S = 60.0
+"""Longest wait for a program that is asked something."""
+TIME_ERROR = 5
+"""What adjtimex returns while nothing keeps the clock in step."""
+NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs", "glusterfs")
+ENGINES = {"transformers": "built in", "vllm": "asyncrl[vllm]"}
+"""Package of each engine, and where it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    state: str
+    """`ok`, `warning` (a run works, with this cost) or `problem` (something will not work)."""
+    said: str
+    """What was found and, where it is not well, what follows and what to do."""
+
+
+def packages(required: Sequence[str], installed: Callable[[str], str | None]) -> list[Finding]:
+    """Versions against the ranges that asyncrl declares; an extra that is not installed is no finding."""
+    found = []
+    for text in required:
+        wanted = Requirement(text)
+        version = installed(wanted.name)
+        optional = wanted.marker is not None
+        if version is None and not optional:
+            found.append(Finding("packages", PROBLEM, f"{wanted.name} is not installed: pip install asyncrl"))
+        elif version is not None and not wanted.specifier.contains(version, prereleases=True):
+            said = f"{wanted.name} {version} is outside {wanted.specifier}, the versions asyncrl is made for"
+            found.append(Finding("packages", WARNING, f"{said}: pip install '{wanted.name}{wanted.specifier}'"))
+    return found or [Finding("packages", OK, f"asyncrl {__version__}: every package has a version it is made for")]
+
+
+def engines(installed: Callable[[str], str | None]) -> list[Finding]:
+    """Which engines could generate here."""
+    versions = {name: installed(name) or installed(f"{name}-cpu") for name in ENGINES}
+    there = ", ".join(f"{name} {version} ({ENGINES[name]})" for name, version in versions.items() if version)
+    if versions["vllm"]:
+        return [Finding("engines", OK, there)]
+    return [Finding("engines", OK, f"{there}; engine=vllm needs pip install 'asyncrl[vllm]'")]
+
+
+def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
+    """
+    Args:
+        told: by nvidia-smi, `name, total MiB, used MiB, driver`, a line per GPU; None where there is none.
+        torch_sees: `CUDA version that torch was built for, number of GPUs that it can use`; called if there is one.
+    """
+    if told is None:
+        return [Finding("GPU", OK, "none (no nvidia-smi): learner and engines compute on the CPU")]
+    found = []
+    for number, line in enumerate(told.strip().splitlines()):
+        name, total, used, driver = (part.strip() for part in line.split(","))
+        said = f"{number}: {name}, {total} MiB, {used} MiB in use, driver {driver}"
+        if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 20:
+            said += ". Somebody else computes on it: what a run is planned to take may not be free"
+            found.append(Finding("GPU", WARNING, said))
+        else:
+            found.append(Finding("GPU", OK, said))
+    built_for, _, usable = torch_sees().strip().partition(" ")
+    if usable != str(len(found)):
+        said = (
+            f"torch (for CUDA {built_for}) can use {usable or 0} of {len(found)} GPUs: it was built without CUDA, the"
+        )
+        said += " driver is older than its CUDA, or CUDA_VISIBLE_DEVICES hides them"
+        found.append(Finding("GPU", PROBLEM, said))
+    return found
+
+
+def memory(total: int, shared: int) -> list[Finding]:
+    """Bytes of memory and of /dev/shm."""
+    said = f"{total / 2**30:.1f} GiB, {os.cpu_count()} CPU cores"
+    found = [Finding("memory", OK, said)]
+    if shared < SHM_LEAST:
+        found.append(
+            Finding(
+                "memory",
+                WARNING,
+                f"/dev/shm has {shared / 2**20:.0f} MiB: Ray puts its objects into /tmp then, NCCL and vLLM with "
+                "several GPUs fail. Start the container with --shm-size=8g",
+            )
+        )
+    return found
+
+
+def files(soft: int) -> Finding:
+    """How many files a process may have open: each connection is one."""
+    if soft < FILES_LEAST:
+        said = f"a process may open {soft}: with hundreds of workers the replay server needs more. ulimit -n 65536"
+        return Finding("open files", WARNING, said)
+    return Finding("open files", OK, f"a process may open {soft}")
+
+
+def disk(folder: Path) -> list[Finding]:
+    """Writes and syncs into `folder`, as the journal does."""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
+        block, took = os.urandom(4096), []
+        with (Path(place) / "synced").open("wb") as file:
+            for _ in range(FSYNCS):
+                file.write(block)
+                file.flush()
+                began = time.perf_counter()
+                os.fsync(file.fileno())
+                took.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        with (Path(place) / "written").open("wb") as file:
+            file.write(os.urandom(1 << 20) * (WRITTEN >> 20))
+            file.flush()
+            os.fsync(file.fileno())
+        rate = WRITTEN / (time.perf_counter() - began)
+    mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
+    return judge_disk(
+        folder, shutil.disk_usage(folder).free, statistics.median(took), rate, filesystem_of(folder.resolve(), mounts)
+    )
+
+
+def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -> list[Finding]:
+    said = f"{folder}: {free / 2**30:.1f} GiB free, a sync takes {sync_s * 1e3:.1f} ms, {rate / 2**20:.0f} MiB/s"
+    found = [Finding("disk", OK, f"{said}{f', {kind}' if kind else ''}")]
+    if free < FREE_LEAST:
+        found.append(Finding("disk", PROBLEM, f"under 1 GiB is free in {folder}: a run waits for space and then ends"))
+    elif free < FREE_LOW:
+        found.append(
+            Finding("disk", WARNING, f"under 10 GiB is free in {folder}: a checkpoint is 12 bytes a parameter")
+        )
+    if sync_s > FSYNC_SLOW_S:
+        said = "each insert waits for a sync: rollouts will wait. Give run.dir on a local disk"
+        found.append(Finding("disk", WARNING, said))
+    if kind in NETWORK_FILES:
+        said = (
+            f"{folder} is on {kind}: locks and syncs may lie there. Give run.dir on a local disk, learner.copy_to here"
+        )
+        found.append(Finding("disk", WARNING, said))
+    return found
+
+
+def filesystem_of(folder: Path, mounts: str) -> str:
+    """Its kind, by the longest mount point above it; empty where that is not known."""
+    rows = [line.split() for line in mounts.splitlines()]
+    above = [row for row in rows if len(row) > 2 and folder.is_relative_to(row[1])]
+    return max(above, key=lambda row: len(row[1]), default=["", "", ""])[2]
+
+
+def ports(kernel: str) -> list[Finding]:
+    """Loopback, and the ports that are given out to processes that ask for any.
+
+    Args:
+        kernel: of /proc/sys/net/ipv4/ip_local_port_range; empty where there is none.
+    """
+    try:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return [Finding("ports", PROBLEM, f"127.0.0.1 cannot be bound ({error}): no process could reach another")]
+    first = int(kernel.split()[0]) if kernel.split() else PORTS.stop
+    if first < PORTS.stop:
+        said = (
+            f"the kernel hands out ports from {first} on, and asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}:"
+        )
+        said += " now and then one is taken, and a start has to be repeated. sysctl net.ipv4.ip_local_port_range"
+        return [Finding("ports", WARNING, said)]
+    return [Finding("ports", OK, f"127.0.0.1 can be bound; asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}")]
+
+
+def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
+    """What this machine is called, and whether that leads back: torchrun and Ray tell it to other machines."""
+    try:
+        return Finding("host name", OK, f"{name} is {resolve(name)}")
+    except OSError as error:
+        said = f"{name} leads nowhere ({error}): fine on one machine; over several put it into /etc/hosts"
+        return Finding("host name", WARNING, said)
+
+
+def clock(state: int | None) -> Finding:
+    """
+    Args:
+        state: of adjtimex(2); None where it may not be asked.
+    """
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    if state == TIME_ERROR:
+        said = f"{now}, and nothing keeps it in step: fine on one machine; over several start chrony or ntpd"
+        return Finding("clock", WARNING, said)
+    return Finding("clock", OK, f"{now}{'' if state is None else ', kept in step'}")
+
+
+def clock_state() -> int | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: it only reads
+    except (OSError, AttributeError):
+        return None
+    return None if found < 0 else found
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def told_by(*command: str) -> str | None:
+    """What a program prints; None where there is none, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOLD_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def torch_sees() -> str:
+    """In a process of its own: the doctor loads no torch, and a driver that hangs must not hang him."""
+    return told_by(sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())") or ""
+
+
+def shared_memory() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
+
+
+def examine(folder: Path) -> list[Finding]:
+    """Everything, in the order it is shown."""
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    port_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    machine = Finding("machine", OK, f"{platform.platform()}, Python {platform.python_version()}")
+    return [
+        machine,
+        *packages(metadata.requires("asyncrl") or [], version_of),
+        *engines(version_of),
+        *gpus(told_by("nvidia-smi", query, "--format=csv,noheader,nounits"), torch_sees),
+        *memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shared_memory()),
+        files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        *disk(folder),
+        *ports(port_range.read_text() if port_range.exists() else ""),
+        host_name(socket.gethostname(), socket.gethostbyname),
+        clock(clock_state()),
+    ]
+
+
+def main(folder: Path, *, as_json: bool) -> int:
+    """1 if something will not work."""
+    found = examine(folder)
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        for each in found:
+            print(f"{each.state:>8}  {each.check:<10}  {each.said}")
+        counts = {state: sum(each.state == state for each in found) for state in (PROBLEM, WARNING)}
+        print(f"{counts[PROBLEM]} problems, {counts[WARNING]} warnings")
+    return int(any(each.state == PROBLEM for each in found))

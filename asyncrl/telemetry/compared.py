@@ -1,0 +1,160 @@
+"""Several runs side by side: what was set differently, where each metric ended, and whether seeds tell them apart.
+
+Every number is one of `metrics.jsonl`, or a mean of some of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import read_settings
+from asyncrl.errors import RunFolderError
+from asyncrl.telemetry.registry import OF_EVERY_ROW
+from asyncrl.telemetry.report import Row, evaluated, read_metrics, series
+from asyncrl.telemetry.resumed import CONFIG_FILE
+
+SHOWN = (
+    "reward/mean", "loss/total", "kl/behavior", "policy/entropy", "ratio/E/ess_seq", "optim/grad_norm",
+    "completion/length_mean", "completion/truncated", "reward/zero_variance_groups", "staleness/mean", "goodput/share",
+    "idle/learner", "idle/rollout", "perf/trained_tokens_per_s",
+)  # fmt: skip
+"""In this order; evaluations come first. Those that no run has are left out."""
+OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")
+"""Settings in which repeats of one experiment differ."""
+TAIL = 0.1
+"""The end of a curve is the mean over this share of its values, the last ones; at least one, at most `TAIL_MOST`."""
+TAIL_MOST = 50
+PERMUTATIONS = 20_000
+"""So many ways of dealing out the seeds are tried one by one; of more, as many are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str
+    """Of its folder; with those above it where two are called alike."""
+    folder: Path
+    settings: Mapping[str, Any]
+    """By dotted key."""
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a curve ended."""
+
+    value: float
+    """Mean over the last `count` of its values."""
+    count: int
+    step: int
+    """Of the last one."""
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one metric between two experiments of several seeds each."""
+
+    metric: str
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    """Names of their runs."""
+    means: tuple[float, float]
+    p: float
+    """How often a difference at least as large comes of dealing out the same values by chance (two-sided)."""
+    least_p: float
+    """What it is at the least with so few seeds."""
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Raises RunFolderError where there is no run, or nothing that it wrote down."""
+    found = []
+    for folder, name in zip(folders, names_of(folders), strict=True):
+        if not (folder / CONFIG_FILE).is_file():
+            raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        found.append(Run(name, folder, read_settings(folder / CONFIG_FILE), read_metrics(folder)))
+    return found
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The end of each path, as long as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Key -> its value in each run, of those that are not the same in all; None where a run has no such setting."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def metrics_of(runs: Sequence[Run]) -> list[str]:
+    """What is compared: evaluations, then `SHOWN`."""
+    sets = sorted({f"eval/{name}/{metric}" for run in runs for name, metric in evaluated(run.rows)})
+    known = {name for run in runs for row in run.rows for name in row} - set(OF_EVERY_ROW)
+    return [*sets, *(name for name in SHOWN if name in known)]
+
+
+def end_of(run: Run, metric: str) -> End | None:
+    """None where the run has no value. An evaluation is few and dear: its last value alone counts."""
+    steps, values = series(run.rows, metric)
+    if not values:
+        return None
+    count = 1 if metric.startswith("eval/") else max(1, min(TAIL_MOST, int(len(values) * TAIL)))
+    return End(statistics.fmean(values[-count:]), count, steps[-1], values[-1])
+
+
+def experiments(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ in nothing but `OF_ONE_RUN` stand together, in the order they were given."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        rest = {key: value for key, value in run.settings.items() if key not in OF_ONE_RUN}
+        found.setdefault(repr(sorted(rest.items())), []).append(run)
+    return list(found.values())
+
+
+def differences(runs: Sequence[Run], metric: str) -> list[Difference]:
+    """Between every two experiments that have at least two seeds each."""
+    found = []
+    for first, second in itertools.combinations([each for each in experiments(runs) if len(each) > 1], 2):
+        ends = [[end.value for run in each if (end := end_of(run, metric))] for each in (first, second)]
+        if min(map(len, ends)) < 2:
+            continue
+        names = [tuple(run.name for run in each) for each in (first, second)]
+        means = statistics.fmean(ends[0]), statistics.fmean(ends[1])
+        ways = math.comb(len(ends[0]) + len(ends[1]), len(ends[0]))
+        least = (2 if len(ends[0]) == len(ends[1]) else 1) / ways
+        found.append(Difference(metric, *names, means, by_chance(*ends), least))
+    return found
+
+
+def by_chance(first: Sequence[float], second: Sequence[float]) -> float:
+    """p of the difference of the means by a permutation test, two-sided (Fisher 1935): exact while there are at most
+    `PERMUTATIONS` ways to deal the values out, else drawn with a fixed seed."""
+    values, size = [*first, *second], len(first)
+    whole = math.fsum(values)
+    observed = abs(statistics.fmean(first) - statistics.fmean(second))
+
+    def as_far(chosen: Sequence[int]) -> bool:
+        total = math.fsum(values[place] for place in chosen)
+        apart = abs(total / size - (whole - total) / (len(values) - size))
+        return apart >= observed * (1 - 1e-9)
+
+    places = range(len(values))
+    if math.comb(len(values), size) <= PERMUTATIONS:
+        ways = [as_far(chosen) for chosen in itertools.combinations(places, size)]
+        return sum(ways) / len(ways)
+    draw = random.Random(0)
+    drawn = sum(as_far(draw.sample(places, size)) for _ in range(PERMUTATIONS))
+    return (drawn + 1) / (PERMUTATIONS + 1)

@@ -1,0 +1,85 @@
+"""`asyncrl compare`: its numbers are those of the files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.telemetry import compared
+from asyncrl.telemetry.compared import by_chance, names_of
+
+
+def make_run(folder: Path, seed: int, lr: float, rewards: list[float], accuracy: float | None = None) -> Path:
+    folder.mkdir(parents=True)
+    settings = f"seed: {seed}\nrun:\n  name: {folder.name}\n  dir: {folder}\nlearner:\n  lr: {lr}\n  steps: 40\n"
+    (folder / "config.yaml").write_text(settings)
+    rows = [{"step": step, "time": float(step), "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    if accuracy is not None:
+        rows.append({"step": len(rewards), "time": 99.0, "eval/heldout/accuracy": accuracy, "eval/heldout/count": 9})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> dict:
+    assert main(["compare", *map(str, folders), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_settings_that_differ_and_where_the_curves_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = [step / 40 for step in range(40)]
+    first = make_run(tmp_path / "a", 0, 0.1, rewards, accuracy=0.75)
+    second = make_run(tmp_path / "b", 0, 0.2, rewards[:7])
+    found = told(capsys, first, second)
+    assert found["settings"].keys() == {"run.name", "run.dir", "learner.lr"}
+    assert found["settings"]["learner.lr"] == [0.1, 0.2]
+    ends = found["ends"]["reward/mean"]
+    assert ends[0] == {"value": statistics.fmean(rewards[-4:]), "count": 4, "step": 40, "last": rewards[-1]}
+    assert ends[1] == {"value": rewards[6], "count": 1, "step": 7, "last": rewards[6]}
+    assert found["ends"]["eval/heldout/accuracy"] == [{"value": 0.75, "count": 1, "step": 40, "last": 0.75}, None]
+    assert found["differences"] == []
+    assert main(["compare", str(first), str(second)]) == 0
+    said = capsys.readouterr().out
+    assert "learner.lr" in said and "0.9375 *" in said and "two seeds" in said
+
+
+def test_experiments_of_several_seeds_are_told_apart_by_chance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [make_run(tmp_path / f"good{seed}", seed, 0.1, [0.9 + seed / 100]) for seed in range(4)]
+    bad = [make_run(tmp_path / f"bad{seed}", seed, 0.2, [0.5 + seed / 100]) for seed in range(4)]
+    (found,) = told(capsys, *good, *bad)["differences"]
+    assert found["first"] == [run.name for run in good] and found["means"] == pytest.approx([0.915, 0.515])
+    assert found["p"] == found["least_p"] == 2 / 70
+    assert told(capsys, good[0], *bad)["differences"] == [], "one seed tells nothing"
+
+
+def test_the_permutation_test_is_that_of_all_ways_or_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(0.4, 1, 5), rng.normal(0, 1, 6)
+    values = np.concatenate([first, second])
+    ways = [
+        abs(values[list(chosen)].mean() - np.delete(values, list(chosen)).mean())
+        for chosen in itertools.combinations(range(11), 5)
+    ]
+    exact = np.mean(np.array(ways) >= abs(first.mean() - second.mean()) - 1e-12)
+    assert by_chance(list(first), list(second)) == pytest.approx(exact)
+    monkeypatch.setattr(compared, "PERMUTATIONS", 400)
+    assert by_chance(list(first), list(second)) == pytest.approx(exact, abs=0.1)
+    assert by_chance([1.0, 1.0], [1.0, 1.0]) == 1.0
+
+
+def test_runs_are_called_by_as_much_of_their_path_as_tells_them_apart(tmp_path: Path) -> None:
+    assert names_of([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert names_of([Path("/x/a"), Path("/y/a")]) == ["x/a", "y/a"]
+    assert names_of([Path("/x/a"), Path("/x/a")]) == ["a", "a"]
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err

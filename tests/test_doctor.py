@@ -1,0 +1,72 @@
+"""What the doctor says of a machine. What he measures is given to him; on the real one he must come to an end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import doctor
+from asyncrl.cli.doctor import OK, PROBLEM, WARNING, Finding
+from asyncrl.cli.main import main
+
+GIB = 1 << 30
+
+
+def states(found: list[Finding] | Finding) -> list[str]:
+    return [each.state for each in (found if isinstance(found, list) else [found])]
+
+
+def test_packages_are_held_against_the_ranges_that_asyncrl_declares() -> None:
+    required = ["torch>=2.11,<2.14", "zmq>=1", "vllm>=0.32,<0.33; extra == 'vllm'"]
+    found = doctor.packages(required, {"torch": "2.9.1", "zmq": "1.1"}.get)
+    assert states(found) == [WARNING] and "torch 2.9.1" in found[0].said and "pip install 'torch" in found[0].said
+    assert states(doctor.packages(required, {"torch": "2.12.0", "zmq": "1.1", "vllm": "0.31"}.get)) == [WARNING]
+    assert states(doctor.packages(required, {"torch": "2.12.0"}.get)) == [PROBLEM]
+    assert states(doctor.packages(required, {"torch": "2.12.0+cpu", "zmq": "1.1"}.get)) == [OK]
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem_and_one_that_is_taken_a_warning() -> None:
+    one, taken = "NVIDIA H100, 81559, 4, 550.54\n", "NVIDIA H100, 81559, 40000, 550.54\n"
+    assert states(doctor.gpus(None, lambda: "")) == [OK]
+    assert states(doctor.gpus(one, lambda: "12.8 1\n")) == [OK]
+    assert states(doctor.gpus(one + taken, lambda: "12.8 2\n")) == [OK, WARNING]
+    assert states(doctor.gpus(one, lambda: "None 0\n")) == [OK, PROBLEM]
+    assert states(doctor.gpus(one, lambda: "")) == [OK, PROBLEM]
+
+
+def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
+    assert states(doctor.judge_disk(tmp_path, 99 * GIB, 0.001, 1e9, "ext4")) == [OK]
+    assert states(doctor.judge_disk(tmp_path, 5 * GIB, 0.05, 1e9, "nfs4")) == [OK, WARNING, WARNING, WARNING]
+    assert states(doctor.judge_disk(tmp_path, GIB // 2, 0.001, 1e9, "")) == [OK, PROBLEM]
+    mounts = "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\ntmpfs /data/fast tmpfs rw 0 0\n"
+    kinds = [doctor.filesystem_of(Path(at), mounts) for at in ("/home", "/data/runs", "/data/fast/x", "/database")]
+    assert kinds == ["ext4", "nfs4", "tmpfs", "ext4"]
+    assert doctor.disk(tmp_path)[0].state == OK and list(tmp_path.iterdir()) == []
+
+
+def test_memory_files_ports_names_and_the_clock() -> None:
+    assert states(doctor.memory(64 * GIB, 64 << 20)) == [OK, WARNING]
+    assert states(doctor.files(1024)) == [WARNING] and states(doctor.files(65536)) == [OK]
+    assert states(doctor.ports("32768\t60999")) == [OK] and states(doctor.ports("1024 60999")) == [WARNING]
+    assert states(doctor.clock(doctor.TIME_ERROR)) == [WARNING] and states(doctor.clock(None)) == [OK]
+
+    def unknown(name: str) -> str:
+        raise OSError("no such name")
+
+    assert states(doctor.host_name("here", unknown)) == [WARNING]
+
+
+def test_the_command_tells_everything_and_ends_by_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "told_by", lambda *_: None)  # with a GPU torch would be loaded
+    assert main(["doctor", str(tmp_path), "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    checks = {"machine", "packages", "engines", "GPU", "memory", "open files", "disk", "ports", "host name", "clock"}
+    assert {each["check"] for each in found} == checks
+    monkeypatch.setattr(doctor, "examine", lambda folder: [Finding("disk", PROBLEM, "full")])
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 problems, 0 warnings"
+    assert main(["doctor", str(tmp_path / "none")]) == 2
