@@ -131,11 +131,11 @@ def differences(runs: Sequence[Run], metric: str) -> list[Difference]:
         ends = [[end.value for run in each if (end := end_of(run, metric))] for each in (first, second)]
         if min(map(len, ends)) < 2:
             continue
-        names = [tuple(run.name for run in each) for each in (first, second)]
+        names = tuple(run.name for run in first), tuple(run.name for run in second)
         means = statistics.fmean(ends[0]), statistics.fmean(ends[1])
         ways = math.comb(len(ends[0]) + len(ends[1]), len(ends[0]))
         least = (2 if len(ends[0]) == len(ends[1]) else 1) / ways
-        found.append(Difference(metric, *names, means, by_chance(*ends), least))
+        found.append(Difference(metric, names[0], names[1], means, by_chance(ends[0], ends[1]), least))
     return found
 
 
