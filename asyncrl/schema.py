@@ -80,6 +80,9 @@ class ModelConfig:
     checkpoint_every: int = 1
     """With `activation_checkpointing`: of every so many layers one is computed again, the others keep what they need.
     1 is every layer; 2 takes half of the time and gives half of the memory back. `--dry-run` shows what it takes."""
+    checkpoint_keep: str = "nothing"
+    """With `activation_checkpointing`: what a layer that is computed again keeps beside its input. `attention` is its
+    output, whose arithmetic grows with the square of the length; `matmul` also that of every matrix product."""
     lora_rank: int = 0
     """Above 0: only LoRA adapters of this rank are trained and sent to the engines; the base stays as it is."""
     lora_alpha: int = 32

@@ -366,6 +366,7 @@ REFUSED = [
     (["data.path=x(1).jsonl"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
     (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),
+    (["model.checkpoint_keep=matmul"], ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"]),
     (["model.fp32_head=true"], ["model.fp32_head=true does nothing with model.dtype=float32", "model.dtype=bfloat16"]),
     (["model.checkpoint_every=0"], ["model.checkpoint_every must be at least 1"]),
     (["learner.profile=4:2"], ["learner.profile must be FIRST:LAST", "got 4:2", "Set 10:13"]),

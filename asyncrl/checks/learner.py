@@ -290,6 +290,11 @@ def checkpointing_is_on(config: Config) -> Problems:
             f"model.checkpoint_every={config.model.checkpoint_every} does nothing without activation checkpointing. "
             "Set model.activation_checkpointing=true, or leave it out"
         )
+    if config.model.checkpoint_keep != "nothing" and not config.model.activation_checkpointing:
+        yield (
+            f"model.checkpoint_keep={config.model.checkpoint_keep} does nothing without activation checkpointing, "
+            "where everything is kept. Set model.activation_checkpointing=true, or leave it out"
+        )
 
 
 def profile_names_steps(config: Config) -> Problems:

@@ -51,10 +51,15 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "placement.mode": (config.placement.mode, MODES),
         "weights.on_update": (config.weights.on_update, ("keep", "recompute")),
         "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
+        "model.checkpoint_keep": (config.model.checkpoint_keep, CHECKPOINT_KEEPS),
         "learner.keep_best_by": (config.learner.keep_best_by, ("max", "min")),
         "learner.reduce_gradients": (config.learner.reduce_gradients, ("auto", "last", "each")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear", "cosine")),
     }
+
+
+CHECKPOINT_KEEPS = ("nothing", "attention", "matmul")
+"""Of `model.checkpoint_keep`, see `asyncrl.learner.recompute`."""
 
 
 def counts(config: Config) -> dict[str, tuple[float, float]]:

@@ -279,14 +279,14 @@ def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]
     if sizes is None:
         return []
     width, checkpointing = BYTES[config.model.dtype], config.model.activation_checkpointing
-    every = config.model.checkpoint_every
+    every, keep = config.model.checkpoint_every, config.model.checkpoint_keep
     tokens = config.learner.max_tokens_per_microbatch
     # More slots than a group's siblings have of it no token has.
     slots = min(config.learner.attention_budget, tokens * config.rollout.group_size)
-    other = size(sizes.activations(tokens, slots, width, 0 if checkpointing else every))
+    other = size(sizes.activations(tokens, slots, width, 0 if checkpointing else every, keep))
     return [
         (
-            sizes.activations(tokens, slots, width, every if checkpointing else 0),
+            sizes.activations(tokens, slots, width, every if checkpointing else 0, keep),
             f"activations of a full micro-batch, about ({tokens} tokens, {slots} in attention, {sizes.layers} layers, "
             f"{sizes.hidden} wide; {other} with model.activation_checkpointing={str(not checkpointing).lower()})",
         ),

@@ -23,7 +23,7 @@ ALONE = ("seed", "engine.name", "engine.dtype", "rollout.max_new_tokens", "eval.
 LATER = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0, "model.fp32_head": False}
 """Where they differ from this: an evaluation that began before there were such settings goes on."""
 NOT_OF_A_SAMPLE = (
-    *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every"),
+    *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every", "model.checkpoint_keep"),
     *("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.fp32_head"),
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )

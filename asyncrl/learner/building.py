@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from asyncrl.learner.layout import agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
+from asyncrl.learner.recompute import checkpointing_options
 from asyncrl.learner.sharding import data_mesh
 from asyncrl.schema import ModelConfig
 
@@ -150,7 +151,7 @@ def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     hf.eval()  # routers, too, draw when they are told that they are trained
     if not config.activation_checkpointing:
         return hf
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_options(config.checkpoint_keep))
     layers = (module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer))
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % config.checkpoint_every == 0

@@ -28,10 +28,11 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
     compute, several = DTYPES[config.dtype], len(batches) > 1
     width = compute.itemsize
     passing = max(whole_bytes(model, width, several=several) for model in roles.models())
-    every = config.checkpoint_every if config.activation_checkpointing else 0
+    every, keep = config.checkpoint_every if config.activation_checkpointing else 0, config.checkpoint_keep
     device = batches[0].input_ids.device
     kept = max(
-        sizes.activations(len(batch.input_ids), batch.packing.slots(device, compute), width, every) for batch in batches
+        sizes.activations(len(each.input_ids), each.packing.slots(device, compute), width, every, keep)
+        for each in batches
     )
     scored = max(len(batch.loss_positions) for batch in batches)
     return (

@@ -124,15 +124,30 @@ class Sizes:
         of_token = 2 * self.hidden * (4 + 2 * width) + (self.queries + 4 * self.inner) * width
         return tokens * of_token + slots * 2 * (self.queries + self.keys) * width
 
-    def activations(self, tokens: int, slots: int, width: int, every: int = 0) -> int:
+    def kept_bytes(self, tokens: int, slots: int, width: int, keep: str) -> int:
+        """Estimate: what a layer keeps that is computed again.
+
+        Args:
+            keep: `model.checkpoint_keep`: beside its input the output of attention (its sums of exponentials, a number
+                per head, are left out), or also those of its seven matrix products.
+        """
+        numbers = tokens * self.hidden
+        if keep != "nothing":
+            numbers += slots * self.queries
+        if keep == "matmul":
+            numbers += tokens * (self.queries + 2 * self.keys + 2 * self.hidden + 2 * self.inner)
+        return numbers * width
+
+    def activations(self, tokens: int, slots: int, width: int, every: int = 0, keep: str = "nothing") -> int:
         """Estimate, of a micro-batch: what its layers keep, and one of those that are computed again, whole.
 
         Args:
-            every: of so many layers one keeps its input alone and is computed again; 0 is none.
+            every: of so many layers one is computed again; 0 is none.
+            keep: see `kept_bytes`.
         """
         each = self.layer_bytes(tokens, slots, width)
         again = -(-self.layers // every) if every else 0
-        return (self.layers - again + (again > 0)) * each + again * tokens * self.hidden * width
+        return (self.layers - again + (again > 0)) * each + again * self.kept_bytes(tokens, slots, width, keep)
 
 
 def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:

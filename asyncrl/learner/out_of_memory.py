@@ -36,6 +36,8 @@ def _note(run_dir: Path) -> Path:
 def _of(config: Config) -> list[object]:
     """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
     checkpointing = [config.model.activation_checkpointing, config.model.checkpoint_every]
+    if config.model.checkpoint_keep != "nothing":
+        checkpointing.append(config.model.checkpoint_keep)
     return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
 
 
@@ -100,6 +102,8 @@ def lowers_most(config: Config) -> str:
         return "model.activation_checkpointing=true keeps the activations of one layer instead of all"
     if config.model.checkpoint_every > 1:
         return "model.checkpoint_every=1 computes every layer again and keeps the activations of none but one"
+    if config.model.checkpoint_keep != "nothing":
+        return "model.checkpoint_keep=nothing keeps the input of a layer alone"
     if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
         return f"learner.max_tokens_per_microbatch={budget // 2}"
     return "more learner.ranks share weights, gradients and moments (a micro-batch is a single sequence already)"

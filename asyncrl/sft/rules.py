@@ -21,7 +21,12 @@ from asyncrl.checks.machine import (
 from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
-from asyncrl.checks.settings import one_device_for_all, resume_or_overwrite, run_name_is_a_folder_name
+from asyncrl.checks.settings import (
+    CHECKPOINT_KEEPS,
+    one_device_for_all,
+    resume_or_overwrite,
+    run_name_is_a_folder_name,
+)
 from asyncrl.checks.sources import places
 from asyncrl.config import compose_settings
 from asyncrl.errors import ConfigError, DataError
@@ -54,6 +59,7 @@ def words(given: SftConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Settings that are words: key -> (value, choices)."""
     return {
         "model.renderer": (given.model.renderer, (AUTO, *RENDERERS)),
+        "model.checkpoint_keep": (given.model.checkpoint_keep, CHECKPOINT_KEEPS),
         "model.dtype": (given.model.dtype, ("float32", "bfloat16")),
         "data.learn": (given.data.learn, ("every", "last")),
         "data.overlong": (given.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),

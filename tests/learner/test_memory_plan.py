@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.cli.dry_run import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.batch import pack
-from asyncrl.learner.building import shard
+from asyncrl.learner.building import prepare, shard
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, held, share, stacked
 from asyncrl.learner.model import PolicyModel
@@ -143,6 +144,33 @@ def test_a_checkpointed_model_keeps_one_layer_and_the_input_of_each():
     assert sizes.activations(3, 3, 2) == 10 * each
     assert sizes.activations(3, 3, 2, every=1) == each + 10 * 3 * 4 * 2
     assert sizes.activations(3, 3, 2, every=4) == 8 * each + 3 * 3 * 4 * 2
+    assert (
+        sizes.activations(3, 5, 2, every=1, keep="attention") == sizes.layer_bytes(3, 5, 2) + 10 * (3 * 4 + 5 * 4) * 2
+    )
+
+
+@pytest.mark.parametrize("keep", ["attention", "matmul"])
+def test_what_a_checkpointed_layer_keeps_is_about_as_planned(keep: str):
+    packing, live = plan_packing(np.arange(96), np.array([40, 56]), 96), []
+    for layers in (2, 4):
+        hf: Any = tiny_model("qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=layers, head_dim=32)
+        hf.set_attn_implementation(PACKED_ATTENTION)
+        config = ModelConfig(path="tiny", activation_checkpointing=True, checkpoint_keep=keep)
+        live.append(allocated(PolicyModel(prepare(hf, config)), packing))
+    sizes = Sizes.of(hf.config.to_dict())
+    assert sizes is not None
+    planned = 2 * sizes.kept_bytes(96, sum(rows * length for rows, length in packing.blocks), 4, keep)
+    assert 0.8 < (live[1] - live[0]) / planned < 1.25
+
+
+def allocated(model: PolicyModel, packing: Packing) -> int:
+    """Bytes of what a forward made and that is still there, for the backward, when it is over."""
+    ids, positions = torch.arange(96), torch.cat([torch.arange(40), torch.arange(56)])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        out = model.hidden_states(ids, positions, packing)
+    assert out.requires_grad and seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = seen.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 def test_the_peak_of_a_step_on_a_gpu_stands_beside_the_plan_of_its_largest_micro_batch(monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, ConfigError
@@ -119,6 +122,38 @@ def test_of_every_second_layer_activations_are_kept_and_gradients_are_the_same_b
     assert runs == {0: 5, 1: 10, 2: 8}
     for every in (1, 2):
         assert all(map(torch.equal, gradients[every], gradients[0]))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_kept_of_a_checkpointed_layer_is_not_computed_twice_and_gradients_are_the_same_bits(tmp_path: Path):
+    tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
+    gradients, attended, multiplied = {}, {}, {}
+    for keep in ("everything", "nothing", "attention", "matmul"):
+        config = config_for(tmp_path)
+        if keep != "everything":
+            config.model.activation_checkpointing, config.model.checkpoint_keep = True, keep
+        model = build_model(config, CPU, None)
+        with Counted() as counted:
+            trained_logprobs(model, siblings()).sum().backward()
+        attended[keep] = counted.seen["_scaled_dot_product_flash_attention_for_cpu"]
+        multiplied[keep] = counted.seen["mm"]
+        gradients[keep] = [parameter.grad for parameter in model.parameters()]
+    blocks = attended["everything"]
+    assert attended == {"everything": blocks, "nothing": 2 * blocks, "attention": blocks, "matmul": blocks}
+    again = {keep: count - multiplied["everything"] for keep, count in multiplied.items()}
+    # The last product of a layer is needed by nobody in its backward: the recomputation stops before it.
+    assert again["matmul"] == again["everything"] == 0 < again["attention"] == again["nothing"] <= 3 * 7
+    for keep in ("nothing", "attention", "matmul"):
+        assert all(map(torch.equal, gradients[keep], gradients["everything"]))
 
 
 @pytest.mark.parametrize(("asked", "runs"), [(False, 1), (True, 2)])
