@@ -356,6 +356,8 @@ REFUSED = [
     (["loss=dppo_tw"], ["`loss=dppo_tw`: there is no such choice", "Did you mean `dppo_tv`?", "Choices:"]),
     (["experiment=quikstart"], ["there is no such choice", "Did you mean `quickstart`?"]),
     (["learner=3"], ["`learner` takes the name of a file in configs/learner/"]),
+    (["data=rows.jsonl", "reward=r.py:score"], ["write `data.path=rows.jsonl`", "write `reward.function=r.py:score`"]),
+    (["model=Qwen/Qwen3"], ["Choices: hf,", "write `model.path=Qwen/Qwen3`"]),
     (["learner.steps=abc"], ["`learner.steps=abc` is refused", "Integer", "`asyncrl settings learner.steps` says"]),
     (["reward.function=[a.py:f,b.py:g]"], ["is refused", "Several are `reward.functions.NAME=FILE.py:FUNCTION`"]),
     (["reward.reward_weights=[1,2]"], ["Did you mean `reward.functions`?"]),

@@ -127,11 +127,20 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
             problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
         elif key in groups:
             if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value):  # a folder inside, as smoke/NAME
-                problems.append(f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}")
+                what = f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}."
+                problems.append(what + _of_ones_own(key, value))
         elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
             problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
     if problems:
         raise ConfigError(join_problems(problems))
+
+
+OWN = {"data": "path", "environment": "name", "model": "path", "reward": "function"}
+"""Groups that people mean one setting of, when they give it what is their own."""
+
+
+def _of_ones_own(group: str, value: str) -> str:
+    return f" For your own, write `{group}.{OWN[group]}={value}`" if group in OWN else ""
 
 
 def _spaced(text: str, known: Sequence[str], groups: Sequence[str]) -> str:
@@ -210,8 +219,10 @@ def _unknown_option(message: str) -> str:
     """A config group exists, the file in it does not."""
     wanted = re.search(r"Could not find '([^']+)'", message)
     group, _, name = (wanted.group(1) if wanted else "").partition("/")
-    folder = name.rpartition("/")[0]
+    folder = name.rpartition("/")[0] if group == "experiment" else ""  # the one group with a folder in it
     lines = message.split("Available options", 1)[1].splitlines()[1:]
     options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
     options = [f"{folder}/{option}" for option in options] if folder else options
-    return f"`{group}={name}`: there is no such choice.{nearest(name, options)} Choices: {', '.join(options)}"
+    said = f"`{group}={name}`: there is no such choice.{nearest(name, options)} Choices: {', '.join(options)}"
+    own = _of_ones_own(group, name)
+    return f"{said}.{own}" if own else said

@@ -321,12 +321,18 @@ def _evaluation(made: Translation) -> None:
             made.put(f"eval.{ours}", value, f"{prefix}.{theirs}")
 
 
+REWARD_KWARGS = "custom_reward_function.reward_kwargs."
+
+
 def _rewards(made: Translation) -> None:
     path = made.take("custom_reward_function.path")
     name = made.take("custom_reward_function.name")
     if path is not None:
         theirs = ("custom_reward_function.path", "custom_reward_function.name")
         made.put("reward.function", f"{place(path)}:{name}", *theirs)
+        given = [key for key in made.given if key.startswith(REWARD_KWARGS)]
+        if given:
+            made.put("reward.args", {key.removeprefix(REWARD_KWARGS): made.take(key) for key in given}, *given)
     if made.take("reward_model.enable") and (model := made.take("reward_model.model.path")) is not None:
         if path is None:
             made.put("reward", "model", "reward_model.enable")
