@@ -295,6 +295,11 @@ class TelemetryConfig:
     """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
     tensorboard: bool = False
     """Also write event files for TensorBoard (extra `tensorboard`)."""
+    on_alarm: str = "continue"
+    """What an alarm does besides being told (docs/alarms.md): `continue`, or `stop`, which saves a checkpoint and ends
+    the run."""
+    ignore_alarms: list[str] = field(default_factory=list)
+    """Names of alarms that are neither told nor heeded."""
 
 
 @dataclass(kw_only=True, slots=True)

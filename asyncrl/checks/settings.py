@@ -45,6 +45,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "replay.order": (config.replay.order, ("fifo", "freshest", "prioritized", "uniform", "ess")),
         "replay.durability": (config.replay.durability, ("journal", "memory")),
         "replay.journal.retain": (config.replay.journal.retain, ("none", "window", "all")),
+        "telemetry.on_alarm": (config.telemetry.on_alarm, ("continue", "stop")),
         "weights.transport": (config.weights.transport, ("broadcast", "files")),
         "weights.delta": (config.weights.delta, ("never", "always", "auto")),
         "weights.backend": (config.weights.backend, ("auto", "nccl", "gloo")),

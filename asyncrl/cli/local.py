@@ -33,7 +33,7 @@ from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
-from asyncrl.schema import Config
+from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_in, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
@@ -108,7 +108,15 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     if config.resume != "never":
         _say(console, f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: begins at step 0")
     restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0
-    ended = supervise(commands, folder, config.learner.steps, console, replay_restarts=restarts, resumed=resumed)
+    ended = supervise(
+        commands,
+        folder,
+        config.learner.steps,
+        console,
+        replay_restarts=restarts,
+        resumed=resumed,
+        telemetry=config.telemetry,
+    )
     show_report(config, folder, console, typed, ended)
     return ended.code
 
@@ -154,7 +162,7 @@ class Ended:
     """How a run came to its end."""
 
     code: int
-    """0, 1 when a role failed, 128 + the number of the signal that stopped it."""
+    """0, 1 when a role failed or an alarm stopped the run, 128 + the number of the signal that stopped it."""
     saved: bool = True
     """After a signal: the learner saved what it had trained."""
 
@@ -167,11 +175,16 @@ def supervise(
     *,
     replay_restarts: int = 0,
     resumed: int = 0,
+    telemetry: TelemetryConfig | None = None,
 ) -> Ended:
     """Start `commands`, show the run until the role `learner` ends, stop the rest."""
+    telemetry = telemetry or TelemetryConfig()
     left = {True: replay_restarts, False: RESTARTS}
     notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
-    with Supervisor(folder / LOG_DIR) as supervisor, RunView(folder, steps, console, resumed) as view:
+    with (
+        Supervisor(folder / LOG_DIR) as supervisor,
+        RunView(folder, steps, console, resumed, telemetry.ignore_alarms) as view,
+    ):
         starting = StartWatch(folder / LOG_DIR, [command.role for command in commands])
         pool = PoolWords(folder / LOG_DIR / "rollout.log")
         for command in commands:
@@ -183,6 +196,8 @@ def supervise(
             for line in (*starting.news(), *pool.news()):
                 view.say(line)
             view.refresh("training" if view.trained else starting.state())
+            if view.alarmed and telemetry.on_alarm == "stop":
+                (folder / LOG_DIR / STOP_FILE).touch()
             time.sleep(TURN_S)
         saved = view.trained and save_first(supervisor, folder, view, notices) if supervisor.signal else True
         view.refresh("finishing")
@@ -197,7 +212,8 @@ def supervise(
     notices.show()
     for role in failed:
         show_failure(role, console)
-    return Ended(code=128 + signalled if signalled else 1 if failed else 0, saved=saved)
+    stopped = view.alarmed and telemetry.on_alarm == "stop" and view.unfinished
+    return Ended(code=128 + signalled if signalled else 1 if failed or stopped else 0, saved=saved)
 
 
 class Notices:

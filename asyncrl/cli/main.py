@@ -81,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help=text, description=text)
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     compare.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    text = "every alarm with what it means and what to do"
+    alarms = commands.add_parser("alarms", help=text, description=text)
+    alarms.add_argument("--markdown", action="store_true", help="as the page docs/alarms.md")
     text = "every metric with its unit, meaning and which way is better"
     metrics = commands.add_parser("metrics", help=text, description=text)
     metrics.add_argument("words", nargs="*", metavar="WORD", help="only those whose name or meaning has it")
@@ -133,7 +136,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
     if options or (
-        rest and given.command in ("keys", "audit", "settings", "metrics", "doctor", "compare", "retriever", "export")
+        rest
+        and given.command
+        in ("keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "retriever", "export")
     ):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
@@ -198,6 +203,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
     if given.command == "compare":
         return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
+    if given.command == "alarms":
+        return load("asyncrl.cli.alarms").main(markdown=given.markdown)
     if given.command == "metrics":
         return load("asyncrl.cli.metrics").main(given.words, markdown=given.markdown)
     if given.command == "rerun":

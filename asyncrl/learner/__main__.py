@@ -89,7 +89,13 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
         run_dir=run_dir,
         resume=config.resume,
         publisher=publisher,
-        log=lambda start: PrintingLog.of(config, run_dir, start.step),
+        log=lambda start: PrintingLog.of(
+            config,
+            run_dir,
+            start.step,
+            on_alarm=config.telemetry.on_alarm,
+            ignored=config.telemetry.ignore_alarms,
+        ),
     )
     dims = ParallelDims.of(config.learner, place.world)
     log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)

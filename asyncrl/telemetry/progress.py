@@ -6,8 +6,10 @@ consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refr
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +19,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import config_to_dict, disk_patience
+from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
+from asyncrl.storage.lines import LineFile
+from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, RAISED, Alarms, Raised
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
+from asyncrl.telemetry.run_folder import STOP_FILE
 
 Row = Mapping[str, Any]
 
@@ -88,12 +93,20 @@ class LoggedRun(RunSettings, Protocol):
 
 
 class PrintingLog(MetricsLog):
-    """Also one line per step on stdout."""
+    """Also one line per step on stdout, and the alarms: into `alarms.jsonl` and, where they are to stop the run, by the
+    file that asks the learner to save and end."""
+
+    _alarms: Alarms
+    _told: LineFile
+    _folder: Path
+    _stops: Path | None
 
     @classmethod
-    def of(cls, given: LoggedRun, run_dir: Path, step: int) -> PrintingLog:
+    def of(
+        cls, given: LoggedRun, run_dir: Path, step: int, *, on_alarm: str = "continue", ignored: Sequence[str] = ()
+    ) -> PrintingLog:
         """The metrics files of the run, cut back to the checkpoint of `step` that training resumes from; 0: none."""
-        return cls(
+        made = cls(
             run_dir,
             given.run.name,
             config_to_dict(given),
@@ -102,11 +115,22 @@ class PrintingLog(MetricsLog):
             resume_step=step or None,
             patience=disk_patience(given),
         )
+        made._alarms = Alarms(ignored)
+        made._told = made._open(run_dir / ALARMS_FILE, step)
+        made._stops = run_dir / LOG_DIR / STOP_FILE if on_alarm == "stop" else None
+        made._folder = run_dir
+        return made
 
     def write(self, step: int, policy_version: int | None, row: Mapping[str, float]) -> None:
         super().write(step, policy_version, row)
         version = {} if policy_version is None else {"policy_version": policy_version}
         print(format_line({"step": step, **version, **row}), flush=True)
+        free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
+        for raised in self._alarms.row({"step": step, **row, **free}, time.monotonic()):
+            print(raised, flush=True)
+            self._told.append([asdict(raised)])
+            if self._stops is not None:
+                self._stops.touch()
 
 
 class MetricsTail:
@@ -165,9 +189,12 @@ class RunView:
 
     Args:
         resumed: steps that were trained before; rows that are there already are not shown again.
+        ignored: alarms that are not told.
     """
 
-    def __init__(self, run_dir: Path, steps: int, console: Console, resumed: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, console: Console, resumed: int = 0, ignored: Sequence[str] = ()
+    ) -> None:
         self._tail = MetricsTail(run_dir / METRICS_FILE)
         self._resumed = resumed
         if resumed:
@@ -175,6 +202,11 @@ class RunView:
         self.trained = False
         """A step was, since this began."""
         self._warnings = RewardWarnings(run_dir / "logs")
+        self._alarms, self._told = Alarms(ignored), MetricsTail(run_dir / ALARMS_FILE)
+        if resumed:
+            self._told.read()
+        self.alarmed = False
+        """An alarm was told since this began."""
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
@@ -200,6 +232,10 @@ class RunView:
             self._take(row)
         for warning in self._warnings.read():
             self.say(warning)
+        told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read()]
+        for raised in (*told, *self._alarms.silence(time.monotonic())):
+            self.alarmed = True
+            self.say(str(raised))
         if self._live:
             self._live.update(self._render(), refresh=True)
 
@@ -207,8 +243,14 @@ class RunView:
         """Above the table, where there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last row is not that of the last step."""
+        return self._latest.get("step", 0) < self._steps
+
     def _take(self, row: Row) -> None:
         self.trained = True
+        self._alarms.row(row, time.monotonic())  # told by the learner; here for the silence after it
         for name, evaluation in evaluations(row).items():
             self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
         if not is_evaluation(row):

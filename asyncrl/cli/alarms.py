@@ -1,0 +1,32 @@
+"""`asyncrl alarms`: each with what it means and what to do. `--markdown` is the page docs/alarms.md."""
+
+from __future__ import annotations
+
+import sys
+
+from asyncrl.telemetry.alarms import ALARMS, WINDOW
+
+HEAD = f"""# Alarms
+
+Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/alarms.py`: change that, not this page.
+
+The learner looks at every row that it writes. An alarm is printed, and written into `alarms.jsonl` of the run folder,
+when it begins to hold; once it has not held for {WINDOW} steps it may be told again. Means are over the last {WINDOW}
+steps, against the first {WINDOW} since the start or resume. `asyncrl local` tells `stall`, for which no row comes. With
+`telemetry.on_alarm=stop` any of them has the learner save a checkpoint and end: exit code 1 of `asyncrl local`, and
+`resume=auto` goes on. `telemetry.ignore_alarms` has the names of those that are not wanted.
+"""
+
+
+def as_markdown() -> str:
+    return HEAD + "".join(
+        f"\n## {alarm.name}\n\n{alarm.meaning[0].upper()}{alarm.meaning[1:]}.\n\n{alarm.advice}.\n" for alarm in ALARMS
+    )
+
+
+def main(*, markdown: bool) -> int:
+    if markdown:
+        sys.stdout.write(as_markdown())
+        return 0
+    print("\n".join(f"{alarm.name}: {alarm.meaning}\n    {alarm.advice}" for alarm in ALARMS))
+    return 0

@@ -1,0 +1,290 @@
+"""Alarms: what the rows of a run say of it that somebody should look at. Each has a name, a sentence and a way out.
+
+Pure over rows and a clock that is given: the learner asks of each row it writes, whoever shows a run asks how long ago
+the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, may be told
+again. After a resume the first rows are those that come then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+Row = Mapping[str, Any]
+
+ALARMS_FILE = "alarms.jsonl"
+WINDOW = 10
+"""Steps that a mean is taken over, at the begin and at the end."""
+GAP_STEPS, GAP_S = 10, 120.0
+"""A stall is no step for so many times the median of the last ones, and never less than so many seconds."""
+FREE_BYTES = "disk/free_bytes"
+"""Given with a row by whoever writes it; no metric."""
+LEAST_FREE = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An alarm that has begun to hold."""
+
+    name: str
+    step: int
+    said: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"alarm {self.name} at step {self.step}: {self.said}. {self.advice}"
+
+
+RAISED = tuple(each.name for each in fields(Raised))
+
+
+@dataclass(slots=True)
+class Course:
+    """What is remembered of a run: its first rows, its last ones, its evaluations."""
+
+    first: list[Row] = field(default_factory=list)
+    last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Metric -> (its value, reward of the batches at the time)."""
+
+    def add(self, row: Row) -> None:
+        if "time/step" not in row:
+            reward = self.now("reward/mean")
+            for name, value in row.items():
+                if name.startswith("eval/") and name.endswith(("/accuracy", "/reward")) and value is not None:
+                    self.evaluations.setdefault(name, []).append((value, 0.0 if reward is None else reward))
+            return
+        if len(self.first) < WINDOW:
+            self.first.append(row)
+        self.last.append(row)
+
+    def began(self, name: str) -> float | None:
+        return mean_of(self.first, name)
+
+    def now(self, name: str) -> float | None:
+        return mean_of(self.last, name)
+
+    def grew(self, name: str) -> float:
+        """By how much a total grew over the last rows; from 0 again after a restart."""
+        values = [row[name] for row in self.last if row.get(name) is not None]
+        return sum(max(0.0, after - before) for before, after in itertools.pairwise(values))
+
+
+def mean_of(rows: Sequence[Row] | deque[Row], name: str) -> float | None:
+    """Over a whole window; None while there are fewer rows, or fewer that have a value."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if len(values) == WINDOW else None
+
+
+def above(name: str, limit: float) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        value = course.now(name)
+        return f"{name} is {value:.3g} over the last {WINDOW} steps, above {limit:g}" if value and value > limit else ""
+
+    return holds
+
+
+def below(name: str, limit: float) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        value = course.now(name)
+        over = value is None or value >= limit
+        return "" if over else f"{name} is {value:.3g} over the last {WINDOW} steps, below {limit:g}"
+
+    return holds
+
+
+def grows(name: str) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        more = course.grew(name)
+        return f"{name} grew by {more:g} over the last {WINDOW} steps" if more else ""
+
+    return holds
+
+
+def entropy_collapse(course: Course) -> str:
+    began, now = course.began("policy/entropy"), course.now("policy/entropy")
+    explores = course.now("reward/mean") is not None  # supervised rows have nothing to explore
+    if began is None or now is None or began <= 0 or now >= 0.02 * began or not explores:
+        return ""
+    return f"the policy's entropy is {now:.3g} nats, and was {began:.3g} in the first {WINDOW} steps"
+
+
+def length_runaway(course: Course) -> str:
+    was, length = course.began("completion/length_mean"), course.now("completion/length_mean")
+    earned, reward = course.began("reward/mean"), course.now("reward/mean")
+    if was is None or length is None or earned is None or reward is None:
+        return ""
+    if length < 2 * was or reward > earned + 0.01:
+        return ""
+    return f"completions have {length:.0f} tokens, and had {was:.0f}, with no more reward for it"
+
+
+def reward_hacking(course: Course) -> str:
+    """The last two evaluations are both clearly below the best one before them, and the batches' reward is above."""
+    for name, points in course.evaluations.items():
+        if len(points) < 3:
+            continue
+        best, reward = max(points[:-2])
+        fell = all(value < 0.9 * best for value, _ in points[-2:])
+        if best > 0 and fell and points[-1][1] > reward:
+            return f"{name} fell from {best:.3g} to {points[-1][0]:.3g} while the reward rose to {points[-1][1]:.3g}"
+    return ""
+
+
+def disk(course: Course) -> str:
+    free = course.last[-1].get(FREE_BYTES) if course.last else None
+    return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has {free / 2**30:.1f} GiB left"
+
+
+def no_workers(course: Course) -> str:
+    workers = course.last[-1].get("replay/workers") if course.last else None
+    return "no rollout worker is connected" if workers == 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    name: str
+    meaning: str
+    advice: str
+    holds: Callable[[Course], str]
+    """What is the matter, in words; empty where nothing is."""
+
+
+STALL = Alarm(
+    "stall",
+    f"no step came for {GAP_STEPS} times the usual time of one, and for {GAP_S:.0f} s at least",
+    "See logs/ for who is silent; `asyncrl local` names processes that stand still",
+    lambda _: "",
+)
+ALARMS: tuple[Alarm, ...] = (
+    STALL,
+    Alarm(
+        "engine_drift",
+        "tokens that are 0 versions old have a root mean square log-ratio above 0.3: the engine computes other "
+        "log-probs than the learner does for the same weights",
+        "`asyncrl verify RUN` says which engine; engine.exact=true makes them the same bits. Several updates on "
+        "a batch at a high learning rate look alike: see ratio/B",
+        above("staleness/age_0/rms_log_ratio", 0.3),
+    ),
+    Alarm(
+        "canary_failed",
+        "an engine did not give the probe's tokens the log-probs that the learner does",
+        "It serves nothing until it does; see logs/rollout-*.log and docs/weights.md",
+        grows("weights/canary_failed"),
+    ),
+    Alarm(
+        "low_ess",
+        "the effective sample size of the sequences is below 0.3: most of a batch teaches next to nothing",
+        "Lower replay.pipeline_depth or learner.lr, or take a loss that bounds the ratio",
+        below("ratio/E/ess_seq", 0.3),
+    ),
+    Alarm(
+        "entropy_collapse",
+        "the policy's entropy is under 2 % of what it began with: it has nothing left to explore",
+        "Lower learner.lr, raise the clip range's upper bound, or add a KL to the reference policy",
+        entropy_collapse,
+    ),
+    Alarm(
+        "zero_variance",
+        "more than 80 % of the groups in a batch have one reward for all members, and no gradient",
+        "rollout.drop_zero_variance=true, harder or easier rows (data.curriculum), or a larger rollout.group_size",
+        above("reward/zero_variance_groups", 0.8),
+    ),
+    Alarm(
+        "length_runaway",
+        "completions are twice as long as they were, and earn no more",
+        "Look at samples.jsonl; a loss that does not favour length (dr_grpo), or a price for it in the reward",
+        length_runaway,
+    ),
+    Alarm(
+        "truncated",
+        "more than half of the completions are cut at their longest length",
+        "Raise rollout.max_new_tokens, or give truncated ones a reward that says so",
+        above("completion/truncated", 0.5),
+    ),
+    Alarm(
+        "reward_hacking",
+        "an evaluation fell by a tenth of its best twice in a row while the reward of the batches rose",
+        "Read samples.jsonl for what the reward pays for; learner.keep_best keeps the best checkpoint",
+        reward_hacking,
+    ),
+    Alarm(
+        "nonfinite",
+        "steps are skipped because their loss or gradient is not finite",
+        "nonfinite/ in the run folder has the batches; lower learner.lr or learner.clip_norm",
+        grows("optim/nonfinite_steps"),
+    ),
+    Alarm(
+        "no_workers",
+        "a step was trained, and no rollout worker is connected",
+        "See logs/rollout.log; what is in the buffer is trained, then the learner waits",
+        no_workers,
+    ),
+    Alarm(
+        "disk",
+        "less than 2 GiB are free where the run folder lies",
+        "Free space: a full disk makes the run wait. learner.keep_checkpoints, replay.journal.retain=none",
+        disk,
+    ),
+)
+
+
+class Alarms:
+    """Those that hold now, but for the ones that are `ignored` by name. `row` of every row, `silence` now and then.
+
+    Raises:
+        ConfigError: there is no alarm of that name.
+    """
+
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
+        unknown = sorted(set(ignored) - {alarm.name for alarm in ALARMS})
+        if unknown:
+            raise ConfigError(
+                f"telemetry.ignore_alarms={unknown}: there is no such alarm. They are "
+                f"{', '.join(alarm.name for alarm in ALARMS)}"
+            )
+        self._ignored = ignored
+        self._course = Course()
+        self._quiet: dict[str, int] = {}
+        """Of each alarm that holds, or did: for how many rows it has not. After `WINDOW` it is forgotten."""
+        self._since: float | None = None
+        self._step = 0
+
+    def row(self, row: Row, now: float) -> list[Raised]:
+        """A row came at `now`, in seconds of any clock."""
+        self._course.add(row)
+        self._since, self._step = now, max(self._step, row["step"])
+        self._quiet.pop(STALL.name, None)
+        found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS if alarm is not STALL)
+        return [raised for alarm, said in found if (raised := self._told(alarm, said))]
+
+    def silence(self, now: float) -> list[Raised]:
+        """No row has come since the last one, and it is `now`."""
+        usual = [row["time/step"] for row in self._course.last]
+        if self._since is None or not usual:
+            return []
+        patience = max(GAP_S, GAP_STEPS * statistics.median(usual))
+        waited = now - self._since
+        said = (
+            f"no step for {waited:.0f} s, and one takes {statistics.median(usual):.1f} s" if waited > patience else ""
+        )
+        raised = self._told(STALL, said)
+        return [raised] if raised else []
+
+    def _told(self, alarm: Alarm, said: str) -> Raised | None:
+        """None unless it begins to hold."""
+        known = alarm.name in self._quiet
+        if not said or alarm.name in self._ignored:
+            if known and self._quiet[alarm.name] >= WINDOW:
+                del self._quiet[alarm.name]
+            elif known:
+                self._quiet[alarm.name] += 1
+            return None
+        self._quiet[alarm.name] = 0
+        return None if known else Raised(alarm.name, self._step, said, alarm.advice)

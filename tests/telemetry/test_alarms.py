@@ -1,0 +1,113 @@
+"""Each alarm is provoked, and a sound run raises none. No clock but one that is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli.alarms import as_markdown
+from asyncrl.config import LOG_DIR
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config, RunConfig
+from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.alarms import ALARMS, ALARMS_FILE, FREE_BYTES, GAP_S, WINDOW, Alarms, Raised
+from asyncrl.telemetry.progress import PrintingLog
+from asyncrl.telemetry.registry import metric_of
+from asyncrl.telemetry.run_folder import STOP_FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+SOUND = {
+    "time/step": 2.0, "reward/mean": 0.5, "reward/zero_variance_groups": 0.3, "policy/entropy": 1.0,
+    "ratio/E/ess_seq": 0.9, "staleness/age_0/rms_log_ratio": 0.01, "completion/length_mean": 100.0,
+    "completion/truncated": 0.05, "optim/nonfinite_steps": 0.0, "weights/canary_failed": 0.0, "replay/workers": 2.0,
+    FREE_BYTES: 1 << 40,
+}  # fmt: skip
+TROUBLES: dict[str, list[dict[str, Any]]] = {
+    "engine_drift": [{"staleness/age_0/rms_log_ratio": 0.5}] * WINDOW,
+    "canary_failed": [{"weights/canary_failed": 1.0}],
+    "low_ess": [{"ratio/E/ess_seq": 0.1}] * WINDOW,
+    "entropy_collapse": [{"policy/entropy": 0.001}] * WINDOW,
+    "zero_variance": [{"reward/zero_variance_groups": 0.95}] * WINDOW,
+    "length_runaway": [{"completion/length_mean": 900.0}] * WINDOW,
+    "truncated": [{"completion/truncated": 0.9}] * WINDOW,
+    "nonfinite": [{"optim/nonfinite_steps": 1.0}],
+    "no_workers": [{"replay/workers": 0.0}],
+    "disk": [{FREE_BYTES: 1 << 20}],
+}
+
+
+def fed(alarms: Alarms, *changes: dict[str, Any], first: int = 1) -> list[Raised]:
+    rows = [{**SOUND, "step": step, **change} for step, change in enumerate(changes, first)]
+    return [raised for row in rows for raised in alarms.row(row, float(row["step"]))]
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str) -> None:
+    alarms = Alarms()
+    assert fed(alarms, *[{}] * 30) == []
+    (raised,) = fed(alarms, *TROUBLES[name], first=31)
+    assert raised.name == name and raised.said and 31 <= raised.step < 41
+    assert fed(alarms, *TROUBLES[name][-1:] * 30, first=41) == []
+    assert fed(alarms, *[{}] * 30, first=71) == []
+    if name not in ("nonfinite", "canary_failed"):  # totals do not fall
+        assert [again.name for again in fed(alarms, *TROUBLES[name], first=101)] == [name]
+    assert fed(Alarms([name]), *[{}] * 30, *TROUBLES[name]) == []
+
+
+def test_an_evaluation_that_falls_while_the_reward_rises_looks_like_hacking() -> None:
+    alarms, found = Alarms(), []
+    for point, accuracy in enumerate((0.5, 0.8, 0.6, 0.6)):
+        found += fed(alarms, *[{"reward/mean": 0.5 + 0.1 * point}] * WINDOW, first=1 + WINDOW * point)
+        found += alarms.row({"step": WINDOW * (point + 1), "eval/heldout/accuracy": accuracy}, 0.0)
+    assert [raised.name for raised in found] == ["reward_hacking"]
+    honest = Alarms()
+    for point, accuracy in enumerate((0.5, 0.8, 0.6, 0.6)):
+        assert fed(honest, *[{"reward/mean": 0.5 - 0.1 * point}] * WINDOW, first=1 + WINDOW * point) == []
+        assert honest.row({"step": WINDOW * (point + 1), "eval/heldout/accuracy": accuracy}, 0.0) == []
+
+
+def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:
+    alarms = Alarms()
+    assert alarms.silence(1e9) == [], "nothing was ever trained: starting may take long"
+    fed(alarms, *[{"time/step": 30.0}] * 3)
+    assert alarms.silence(3 + GAP_S + 1) == [], "ten steps of 30 s are not over"
+    (raised,) = alarms.silence(3 + 301)
+    assert (raised.name, raised.step) == ("stall", 3) and "301 s" in raised.said
+    assert alarms.silence(3 + 400) == []
+    fed(alarms, {"time/step": 30.0}, first=4)
+    assert [again.name for again in alarms.silence(4 + 301)] == ["stall"]
+
+
+def test_what_a_run_lacks_raises_nothing() -> None:
+    alarms = Alarms()
+    rows = [{"step": step, "time/step": 1.0, "loss/total": None} for step in range(1, 50)]
+    assert [raised for row in rows for raised in alarms.row(row, 0.0)] == []
+
+
+def test_each_has_words_a_page_and_metrics_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {alarm.name for alarm in ALARMS} == {*TROUBLES, "stall", "reward_hacking"}
+    said = "run: asyncrl alarms --markdown > docs/alarms.md"
+    assert (ROOT / "docs" / "alarms.md").read_text() == as_markdown(), said
+    assert [name for name in SOUND if name != FREE_BYTES and metric_of(name) is None] == []
+    with pytest.raises(ConfigError, match=r"nonsense.*low_ess"):
+        Alarms(["nonsense"])
+
+
+def test_the_learner_writes_them_down_and_asks_for_a_stop_where_that_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(run=RunConfig(dir=str(tmp_path)))
+    (tmp_path / LOG_DIR).mkdir()
+    for action in ("continue", "stop"):
+        log = PrintingLog.of(config, tmp_path, 0, on_alarm=action)
+        for step in range(1, WINDOW + 2):
+            log.write(step, step, {**{k: v for k, v in SOUND.items() if k != FREE_BYTES}, "ratio/E/ess_seq": 0.1})
+        log.close()
+        (row,) = read_lines(tmp_path / ALARMS_FILE).rows
+        assert (row["name"], row["step"]) == ("low_ess", WINDOW)
+        assert "alarm low_ess at step 10" in capsys.readouterr().out
+        assert (tmp_path / LOG_DIR / STOP_FILE).exists() == (action == "stop")
+    assert FREE_BYTES not in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
