@@ -286,7 +286,7 @@ def disk_patience(config: RunSettings) -> Patience:
 
 
 NOT_OF_THE_UPDATE = (
-    *("ranks", "replicas", "device", "save_every", "async_save", "save_timeout_s"),
+    *("ranks", "replicas", "tensor_parallel", "device", "save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
     *("reduce_gradients", "steps", "epochs", "profile"),

@@ -237,7 +237,15 @@ REFUSED = [
     ),
     (
         ["learner.ranks=6", "learner.replicas=4"],
-        ["learner.ranks=6 cannot be 4 copies", "learner.replicas to one of 1, 2, 3, 6"],
+        ["learner.ranks=6 cannot be learner.replicas=4", "learner.replicas to one of 1, 2, 3, 6"],
+    ),
+    (
+        ["learner.ranks=8", "learner.replicas=2", "learner.tensor_parallel=3"],
+        ["learner.ranks=8 cannot be learner.replicas=2 * learner.tensor_parallel=3", "another number of ranks"],
+    ),
+    (
+        ["learner.ranks=2", "learner.tensor_parallel=2", "model.lora_rank=4"],
+        ["learner.tensor_parallel=2 is not proven with model.lora_rank=4", "Set learner.tensor_parallel=1"],
     ),
     (
         ["learner.max_tokens_per_microbatch=700"],
@@ -455,7 +463,7 @@ def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
 
 def test_settings_stay_few_and_flat() -> None:
     keys = config_keys()
-    assert len(keys) == len(set(keys)) <= 226
+    assert len(keys) == len(set(keys)) <= 227
     assert max(key.count(".") for key in keys) <= 2
 
 

@@ -60,16 +60,28 @@ def batch_divides(config: Config) -> Problems:
         )
     key = "rollout.min_group_size" if config.rollout.min_group_size else "rollout.group_size"
     sequences = groups * (config.rollout.min_group_size or config.rollout.group_size) // updates
-    if sequences < config.learner.ranks:
+    together = max(1, config.learner.tensor_parallel)
+    if sequences * together < config.learner.ranks:
+        shared = f" / learner.tensor_parallel={together}" if together > 1 else ""
         yield (
             f"every rank needs a sequence in every update: learner.groups_per_step * {key} / "
-            f"learner.updates_per_batch = {sequences} is less than learner.ranks={config.learner.ranks}. Raise "
+            f"learner.updates_per_batch = {sequences} is less than learner.ranks={config.learner.ranks}{shared}. Raise "
             "learner.groups_per_step, or use fewer ranks"
         )
 
 
 def ranks_are_laid_out(config: Config) -> Problems:
     yield from ranks_divide(config.learner, config.learner.ranks)
+    tensor = config.learner.tensor_parallel
+    unproven = {
+        f"model.lora_rank={config.model.lora_rank}": config.model.lora_rank > 0,
+        f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
+        "engine.exact=true": config.engine.exact,
+        f"learner.hook={config.learner.hook}": bool(config.learner.hook),
+    }
+    for what, given in unproven.items():
+        if tensor > 1 and given:
+            yield f"learner.tensor_parallel={tensor} is not proven with {what}. Set learner.tensor_parallel=1"
 
 
 def sequence_fits_microbatch(config: Config) -> Problems:

@@ -15,6 +15,7 @@ class Layout(Protocol):
     """The settings that say it: `learner` of a run, and of `asyncrl sft`."""
 
     replicas: int
+    tensor_parallel: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class ParallelDims:
     @classmethod
     def of(cls, learner: Layout, ranks: int) -> ParallelDims:
         """What `ranks` make of the settings, which `problem_of` has passed."""
-        return cls(replicate=learner.replicas, shard=ranks // learner.replicas)
+        tensor = learner.tensor_parallel
+        return cls(replicate=learner.replicas, shard=ranks // (learner.replicas * tensor), tensor=tensor)
 
     @property
     def ranks(self) -> int:
@@ -50,7 +52,12 @@ class ParallelDims:
 
     def __str__(self) -> str:
         copies = f"{self.replicate} copies of the model (HSDP), each sharded over " if self.replicate > 1 else ""
-        return f"{copies or 'FSDP2 over '}{self.shard} rank(s)"
+        together = f", tensor parallel over {self.tensor}: {self.ranks} in all" if self.tensor > 1 else ""
+        return f"{copies or 'FSDP2 over '}{self.shard} rank(s){together}"
+
+    def data_rank(self, rank: int) -> int:
+        """Of a rank among `data`: those of one `tensor` group are neighbours, and have the same sequences."""
+        return rank // self.tensor
 
 
 def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
@@ -59,13 +66,15 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
     Args:
         said: where the number of ranks comes from.
     """
-    copies = learner.replicas
-    if copies < 1 or ranks < 1 or ranks % copies == 0:
-        return ""  # the first two are refused by numbers_in_range
-    fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    copies, tensor = learner.replicas, learner.tensor_parallel
+    if min(copies, tensor, ranks) < 1 or ranks % (copies * tensor) == 0:
+        return ""  # the first is refused by numbers_in_range
+    key, other = ("replicas", tensor) if copies > 1 else ("tensor_parallel", copies)
+    fits = [str(n) for n in range(1, ranks + 1) if ranks % (n * other) == 0]
+    way = f"learner.{key} to one of {', '.join(fits)}, or " if fits else ""
     return (
-        f"{said}={ranks} cannot be {copies} copies of the model of equally many ranks (learner.replicas={copies}). Set "
-        f"learner.replicas to one of {fits}, or another number of ranks"
+        f"{said}={ranks} cannot be learner.replicas={copies} * learner.tensor_parallel={tensor} * equally many ranks "
+        f"that shard. Set {way}another number of ranks"
     )
 
 

@@ -27,7 +27,17 @@ from asyncrl.cli.commands import (
 from asyncrl.cli.placement_table import gpus_to_plan, placement_lines
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.config import JOURNAL_DIR, load_config, run_digest
-from asyncrl.learner.memory_plan import MASTER, Shape, Sizes, head_bytes, head_rows, held, stacked, whole_numbers
+from asyncrl.learner.memory_plan import (
+    MASTER,
+    Shape,
+    Sizes,
+    head_bytes,
+    head_rows,
+    held,
+    on_one_of,
+    stacked,
+    whole_numbers,
+)
 from asyncrl.losses.config import required_inputs
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.rollout.concurrency import sequences_per_engine
@@ -223,8 +233,8 @@ def memory_lines(config: Config) -> list[str]:
         saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
         saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         lines.append(
-            f"learner, per rank: {size(saved / dims.shard)} of host memory for the copy that checkpoints are "
-            "written from (learner.async_save)"
+            f"learner, per rank: {size(saved / (dims.shard * dims.tensor))} of host memory for the copy that "
+            "checkpoints are written from (learner.async_save)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
@@ -243,29 +253,31 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
     """What the fullest rank holds of the policy, and what comes and goes beside it."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
     ranks = dims.shard
-    shapes, whole, rows = list(model.shapes.values()), model.parameters, list[tuple[int, str]]()
+    cut = on_one_of(model.shapes, dims.tensor)
+    shapes, whole, rows = list(cut.values()), model.parameters, list[tuple[int, str]]()
     if config.model.lora_rank > 0:
         base = held(shapes, ranks, width=width, trained=False).weights
         rows.append((base, f"frozen base ({model.parameters:,} parameters), and for adapters:"))
         whole = model.adapters(config.model.lora_rank, config.model.lora_targets)
         shapes = [(whole,)]
-    mine = held(shapes, ranks)
+    mine, computing = held(shapes, ranks), on_one_of(model.shapes, dims.tensor, computing=True)
     rows.append(
         (
             mine.total,
             f"= {size(mine.weights)} master weights + {size(mine.gradients)} gradients + {size(mine.optimizer)} Adam "
-            f"moments ({whole:,} parameters over {ranks} rank(s), each cut along its first dimension)",
+            f"moments ({whole:,} parameters over {dims.shard * dims.tensor} rank(s), each cut along its first dimension"
+            f"{' and between those that compute together' if dims.tensor > 1 else ''})",
         )
     )
     setting = config.learner.reduce_gradients
     if setting != "each":
         needed = "" if setting == "last" else ", unless there is no room for it"
         said = f"whole gradient where an optimizer step has several micro-batches{needed}"
-        rows.append((4 * whole, f"{said} (learner.reduce_gradients={setting})"))
+        rows.append((4 * sum(math.prod(shape) for shape in shapes), f"{said} (learner.reduce_gradients={setting})"))
     if dims.ranks > 1 or width < MASTER:
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
-        rows.append((width * whole_numbers(model.shapes), f"whole weights while it computes: {fetched}"))
-    rows += activation_rows(config, model.sizes)
+        rows.append((width * whole_numbers(computing), f"whole weights while it computes: {fetched}"))
+    rows += activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor))
     kind = "whole on its one rank" if dims.ranks == 1 and width == MASTER else f"{dims}, layer by layer"
     return [
         f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
@@ -299,7 +311,8 @@ def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]
 
 def role_lines(config: Config, parameters: int) -> list[str]:
     """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
-    ranks = ParallelDims.of(config.learner, config.learner.ranks).shard
+    dims = ParallelDims.of(config.learner, config.learner.ranks)
+    ranks = dims.shard * dims.tensor
     trained = 16 if config.advantage.uses_critic else 0
     in_loss = "ref_logprobs" in required_inputs(config.loss)
     no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)

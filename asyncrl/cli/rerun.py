@@ -94,7 +94,8 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         **({"engine.exact": True, "weights.on_update": "recompute"} if recorded.engine.exact else {}),
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
-        "learner.replicas": 1,  # of ranks that a rerun need not have
+        "learner.replicas": 1,  # this and the next of ranks that a rerun need not have
+        "learner.tensor_parallel": 1,
     }
     config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])
     config.learner.save_every = 0  # nothing to resume, and nobody to commit to

@@ -10,13 +10,14 @@ import logging
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.loading import device_of
 from asyncrl.learner.memory_plan import MASTER, held
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.place import ROOM, memory_of
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.sharding import shards_of
+from asyncrl.learner.sharding import dim_size, shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, mesh: DeviceMesh | N
     device = device_of(mesh)
     learned = [model for _, model, _ in roles.trained()]
     trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
+    trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each
     memory = memory_of(device, mesh.size())
     shards = sum(held_by(model) for model in roles.models())
     mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)

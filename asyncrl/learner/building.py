@@ -18,11 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.layout import agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.recompute import checkpointing_options
-from asyncrl.learner.sharding import data_mesh
+from asyncrl.learner.sharding import data_mesh, dim_size
+from asyncrl.learner.tensor import cut, plan_of, refuse_tensor
 from asyncrl.schema import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,6 +85,7 @@ def built(
 def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -> Packed:
     """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
     model = build.make(build.recipe.blank().eval())
+    refuse_tensor(model.hf.config, dim_size(mesh, TENSOR), build.setting)
     part = own_part(build.recipe, model.hf, mesh)
     on_rank_zero(build.recipe.prove, mesh)
     if part is None:
@@ -126,18 +129,22 @@ def shard(
     compute: torch.dtype,
     before: Callable[[nn.Module], None] = lambda _: None,
 ) -> None:
-    """FSDP2 in place: one group per decoder layer, one for the rest (embedding, final norm, head).
+    """Tensor parallelism, where the mesh has it, and FSDP2, in place: one group per decoder layer, one for the rest
+    (embedding, final norm, head).
 
     Args:
         before: called with each group before it is sharded.
     """
+    plan = plan_of(model.hf) if dim_size(mesh, TENSOR) > 1 else {}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     layer_classes = set(model.hf._no_split_modules or ())
     for module in list(model.hf.modules()):
         if type(module).__name__ in layer_classes:
             before(module)
+            cut(module, mesh, plan)
             fully_shard(module, mesh=data_mesh(mesh), mp_policy=policy)
     before(model)
+    cut(model, mesh, plan)
     fully_shard(model, mesh=data_mesh(mesh), mp_policy=policy)
     for name in model.entries:
         register_fsdp_forward_method(model, name)  # or it would compute with the shards alone

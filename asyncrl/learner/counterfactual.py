@@ -12,7 +12,7 @@ from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.packed import reshard
 from asyncrl.learner.plan import Budget, plan_minibatches
-from asyncrl.learner.ranks import sum_over_ranks
+from asyncrl.learner.ranks import sum_over_data
 from asyncrl.learner.scoring import score
 from asyncrl.replay.protocol import LearnerReplay, Lease
 from asyncrl.schema import Config
@@ -76,7 +76,7 @@ class Probe:
                 rewards = [lease.plan.groups[g].trajectories[t].reward for g, t in members]
                 sums += batch_sums(sequence_log_ratios(batch, logprobs, len(members)), rewards, batch)
         reshard(self._policy)
-        return estimates(sum_over_ranks(sums, self._device))
+        return estimates(sum_over_data(sums, self._device))
 
 
 SUMS = ("weights", "squares", "weighted_rewards", "rewards", "trajectories", "log_ratios", "tokens")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MASTER = 4
@@ -53,6 +53,33 @@ def held(shapes: Iterable[Shape], ranks: int, *, width: int = MASTER, trained: b
         return Held(weights=width * numbers, gradients=0, optimizer=0)
     moments = 2 * MASTER * numbers + STEP_COUNT * len(kept)
     return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=moments)
+
+
+BY_COLUMNS = ("o_proj", "down_proj")
+"""Layers whose weight tensor parallelism cuts along its second dimension."""
+BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Those whose bias it cuts."""
+
+
+def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = False) -> dict[str, Shape]:
+    """What each of `together` ranks that compute every layer together has of the parameters, of a model that they can
+    (`tensor.FAMILIES`): all matrices are cut, norms are not.
+
+    Args:
+        computing: embedding and head, which are in no layer, are whole then.
+    """
+    cut: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        layer = name.split(".")[-2]
+        if len(shape) == 2 and not (computing and re.search(r"\.\d+\.", name) is None):
+            rows, columns = shape
+            by_columns = layer in BY_COLUMNS
+            cut[name] = (rows, -(-columns // together)) if by_columns else (-(-rows // together), columns)
+        elif layer in BIASED:
+            cut[name] = (-(-shape[0] // together),)
+        else:
+            cut[name] = shape
+    return cut
 
 
 def head_rows(vocabulary: int) -> int:
@@ -109,6 +136,11 @@ class Sizes:
             inner=inner,
             vocabulary=vocabulary,
         )
+
+    def on_one_of(self, together: int) -> Sizes:
+        """Of so many ranks that compute every layer together."""
+        heads, keys, inner = (-(-size // together) for size in (self.queries, self.keys, self.inner))
+        return replace(self, queries=heads, keys=keys, inner=inner)
 
     def layer_bytes(self, tokens: int, slots: int, width: int) -> int:
         """Estimate: what one layer keeps for its backward.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.data.mixture import SourceNames
-from asyncrl.learner.ranks import gather_over_ranks
+from asyncrl.learner.ranks import gather_over_data
 from asyncrl.losses.diagnostics import Sums, summarize
 from asyncrl.types import StepPlan, TrajectoryGroup, members_of
 
@@ -99,7 +99,7 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
         return mine
     text = json.dumps(asdict(mine)).encode() + b"\n"  # a line each: what is in it has none
     mine_as_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    everyone = gather_over_ranks(mine_as_bytes).cpu().numpy().tobytes().splitlines()
+    everyone = gather_over_data(mine_as_bytes).cpu().numpy().tobytes().splitlines()
     together = Measured()
     for theirs in everyone:
         together.add(Measured(**json.loads(theirs)))

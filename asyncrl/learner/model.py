@@ -29,6 +29,7 @@ from asyncrl.learner.lora import Adapters, add_adapters, base_fingerprint, start
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.scores import refuse_scores
 from asyncrl.learner.support import Support
+from asyncrl.learner.tensor import whole
 from asyncrl.schema import Config, ModelConfig
 
 WRAPPER_PREFIX = "hf."
@@ -73,12 +74,11 @@ class PolicyModel(PackedModel):
             is asked for. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
         """
         hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
-        head = self.head
         wanted = input_ids.index_select(0, loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
         how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
-        found, entropy = token_logprobs(hidden, head.weight, head.bias, wanted, temperature, support, **how)
+        found, entropy = token_logprobs(hidden, *self.head_weights, wanted, temperature, support, **how)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
@@ -88,6 +88,12 @@ class PolicyModel(PackedModel):
     def work(self) -> Work:
         """What a token costs."""
         return Work.of(self.hf, self.hf.config.to_dict(), self.head)
+
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the head, whole on every rank while it computes."""
+        bias = self.head.bias
+        return whole(self.head.weight), None if bias is None else whole(bias)
 
     @property
     def head(self) -> nn.Linear:
@@ -108,7 +114,12 @@ class PolicyModel(PackedModel):
         """Log-probs as `forward` gives them at temperature 1, and which tokens greedy decoding would have written."""
         hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
         wanted = input_ids.index_select(0, loss_positions)
-        return judged_logprobs(hidden, self.head.weight, self.head.bias, wanted, wide=self.fp32_head)
+        return judged_logprobs(
+            hidden,
+            *self.head_weights,
+            wanted,
+            wide=self.fp32_head,
+        )
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing

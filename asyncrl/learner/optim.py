@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.ranks import data_ranks
 from asyncrl.learner.sharding import shards_of
 from asyncrl.schema import LearnerConfig
 
@@ -119,7 +120,8 @@ def apply_update(
     for copies in sorted({_copies(gradient, world) for gradient in whole}):
         alike = [_local(gradient) for gradient in whole if _copies(gradient, world) == copies]
         squares = squares + get_total_norm(alike).double().square() / copies
-    totals = torch.stack([squares, loss.detach().double()])
+    # Ranks that have the same sequences have the same loss of them.
+    totals = torch.stack([squares, loss.detach().double() * data_ranks() / world])
     if world > 1:
         dist.all_reduce(totals)
     square_sum, total_loss = totals.tolist()

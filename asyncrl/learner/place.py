@@ -23,7 +23,7 @@ from asyncrl.checks.addresses import is_loopback
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.ranks import barrier, train_apart
 from asyncrl.schema import Config
 from asyncrl.storage.log_stream import keep_logging
 
@@ -79,6 +79,8 @@ def prepare_process(place: Place, level: int) -> None:
     keep_logging()
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     transformers_logging.disable_progress_bar()
+    # Said at every gather of a weight that tensor parallelism and FSDP2 have both cut: few, and not in the step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said at every checkpoint of one rank
     if place.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -140,7 +142,9 @@ def mesh_of(config: Config, place: Place) -> DeviceMesh:
     """
     if problem := problem_of(config.learner, place.world, "the number of ranks"):
         raise ConfigError(problem)
-    sizes = ParallelDims.of(config.learner, place.world).mesh
+    dims = ParallelDims.of(config.learner, place.world)
+    train_apart(dims.tensor)
+    sizes = dims.mesh
     return init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

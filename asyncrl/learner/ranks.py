@@ -76,6 +76,45 @@ def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
     return Path(chosen) if chosen else None
 
 
+class _Data:
+    """The ranks of this process's own sequences, see `train_apart`."""
+
+    group: dist.ProcessGroup | None = None
+    ranks: int | None = None
+
+
+def train_apart(together: int) -> None:
+    """From now on `together` neighbouring ranks have the same sequences: what is counted of sequences is counted over
+    the ranks that have others. Collective; 1 is how it begins."""
+    world = dist.get_world_size()
+    _Data.group, _Data.ranks = None, None
+    if together == 1:
+        return
+    for first in range(together):
+        members = list(range(first, world, together))
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            assert isinstance(group, dist.ProcessGroup)
+            _Data.group, _Data.ranks = group, len(members)
+
+
+def data_ranks() -> int:
+    """Ranks with sequences of their own."""
+    if _Data.ranks is not None:
+        return _Data.ranks
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_data(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`sum_over_ranks` of what was counted of sequences: each once. Collective."""
+    return sum_over_ranks(values, device, _Data.group)
+
+
+def gather_over_data(values: torch.Tensor) -> torch.Tensor:
+    """`gather_over_ranks` of what belongs to sequences: each once. Collective."""
+    return gather_over_ranks(values, _Data.group)
+
+
 def sum_over_ranks(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The sum of everyone's float64 `values`, of equal shape, on the CPU. Collective; `device` is where ranks meet."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -90,7 +129,7 @@ def gather_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = No
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     size = torch.tensor([len(values)], device=values.device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     longest = max(int(one) for one in sizes)
     padded = torch.cat([values, values.new_zeros(longest - len(values))])

@@ -19,7 +19,7 @@ from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, MinibatchPlan, plan_minibatches
-from asyncrl.learner.ranks import gather_over_ranks, sum_over_ranks
+from asyncrl.learner.ranks import gather_over_data, sum_over_data
 from asyncrl.learner.roles import Critic, Roles
 from asyncrl.learner.scoring import anchor_of, evaluate_states, needs_topk, score_with_topk, with_scores
 from asyncrl.learner.targets import with_targets
@@ -153,7 +153,7 @@ def update_policy(
         with torch.no_grad():
             loss, measured = accumulate(config, roles.policy, batches, denominators, world)
         reshard(roles.policy)
-        total = float(sum_over_ranks(loss.double().cpu(), device))
+        total = float(sum_over_data(loss.double().cpu(), device))
         return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
     loss, measured = accumulate(config, roles.policy, batches, denominators, world)
     rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
@@ -213,7 +213,7 @@ def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -
     tokens are divided by. Collective."""
     inputs = [loss_inputs(config, model, batch) for batch in batches]
     reshard(model)
-    return first_pass(inputs, config.loss, gather_over_ranks)
+    return first_pass(inputs, config.loss, gather_over_data)
 
 
 def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
@@ -286,7 +286,7 @@ def backward(loss: Tensor, world: int) -> None:
 def ess_of_sequences(measured: Measured, device: torch.device) -> float:
     """Effective sample size over N of the raw sequence ratios of a minibatch, over all ranks; 1 if there are none."""
     (weights, count), (squares, _) = (measured.ratios[f"ratio/E/ess_{name}"] for name in ("weight", "square"))
-    weights, squares, count = sum_over_ranks(
+    weights, squares, count = sum_over_data(
         torch.tensor([weights, squares, count], dtype=torch.float64), device
     ).tolist()
     return weights**2 / (count * squares) if squares > 0 else 1.0

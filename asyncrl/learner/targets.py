@@ -35,7 +35,7 @@ from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.plan import Member
-from asyncrl.learner.ranks import sum_over_ranks
+from asyncrl.learner.ranks import sum_over_data
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
@@ -129,7 +129,7 @@ def with_targets(
     else:
         advantages, targets = per_token(plan, rows, penalty, config, batches)
     if not per_sequence and config.std == "batch":
-        moments = sum_over_ranks(whitening_moments(advantages, rows.mask), device)
+        moments = sum_over_data(whitening_moments(advantages, rows.mask), device)
         advantages = masked_whiten(advantages, rows.mask, moments=moments)
     measured = Measured(spreads={"advantage/": moments_of(advantages, rows)})
     if gap is not None:
@@ -184,7 +184,7 @@ def against_siblings(
     place = places(plan, rows)
     if penalty is not None:
         prices = torch.zeros(len(everything), dtype=torch.float64).index_add(0, place, penalty.sum(1))
-        all_prices = price_of_all(sum_over_ranks(prices, device), plan)
+        all_prices = price_of_all(sum_over_data(prices, device), plan)
         rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, all_prices)
     if config.estimator == "gdpo":
         parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
@@ -272,7 +272,7 @@ def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: Advantag
     place = places(plan, rows)
     if penalty is not None:
         prices = torch.zeros(len(inputs.rewards), dtype=torch.float64).index_add(0, place, penalty.sum(1))
-        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(sum_over_ranks(prices, device), plan))
+        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(sum_over_data(prices, device), plan))
     table = own_advantages(inputs, config)[place]
     if table.shape[1] == 1 and rows.mask.shape[1] != 1:
         return torch.where(rows.mask, table, 0.0)

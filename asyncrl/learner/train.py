@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
@@ -95,7 +96,9 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     rank, world, device = parts.rank, parts.world, parts.device
     guard = NonFiniteGuard(parts.run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
     guard.skipped = start.skipped_steps
-    leases = LeasePrefetch(replay, rank=rank, world=world, wait_s=config.replay.wait_timeout_s)
+    dims = ParallelDims.of(settings, world)
+    shard = dims.data_rank(rank)
+    leases = LeasePrefetch(replay, rank=shard, world=dims.data, wait_s=config.replay.wait_timeout_s)
     clock, collectives = StepClock(), clock_of(roles, world, device)
     peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
     names, sets = source_names(config.data), eval_sets(config)
@@ -124,7 +127,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
 
         profile.begin(trained)
         with one_more_try(config, parts.run_dir, rank):
-            measured = train_step(config, roles, guard, lease, rank=rank, world=world, device=device)
+            measured = train_step(config, roles, guard, lease, rank=shard, world=dims.data, device=device)
         measured.ratios |= {name: (seconds, 1.0) for name, seconds in collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)

@@ -79,6 +79,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "data.max_tokens": (given.data.max_tokens, 2),
         "learner.ranks": (given.learner.ranks, 1),
         "learner.replicas": (given.learner.replicas, 1),
+        "learner.tensor_parallel": (given.learner.tensor_parallel, 1),
         "learner.rows_per_step": (given.learner.rows_per_step, 1),
         "learner.steps": (given.learner.steps, 0),
         "learner.max_tokens_per_microbatch": (given.learner.max_tokens_per_microbatch, 1),

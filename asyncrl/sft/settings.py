@@ -63,6 +63,10 @@ class SftLearnerConfig(CheckpointSettings):
     """FSDP2 ranks that `asyncrl sft` starts; under your own torchrun its world size rules."""
     replicas: int = 1
     """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP), see docs/parallel.md."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
+    same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see
+    docs/parallel.md."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
     rows_per_step: int = 32

@@ -17,7 +17,7 @@ from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, plan_minibatches
-from asyncrl.learner.ranks import sum_over_ranks, text_of_rank_zero
+from asyncrl.learner.ranks import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step import TRAINED_TOKENS, backward
 from asyncrl.replay.protocol import Lease
@@ -132,7 +132,7 @@ def evaluate(
             sums[:2] += torch.stack([-logprobs.double().sum(), likeliest.double().sum()]).cpu()
             sums[2] += len(logprobs)
     reshard(policy)
-    loss, right, tokens = sum_over_ranks(sums, device).tolist()
+    loss, right, tokens = sum_over_data(sums, device).tolist()
     mean = loss / max(tokens, 1.0)
     return {
         "loss": mean,

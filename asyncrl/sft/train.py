@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.config import disk_patience
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.export import export_hf
@@ -67,6 +68,15 @@ class SftTraining:
     world: int
     device: torch.device
 
+    @property
+    def shard(self) -> int:
+        """Which part of the rows is this rank's, of `shards`."""
+        return ParallelDims.of(self.config.learner, self.world).data_rank(self.rank)
+
+    @property
+    def shards(self) -> int:
+        return ParallelDims.of(self.config.learner, self.world).data
+
 
 def resumed(checkpoints: Checkpoints, roles: Roles, path: Path | None) -> Start:
     """Fill `roles` from the checkpoint, if there is one. Collective.
@@ -95,7 +105,8 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
     settings, steps = config.learner, config.learner.steps
     guard = NonFiniteGuard(parts.run_dir / "nonfinite", parts.rank, settings.max_nonfinite_steps)
     guard.skipped = start.skipped_steps
-    leases = LeasePrefetch(batches, rank=parts.rank, world=parts.world, wait_s=config.replay.wait_timeout_s)
+    shard, shards = parts.shard, parts.shards
+    leases = LeasePrefetch(batches, rank=shard, world=shards, wait_s=config.replay.wait_timeout_s)
     clock = StepClock()
     if start.step == 0 and steps:
         measure(parts, 0)
@@ -112,7 +123,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         clock.lap("wait_batch")
         drawn = batches.told(step)
         agree_on_rows(step, drawn.digest, parts.device)
-        measured = sft_step(config, parts.roles, guard, lease, rank=parts.rank, world=parts.world, device=parts.device)
+        measured = sft_step(config, parts.roles, guard, lease, rank=shard, world=shards, device=parts.device)
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
         row = step_row(measured, drawn, clock.next()) | parts.checkpoints.timings()
@@ -143,7 +154,7 @@ def measure(parts: SftTraining, trained: int) -> dict[str, float]:
     if not parts.held_out:
         return {}
     found = evaluate(
-        parts.config, parts.roles.policy, parts.held_out, rank=parts.rank, world=parts.world, device=parts.device
+        parts.config, parts.roles.policy, parts.held_out, rank=parts.shard, world=parts.shards, device=parts.device
     )
     row = {f"eval/{parts.eval.name}/{name}": value for name, value in found.items()}
     if parts.rank == 0:

@@ -31,18 +31,23 @@ CPU = torch.device("cpu")
 class Cell:
     family: str
     replicas: int = 1
+    tensor: int = 1
     lora: int = 0
-    checkpointing: bool = False
+    keep: str = ""
+    """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
     @property
     def name(self) -> str:
-        words = [self.family, f"{self.replicas} copies", *(["LoRA"] * bool(self.lora))]
-        return ", ".join([*words, *(["checkpointing"] * self.checkpointing)])
+        words = [self.family, f"{self.replicas} copies, tensor {self.tensor}", *(["LoRA"] * bool(self.lora))]
+        return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
     def config(self, folder: Path) -> Config:
         config = settings_for(folder / self.family)
-        model = replace(config.model, lora_rank=self.lora, activation_checkpointing=self.checkpointing)
-        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas))
+        model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
+        model.checkpoint_keep = self.keep or model.checkpoint_keep
+        return replace(
+            config, model=model, learner=replace(config.learner, replicas=self.replicas, tensor_parallel=self.tensor)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
         config = cell.config(folder)
         dims = ParallelDims.of(config.learner, ranks)
         model = build_model(config, CPU, mesh_of(config, place))
-        tensors = outcome(model, rank, dims.data)
+        tensors = outcome(model, dims.data_rank(rank), dims.data)
         (found,) = opened
         held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
         of_rank = Found(
@@ -90,7 +95,7 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
             largest=found.largest,
             held=sum(each.nbytes for each in held),
             whole=sum(each.numel() * each.element_size() for each in model.parameters()),
-            shards=dims.shard,
+            shards=dims.shard * dims.tensor,
         )
         (folder / f"{cell.name}-{rank}.json").write_text(json.dumps(asdict(of_rank)))
         if rank == 0:

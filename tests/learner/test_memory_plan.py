@@ -20,15 +20,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.dry_run import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.batch import pack
 from asyncrl.learner.building import prepare, shard
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
-from asyncrl.learner.memory_plan import Sizes, held, share, stacked
+from asyncrl.learner.memory_plan import Sizes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.sharding import shards_of
 from asyncrl.schema import LearnerConfig, ModelConfig
 from tests.learner.feed import make_lease, make_step, tiny_model
 
@@ -49,10 +51,11 @@ def qwen(size: str) -> Qwen2Config:
 
 
 @contextmanager
-def made_up_ranks(world: int) -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+def made_up_ranks(shards: int, together: int = 1) -> Iterator[DeviceMesh]:
+    dims = ParallelDims(shard=shards, tensor=together)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.ranks)
     try:
-        yield init_device_mesh("cpu", (world,))
+        yield init_device_mesh("cpu", tuple(dims.mesh.values()), mesh_dim_names=tuple(dims.mesh))
     finally:
         dist.destroy_process_group()
 
@@ -84,6 +87,24 @@ def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(si
         assert plan.gradients == plan.weights
     read = model_size(tmp_path)
     assert read is not None and held(read.shapes.values(), ranks) == plan
+
+
+@pytest.mark.parametrize(
+    ("size", "shards", "together"), [("7b in 2 layers", 3, 2), pytest.param("72b", 8, 8, marks=LONG)]
+)
+def test_weights_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_the_byte(
+    size: str, shards: int, together: int, tmp_path: Path
+):
+    with made_up_ranks(shards, together) as mesh:
+        with torch.device("meta"):
+            model = PolicyModel(AutoModelForCausalLM.from_config(qwen(size)))
+        write_headers(tmp_path, qwen(size), model.hf)
+        shard(model, mesh, torch.bfloat16)
+        read = model_size(tmp_path)
+        assert read is not None
+        planned = held(on_one_of(read.shapes, together).values(), shards)
+        assert planned.weights == sum(map(local_bytes, model.parameters()))
+        assert all(shards_of(each) in (shards, shards * together) for each in model.parameters())
 
 
 def write_headers(folder: Path, config: Qwen2Config, hf: PreTrainedModel) -> None:

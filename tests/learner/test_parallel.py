@@ -20,8 +20,10 @@ RANKS = 4
 CELLS = [
     Cell(family="Qwen3"),
     Cell(family="Qwen3-MoE"),
-    Cell(family="Llama", replicas=2, checkpointing=True),
+    Cell(family="Llama", replicas=2, keep="nothing"),
     Cell(family="Qwen2", replicas=2, lora=2),
+    Cell(family="Qwen3", tensor=2, keep="matmul"),
+    Cell(family="Llama", tensor=2),
 ]
 
 
@@ -58,6 +60,15 @@ def agrees(cell: Cell, folder: Path) -> None:
     norm = torch.nn.utils.get_total_norm(wanted.values())
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name] / norm, gradient / norm, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "replicas": 2}], ids=str)
+def test_so_they_are_of_every_family_that_ranks_compute_together(family: str, layout: dict[str, int], tmp_path: Path):
+    cell = Cell(family=family, **layout)
+    compute(tmp_path, [cell], 2 * cell.replicas)
+    agrees(cell, tmp_path)
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 def make_config(folder: Path, run: str, **learner: Any) -> Config:
     model = folder / "model"
     if not model.exists():
-        tiny_checkpoint(model)
+        tiny_checkpoint(model, num_key_value_heads=2)
     settings = {"steps": 4, "lr": RATE, "save_every": 2, "max_tokens_per_microbatch": 60}
     return Config(
         run=RunConfig(dir=str(folder / run)),
@@ -55,7 +55,11 @@ def test_two_ranks_learn_the_same_weights_as_one(folder: Path):
 
 
 def test_two_ranks_report_the_same_numbers_as_one(folder: Path):
-    one, two = (load_file(folder / run / "row.safetensors") for run in ("one", "two"))
+    is_reported(folder, "one", "two")
+
+
+def is_reported(folder: Path, *runs: str) -> None:
+    one, two = (load_file(folder / run / "row.safetensors") for run in runs)
     # Whether a save beside the steps has ended by now is a matter of time, too.
     of_time = ("time/", "perf/", "idle/", "checkpoint/")
     assert {*one} ^ {*two} <= {name for name in {*one, *two} if name.startswith(of_time)}
@@ -65,9 +69,20 @@ def test_two_ranks_report_the_same_numbers_as_one(folder: Path):
 
 
 def test_an_export_of_sharded_weights_is_whole(folder: Path):
-    exported = AutoModelForCausalLM.from_pretrained(folder / "two" / "hf").named_parameters()
+    is_exported(folder, "two")
+
+
+def is_exported(folder: Path, run: str) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(folder / run / "hf").named_parameters()
     weights = {name: tensor.detach() for name, tensor in exported}
-    assert largest_difference(weights, published(folder, "two")) == 0.0
+    assert largest_difference(weights, published(folder, run)) == 0.0
+
+
+def test_ranks_that_compute_layers_together_learn_report_and_export_the_same(folder: Path):
+    together = train_on_ranks(make_config(folder, "together", ranks=4, tensor_parallel=2), 4)
+    assert apart(published(folder, "one"), together, first(folder, "one")) < EQUAL
+    is_reported(folder, "one", "together")
+    is_exported(folder, "together")
 
 
 LONG = pytest.mark.long
@@ -79,6 +94,8 @@ LONG = pytest.mark.long
         pytest.param({"ranks": 2}, {"ranks": 1}, id="fewer"),
         pytest.param({"ranks": 4, "replicas": 2}, {"ranks": 2}, id="one copy of two"),
         pytest.param({"ranks": 1}, {"ranks": 2}, id="more", marks=LONG),
+        pytest.param({"ranks": 4, "tensor_parallel": 2}, {"ranks": 2}, id="computing together", marks=LONG),
+        pytest.param({"ranks": 2}, {"ranks": 4, "tensor_parallel": 2}, id="to compute together", marks=LONG),
         pytest.param({"ranks": 2}, {"ranks": 4, "replicas": 2}, id="two copies of one", marks=LONG),
     ],
 )
