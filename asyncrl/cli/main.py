@@ -81,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help=text, description=text)
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     compare.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    text = "runs side by side as one HTML file that needs no network: curves, tables, alarms, samples"
+    report = commands.add_parser("report", help=text, description=text)
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    report.add_argument("--to", type=Path, metavar="FILE", help="report.html of the first run unless given")
     text = "every alarm with what it means and what to do"
     alarms = commands.add_parser("alarms", help=text, description=text)
     alarms.add_argument("--markdown", action="store_true", help="as the page docs/alarms.md")
@@ -138,7 +142,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options or (
         rest
         and given.command
-        in ("keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "retriever", "export")
+        in ("keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "retriever", "export")
     ):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
@@ -203,6 +207,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
     if given.command == "compare":
         return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
+    if given.command == "report":
+        return load("asyncrl.cli.report").main(given.runs, given.to)
     if given.command == "alarms":
         return load("asyncrl.cli.alarms").main(markdown=given.markdown)
     if given.command == "metrics":

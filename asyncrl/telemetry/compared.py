@@ -107,8 +107,12 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
 
 
 def end_of(run: Run, metric: str) -> End | None:
-    """None where the run has no value. An evaluation is few and dear: its last value alone counts."""
-    steps, values = series(run.rows, metric)
+    """None where the run has no value."""
+    return end_of_values(metric, *series(run.rows, metric))
+
+
+def end_of_values(metric: str, steps: Sequence[int], values: Sequence[float]) -> End | None:
+    """Likewise. An evaluation is few and dear: its last value alone counts."""
     if not values:
         return None
     count = 1 if metric.startswith("eval/") else max(1, min(TAIL_MOST, int(len(values) * TAIL)))

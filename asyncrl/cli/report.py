@@ -1,0 +1,20 @@
+"""`asyncrl report RUN ...`: see `asyncrl.telemetry.page`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.storage.sealed import replace_text
+from asyncrl.telemetry.page import page_of
+
+REPORT_FILE = "report.html"
+
+
+def main(folders: Sequence[Path], to: Path | None) -> int:
+    """Raises RunFolderError, OSError."""
+    path = to or folders[0] / REPORT_FILE
+    text = page_of(folders)
+    replace_text(path, text, path.with_name(f"{path.name}.tmp"))
+    print(f"{path}: {len(text.encode()) / 1e6:.1f} MB. It needs nothing beside it: open it in a browser")
+    return 0

@@ -1,0 +1,148 @@
+"""The report of some runs as one HTML file: no network, nothing beside it. `page.html` draws what is put into it here.
+
+A curve of more than `POINTS` values is drawn by the smallest, largest and last value of each of as many parts of it, so
+that no spike is lost; all values are those of `metrics.jsonl`, the ones of parts to six digits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import read_settings
+from asyncrl.errors import RunFolderError
+from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.alarms import ALARMS_FILE
+from asyncrl.telemetry.compared import SHOWN, TAIL, TAIL_MOST, End, Run, different_settings, end_of_values, names_of
+from asyncrl.telemetry.evaluations import METRICS
+from asyncrl.telemetry.metrics import SAMPLES_FILE
+from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
+from asyncrl.telemetry.report import read_metrics
+from asyncrl.telemetry.resumed import CONFIG_FILE
+
+TEMPLATE = Path(__file__).with_name("page.html")
+POINTS = 200
+"""Of a curve: one for every two pixels of a panel."""
+SAMPLES, SAMPLE_TEXT = 300, 4000
+"""Newest rows of `samples.jsonl` of each run, and characters of a prompt or completion."""
+HEAD = (
+    "Every number is one of metrics.jsonl, or a mean of some. The band around a curve goes from the smallest to the "
+    "largest value of the steps at a place, the curve through the last of them. A legend's box hides its run."
+)
+Curve = dict[str, list[float]]
+Series = dict[str, tuple[list[int], list[float]]]
+"""Metric -> (steps, values)."""
+
+
+def page_of(folders: Sequence[Path]) -> str:
+    """The whole file.
+
+    Raises:
+        RunFolderError: a folder is none of a run.
+    """
+    runs: list[dict[str, Any]] = []
+    compared: list[Run] = []
+    curves: dict[str, list[Curve]] = {}
+    ends: dict[str, list[End | None]] = {}
+    for place, (folder, name) in enumerate(zip(folders, names_of(folders), strict=True)):
+        if not (folder / CONFIG_FILE).is_file():
+            raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        found = columns(folder)  # one run after the other: the rows of many do not fit into memory together
+        for metric, (steps, values) in found.items():
+            curves.setdefault(metric, [{} for _ in folders])[place] = curve_of(steps, values)
+            ends.setdefault(metric, [None for _ in folders])[place] = end_of_values(metric, steps, values)
+        last = max((steps[-1] for steps, _ in found.values()), default=0)
+        runs.append({"name": name, "folder": str(folder), "steps": last})
+        compared.append(Run(name, folder, read_settings(folder / CONFIG_FILE), ()))
+    main = [metric for metric in [*evaluations_in(curves), *SHOWN] if metric in curves]
+    data = {
+        "head": HEAD,
+        "how": f"Mean over the last {TAIL:.0%} of the steps, at most {TAIL_MOST}; of evaluations the last one. ★: best",
+        "runs": runs,
+        "metrics": {metric: words_of(metric) for metric in curves},
+        "order": sorted(curves),
+        "main": main,
+        "curves": curves,
+        "ends": [{"metric": metric, "ends": marked(metric, ends[metric])} for metric in main],
+        "settings": [[key, *map(str, values)] for key, values in different_settings(compared).items()],
+        "alarms": [row for run in runs for row in alarms_of(run)],
+        "samples": [row for run in runs for row in samples_of(run)],
+    }
+    # `</script>` in a completion would end the script that holds it.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return TEMPLATE.read_text().replace("@DATA@", text, 1)
+
+
+def columns(folder: Path) -> Series:
+    """Every metric with its values, by name."""
+    found: Series = {}
+    for row in read_metrics(folder):
+        for name, value in row.items():
+            if name not in OF_EVERY_ROW and isinstance(value, int | float):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    return found
+
+
+def curve_of(steps: list[int], values: list[float]) -> Curve:
+    """`x` and `y`; of many, of each part its last step, its smallest, largest and last value."""
+    if len(values) <= POINTS:
+        return {"x": list(steps), "y": values}
+    bounds = [len(values) * part // POINTS for part in range(POINTS + 1)]
+    parts = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return {
+        "x": [steps[end - 1] for end in bounds[1:]],
+        "y": [rounded(part[-1]) for part in parts],
+        "low": [rounded(min(part)) for part in parts],
+        "high": [rounded(max(part)) for part in parts],
+    }
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def evaluations_in(curves: dict[str, Any]) -> list[str]:
+    return sorted(name for name in curves if name.startswith("eval/") and name.rpartition("/")[2] in METRICS)
+
+
+def words_of(metric: str) -> dict[str, str]:
+    known = metric_of(metric)
+    return {"unit": known.unit, "meaning": known.meaning} if known else {"unit": "", "meaning": ""}
+
+
+def marked(metric: str, ends: list[End | None]) -> list[dict[str, Any] | None]:
+    """Each end, and whether it is the best of them."""
+    known = metric_of(metric)
+    choose = {"higher": max, "lower": min}.get(known.better if known else "")
+    values = [end.value for end in ends if end is not None]
+    best = choose(values) if choose and len(set(values)) > 1 else None
+    return [end and {"value": end.value, "last": end.last, "step": end.step, "best": end.value == best} for end in ends]
+
+
+def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
+    rows = read_lines(Path(run["folder"]) / ALARMS_FILE).rows
+    return [[run["name"], row.get("step"), row.get("name"), row.get("said"), row.get("advice")] for row in rows]
+
+
+def samples_of(run: dict[str, Any]) -> list[list[Any]]:
+    """The newest first."""
+    rows = read_lines(Path(run["folder"]) / SAMPLES_FILE).rows[: -SAMPLES - 1 : -1]
+    return [
+        [run["name"], row.get("step"), row.get("reward"), parts_of(row), *texts_of(row), row.get("finish_reason")]
+        for row in rows
+    ]
+
+
+def parts_of(row: dict[str, Any]) -> str:
+    rewards = row.get("rewards")
+    return ", ".join(f"{name} {value:.4g}" for name, value in rewards.items()) if isinstance(rewards, dict) else ""
+
+
+def texts_of(row: dict[str, Any]) -> list[str]:
+    texts = [str(row.get(key, "")) for key in ("prompt", "completion")]
+    return [text if len(text) <= SAMPLE_TEXT else f"{text[:SAMPLE_TEXT]} … ({len(text)} characters)" for text in texts]

@@ -1,0 +1,102 @@
+"""`asyncrl report`: what is read out of its page is what stands in the files, and the page asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.telemetry.page import POINTS, SAMPLES, TEMPLATE, curve_of, page_of
+
+
+def make_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"seed: {len(rows)}\nlearner:\n  lr: 0.1\n")
+    for name, lines in (("metrics.jsonl", rows), ("samples.jsonl", samples or [])):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def some_rows(steps: int, seed: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    names = ("reward/mean", "loss/total", "staleness/hist_0", "rewards/own")
+    rows: list[dict[str, Any]] = [
+        {"step": step, "time": 1.0 * step, "policy_version": step, **dict(zip(names, rng.normal(0, 1, 4), strict=True))}
+        for step in range(1, steps + 1)
+    ]
+    rows[3]["loss/total"] = None
+    return [*rows, {"step": steps, "time": 9e9, "eval/heldout/accuracy": 0.625, "eval/heldout/count": 8}]
+
+
+def data_in(page: str) -> dict[str, Any]:
+    """As a browser takes it: all up to the first end of a script."""
+    begin = page.index('<script type="application/json" id="data">')
+    return json.loads(page[page.index(">", begin) + 1 : page.index("</script>", begin)])
+
+
+def test_every_number_of_a_page_is_one_of_the_file(tmp_path: Path) -> None:
+    first, second = some_rows(50, 0), some_rows(7, 1)
+    data = data_in(page_of([make_run(tmp_path / "a", first), make_run(tmp_path / "b", second)]))
+    for place, rows in enumerate((first, second)):
+        names = {name for row in rows for name in row} - {"step", "time", "policy_version"}
+        assert names <= set(data["curves"])
+        for name in names:
+            known = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            curve = data["curves"][name][place]
+            assert list(zip(curve["x"], curve["y"], strict=True)) == known
+    assert [run["steps"] for run in data["runs"]] == [50, 7]
+    ends = {row["metric"]: row["ends"] for row in data["ends"]}
+    mean = statistics.fmean(row["reward/mean"] for row in first[45:50])
+    assert ends["reward/mean"][0]["value"] == mean and ends["reward/mean"][0]["last"] == first[49]["reward/mean"]
+    assert ends["eval/heldout/accuracy"][0] == {"value": 0.625, "last": 0.625, "step": 50, "best": False}
+    assert data["settings"] == [["seed", "51", "8"]]
+    assert data["metrics"]["reward/mean"]["unit"] == "reward"
+
+
+def test_a_long_curve_loses_no_spike_and_keeps_its_last_value() -> None:
+    steps = list(range(1, 10_001))
+    values = [float(each) for each in np.random.default_rng(0).normal(0, 1, 10_000)]
+    values[1234], values[8765] = 1e3, -1e3
+    curve = curve_of(steps, values)
+    assert len(curve["x"]) == len(curve["low"]) == len(curve["high"]) == len(curve["y"]) == POINTS
+    assert max(curve["high"]) == 1e3 and min(curve["low"]) == -1e3
+    assert curve["x"][-1] == 10_000 and curve["y"][-1] == pytest.approx(values[-1], rel=1e-5)
+    begin = 0
+    for end, low, high, last in zip(*(curve[key] for key in ("x", "low", "high", "y")), strict=True):
+        part = values[begin : int(end)]
+        assert (low, high, last) == pytest.approx((min(part), max(part), part[-1]), rel=1e-5)
+        begin = int(end)
+
+
+def test_a_completion_cannot_leave_the_data_and_nothing_is_fetched(tmp_path: Path) -> None:
+    hostile = "</script><img src=x onerror=alert(1)><!-- \u2028 @DATA@"
+    sample = {"step": 3, "prompt": "p" * 5000, "completion": hostile, "reward": 1.0, "rewards": {"right": 1.0}}
+    samples = [sample] * (SAMPLES + 5)
+    page = page_of([make_run(tmp_path / "a", some_rows(5, 0), samples)])
+    assert page.count("</script>") == 2 and "<img" not in page
+    rows = data_in(page)["samples"]
+    assert len(rows) == SAMPLES and rows[0][5] == hostile and rows[0][3] == "right 1"
+    assert rows[0][4].endswith("(5000 characters)")
+    addresses = set(re.findall(r"https?://[^\"'\s]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "the name of a language, and no place"
+    template = TEMPLATE.read_text()
+    assert not re.search(r"\b(?:src|href)\s*=|@import|url\(", template) and "innerHTML" not in template
+
+
+def test_the_command_writes_it_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "a", some_rows(5, 0))
+    assert main(["report", str(folder)]) == 0
+    assert data_in((folder / "report.html").read_text())["runs"][0]["name"] == "a"
+    assert main(["report", str(folder), "--to", str(tmp_path / "x.html")]) == 0 and (tmp_path / "x.html").exists()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").write_text("seed: 1\n")
+    assert main(["report", str(empty)]) == 0
