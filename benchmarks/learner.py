@@ -5,8 +5,10 @@
 `batches`: CPU seconds, one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
 512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens a micro-batch, for prompts of 64 and 1,024 tokens in
 groups of 8 and 16; ours is the whole `train_step` (plan, pack, advantages, loss with diagnostics, AdamW) under FSDP2,
-as it runs. `padded_over_ours`: transformers on rows of like length. `packed_over_ours`: transformers on sequences end
-to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts differ.
+as it runs. `padded_over_ours`: transformers on rows of like length; `by_arithmetic`: what it would be if time were
+operations (layers, head, attention), which nobody who computes the same can pass. `packed_over_ours`: transformers on
+sequences end to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts
+differ.
 
 `system`: optimizer steps per second of the quickstart (no evaluations) over those of a loop of generate, score and
 train in one process with two threads, of the same model, task, batch and lengths. Run after one another, in pairs; on
@@ -36,8 +38,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from asyncrl.cli.quickstart import prepare
 from asyncrl.config import load_config
 from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.learner.batch import pack
+from asyncrl.learner.flops import operations
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.place import Place, joined_ranks
+from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step import train_step
 from asyncrl.replay.core.balance import shard_step
@@ -131,6 +136,24 @@ def begin_ours(folder: Path, opened: ExitStack) -> Ours:
     return Ours(config, build_roles(config, place.device, mesh), NonFiniteGuard(folder / "nonfinite", 0, 3))
 
 
+def arithmetic_of_rows(ours: Ours, given: Batch) -> float:
+    """Operations of a forward of all batches padded to rows; of attention only what a row's tokens see of its own."""
+    total = 0
+    for part in padded(given.members, given.prompt, BUDGET):
+        rows, longest = part.inputs["input_ids"].shape
+        pairs = rows * longest * (longest + 1) // 2
+        total += ours.roles.policy.work.forward(tokens=rows * longest, scored=part.targets.numel(), pairs=pairs)
+    return float(total)
+
+
+def arithmetic_of_packs(ours: Ours, given: Batch) -> float:
+    """The same of ours."""
+    budget = Budget.of(ours.config.learner)
+    (minibatch,) = plan_minibatches(given.lease.plan, rank=0, updates=1, budget=budget)
+    packs = [pack(given.lease, members, torch.device("cpu")) for members in minibatch.micro_batches]
+    return operations(ours.roles.policy.work, packs, 1)
+
+
 def cpu_seconds(work: Callable[[], object]) -> float:
     started = time.process_time()
     work()
@@ -162,6 +185,7 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
             medians = {name: statistics.median(each) for name, each in times.items()}
             found[f"prompt={prompt} size={size}"] = {
                 "padded_over_ours": round(medians["padded"] / medians["ours"], 2),
+                "by_arithmetic": round(arithmetic_of_rows(ours, given) / arithmetic_of_packs(ours, given), 2),
                 "packed_over_ours": round(medians["packed"] / medians["ours"], 2),
                 "packed_over_unshared": round(medians["packed"] / medians["unshared"], 2),
                 "ours_cpu_s": round(medians["ours"], 3),

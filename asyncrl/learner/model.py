@@ -171,6 +171,7 @@ def build_model(
 
     def change(model: PolicyModel, read: nn.Module) -> None:
         refuse_scores(config, model.hf.config, device, model.layout)
+        model.fp32_head = settings.fp32_head
         if exact:
             compute_exactly(model, device)
         if frozen:

@@ -112,9 +112,6 @@ def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -
     if ema > 0:
         roles.average = build_model(config, device, mesh, frozen=True, exact=exact)
     policy.through_entropy = bool(resolve(config.loss).entropy_coef)
-    for model in (policy, roles.reference, roles.average):
-        if model is not None:
-            model.fp32_head = config.model.fp32_head
     if config.learner.skip_spikes > 0:
         roles.spikes = {name: Spikes(config.learner.skip_spikes) for name, _, _ in roles.trained()}
     roles.kl_coef = advantage.kl_coef

@@ -70,7 +70,6 @@ def assemble(
     opened.callback(data.close)
     held_out = held_out_examples(given, encoder)
     policy = build_model(config, place.device, mesh)
-    policy.fp32_head = config.model.fp32_head
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     agree_on_reduction(roles, config.learner, mesh)
     start = resumed(kept.checkpoints, roles, kept.resume_from)

@@ -143,15 +143,21 @@ def trained_logprobs(model: PolicyModel, batch: MicroBatch) -> Tensor:
 
 def logprobs_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """The same by transformers, one sequence at a time."""
-    parts = []
+    return scores_alone(hf, batch)[0]
+
+
+def scores_alone(hf: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs, and the entropies of the distributions, likewise."""
+    parts, entropies = [], []
     index, edges = batch.packing.rows.index, batch.packing.cu_seqlens.tolist()
     for first, last in pairwise(edges):
         places = index[first:last]
         ids = batch.input_ids[places]
         logits = hf(input_ids=ids[None], use_cache=False).logits[0].float()
-        scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        parts.append(scored[batch.loss_mask[places][1:]])
-    return torch.cat(parts)
+        table, wanted = logits[:-1].log_softmax(-1), batch.loss_mask[places][1:]
+        parts.append(table.gather(-1, ids[1:, None])[:, 0][wanted])
+        entropies.append(-(table.exp() * table).sum(-1)[wanted])
+    return torch.cat(parts), torch.cat(entropies)
 
 
 def outcome(name: str, folder: Path) -> str:

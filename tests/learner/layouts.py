@@ -115,20 +115,23 @@ def _noted(opened: list[Checkpoint]):
 
 
 def outcome(model: PolicyModel, number: int, data: int) -> dict[str, Tensor]:
-    """Log-probs of the trained tokens, and the gradient of their sum in random directions, whole. The loss of each of
-    `data` ranks is that of its own tokens, as if it had no others."""
+    """Log-probs and entropies of the trained tokens, and the gradient of their sum in random directions, whole. The
+    loss of each of `data` ranks is that of its own tokens, as if it had no others."""
     batch = siblings()
-    scored = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)[0]
-    logprobs = scored[batch.loss_positions]
+    model.through_entropy = True
+    found = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)
+    logprobs, entropy = (each[batch.loss_positions] for each in found)
     mine = torch.arange(len(logprobs)) % data == number % data
-    (logprobs * direction(len(logprobs)) * mine).sum().mul(data).backward()
+    (in_a_direction(logprobs, entropy) * mine).sum().mul(data).backward()
     gradients = {
         f"gradient.{name}": whole(parameter.grad)
         for name, parameter in model.hf.named_parameters()
         if parameter.grad is not None
     }
-    return {"logprobs": logprobs.detach(), **gradients}
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **gradients}
 
 
-def direction(tokens: int) -> Tensor:
-    return torch.randn(tokens, generator=torch.Generator().manual_seed(7))
+def in_a_direction(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """[tokens] of both, with factors drawn at random."""
+    ours, its = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(7))
+    return logprobs * ours + entropy * its

@@ -124,6 +124,15 @@ def test_of_every_second_layer_activations_are_kept_and_gradients_are_the_same_b
         assert all(map(torch.equal, gradients[every], gradients[0]))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_wide_head_is_that_of_every_model_that_is_built(tmp_path: Path, frozen: bool):
+    tiny_checkpoint(tmp_path)
+    config = config_for(tmp_path)
+    for wide in (False, True):
+        config.model.fp32_head = wide
+        assert build_model(config, CPU, None, frozen=frozen).fp32_head == wide
+
+
 class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

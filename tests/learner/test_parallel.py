@@ -1,4 +1,4 @@
-"""Whatever the layout of the ranks: log-probs and gradients are those of plain transformers on one process."""
+"""Whatever the layout of the ranks: scores and gradients are those of plain transformers on one process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.learner.model import build_model
-from tests.learner.families import FAMILIES, logprobs_alone, siblings
-from tests.learner.layouts import CPU, Cell, Found, compute, direction, outcome
+from tests.learner.families import FAMILIES, scores_alone, siblings
+from tests.learner.layouts import CPU, Cell, Found, compute, in_a_direction, outcome
 from tests.learner.test_families import REFUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
@@ -41,11 +41,11 @@ def alone(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         return outcome(build_model(cell.config(folder), CPU, None), 0, 1)
     hf = AutoModelForCausalLM.from_pretrained(folder / cell.family, attn_implementation="eager").eval()
     batch = siblings()
-    chosen = logprobs_alone(hf, batch)
+    chosen, entropy = scores_alone(hf, batch)
     # In the pack siblings stand behind each other, as they do alone.
-    (chosen * direction(len(chosen))).sum().backward()
+    in_a_direction(chosen, entropy).sum().backward()
     gradients = {f"gradient.{name}": p.grad for name, p in hf.named_parameters() if p.grad is not None}
-    return {"logprobs": chosen.detach(), **gradients}
+    return {"logprobs": chosen.detach(), "entropy": entropy.detach(), **gradients}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
@@ -56,7 +56,8 @@ def test_log_probs_and_gradients_are_those_of_one_process(cell: Cell, folder: Pa
 def agrees(cell: Cell, folder: Path) -> None:
     found, wanted = load_file(folder / f"{cell.name}.safetensors"), alone(cell, folder)
     assert found.keys() == wanted.keys()
-    torch.testing.assert_close(found.pop("logprobs"), wanted.pop("logprobs"), atol=1e-5, rtol=0)
+    for score in ("logprobs", "entropy"):
+        torch.testing.assert_close(found.pop(score), wanted.pop(score), atol=1e-5, rtol=0)
     norm = torch.nn.utils.get_total_norm(wanted.values())
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name] / norm, gradient / norm, atol=1e-5, rtol=0, msg=name)
