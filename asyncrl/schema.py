@@ -68,10 +68,10 @@ class ModelConfig:
     writes, and `default` where there is none. See docs/chat.md."""
     chat: dict[str, Any] = field(default_factory=dict)
     """Options of the renderer, or of the chat template: `model.chat.enable_thinking=false`."""
-    dtype: str = "float32"
-    """Compute dtype of the learner: `float32` or `bfloat16`. Master weights and reductions are always fp32.
-    float32 is exact on a GPU too (no TF32), and refused there where attention would build too many scores: bfloat16
-    builds none."""
+    dtype: str = "auto"
+    """Compute dtype of the learner: `float32`, `bfloat16`, or `auto`, bfloat16 on a GPU and else float32. Master
+    weights and reductions are always fp32. float32 is exact on a GPU too (no TF32), and refused there where attention
+    would build too many scores: bfloat16 builds none."""
     fp32_head: bool = False
     """Logits of a model in bfloat16 are computed in float32, from the same weights, in the learner and in the engines
     alike: rounded to bfloat16 they are the coarsest numbers of all."""
@@ -134,8 +134,8 @@ class EngineConfig:
     """`vllm` (CPU or GPU), `transformers` (any HF causal LM, CPU or GPU) or `fake` (deterministic, for tests)."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
-    dtype: str = "float32"
-    """Of the engine's weights: `float32` or `bfloat16`."""
+    dtype: str = "auto"
+    """Of the engine's weights: `float32`, `bfloat16`, or `auto`, bfloat16 on a GPU and else float32."""
     max_sequences: int = 256
     """Sequences decoded together; more wait in the engine."""
     threads: int = 1
@@ -271,8 +271,9 @@ class WeightsConfig:
     interface: str = ""
     """Network interface of this machine that the weights take (`eth1`; gloo: several, by commas). Empty: that of
     `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`; without them gloo takes the one that leads to `weights.host`."""
-    wire_dtype: str = "float32"
-    """`float32` or `bfloat16`; shards are cast before they are gathered."""
+    wire_dtype: str = "auto"
+    """`float32`, `bfloat16`, or `auto`, bfloat16 where the learner computes in it on a GPU; shards are cast before they
+    are gathered."""
     bucket_mb: int = 64
     """Tensors travel in buckets of at most this."""
     delta: str = "never"

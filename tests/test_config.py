@@ -32,7 +32,7 @@ REFUSED = [
     (["data.curriculum=pass_rate", "data.order_by=level"], ["data.order_by=level", "Leave one of them out"]),
     # what a user types, and what the answer must contain: rule, value, way out
     (["replay.stale_policy=maks"], ["replay.stale_policy must be one of mask, drop, wait", "'maks'", "`mask`"]),
-    (["model.dtype=bf16"], ["model.dtype must be one of float32, bfloat16", "'bf16'", "`bfloat16`"]),
+    (["model.dtype=bf16"], ["model.dtype must be one of auto, float32, bfloat16", "'bf16'", "`bfloat16`"]),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
     (["environment.name=own.py"], ["yours as file.py:Name or package.module:Name; got 'own.py'"]),
     (
@@ -78,7 +78,7 @@ REFUSED = [
         ["engine.vllm.distributed_executor_backend=ray", "children of their rollout worker", "Leave it out"],
     ),
     (["weights.transport=ipc"], ["weights.transport must be one of broadcast, files", "'ipc'"]),
-    (["engine.dtype=fp32"], ["engine.dtype must be one of float32, bfloat16", "'fp32'"]),
+    (["engine.dtype=fp32"], ["engine.dtype must be one of auto, float32, bfloat16", "'fp32'"]),
     (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
     (
         ["learner.device=cuda:0", "learner.ranks=2"],
@@ -149,7 +149,7 @@ REFUSED = [
     (["advantage.std=groups"], ["advantage.std must be one of none, group, batch", "Did you mean `group`?"]),
     (["rollout.host=proces"], ["rollout.host must be one of ray, process", "Did you mean `process`?"]),
     (["weights.transport=file"], ["weights.transport must be one of broadcast, files", "Did you mean `files`?"]),
-    (["weights.wire_dtype=fp8"], ["weights.wire_dtype must be one of float32, bfloat16", "'fp8'"]),
+    (["weights.wire_dtype=fp8"], ["weights.wire_dtype must be one of auto, float32, bfloat16", "'fp8'"]),
     (["learner.reduce_gradients=every"], ["learner.reduce_gradients must be one of auto, last, each"]),
     (["learner.schedule=cosin"], ["learner.schedule must be one of constant, linear, cosine", "`cosine`"]),
     (["run.name='a b'"], ["run.name must be 1 to 64 letters", "'a b'", "Rename"]),
@@ -377,7 +377,10 @@ REFUSED = [
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
     (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),
     (["model.checkpoint_keep=matmul"], ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"]),
-    (["model.fp32_head=true"], ["model.fp32_head=true does nothing with model.dtype=float32", "model.dtype=bfloat16"]),
+    (
+        ["model.fp32_head=true", "model.dtype=float32", "engine.dtype=float32"],
+        ["model.fp32_head=true does nothing with model.dtype=float32", "model.dtype=bfloat16"],
+    ),
     (["model.checkpoint_every=0"], ["model.checkpoint_every must be at least 1"]),
     (["learner.profile=4:2"], ["learner.profile must be FIRST:LAST", "got 4:2", "Set 10:13"]),
     (["run.dir=${run.nam}"], ["`run.dir=${run.nam}` is refused", "run.nam"]),

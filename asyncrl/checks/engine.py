@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config
 
@@ -69,7 +70,7 @@ def exact_engines_can_be(config: Config) -> Problems:
         "weights.wire_dtype": config.weights.wire_dtype,
     }
     for key, dtype in halves.items():
-        if dtype != "float32":
+        if dtype not in (AUTO, "float32"):
             yield (
                 f"engine.exact=true needs {key}=float32; got {dtype}: the engine would serve other numbers than the "
                 f"learner trains. Set {key}=float32"

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from asyncrl.chat.names import AUTO, RENDERERS
+from asyncrl.checks.dtypes import DTYPES
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
@@ -29,10 +30,10 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Settings that are words: key -> (value, choices)."""
     return {
         "model.renderer": (config.model.renderer, (AUTO, *RENDERERS)),
-        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "model.dtype": (config.model.dtype, DTYPES),
         "data.overlong": (config.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),
         "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
-        "engine.dtype": (config.engine.dtype, ("float32", "bfloat16")),
+        "engine.dtype": (config.engine.dtype, DTYPES),
         "advantage.estimator": (config.advantage.estimator, ESTIMATORS),
         "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "greedy", "none")),
         "advantage.std": (config.advantage.std, ("none", "group", "batch")),
@@ -51,7 +52,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "weights.backend": (config.weights.backend, ("auto", "nccl", "gloo")),
         "placement.mode": (config.placement.mode, MODES),
         "weights.on_update": (config.weights.on_update, ("keep", "recompute")),
-        "weights.wire_dtype": (config.weights.wire_dtype, ("float32", "bfloat16")),
+        "weights.wire_dtype": (config.weights.wire_dtype, DTYPES),
         "model.checkpoint_keep": (config.model.checkpoint_keep, CHECKPOINT_KEEPS),
         "learner.keep_best_by": (config.learner.keep_best_by, ("max", "min")),
         "learner.reduce_gradients": (config.learner.reduce_gradients, ("auto", "last", "each")),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
@@ -42,6 +43,7 @@ from asyncrl.losses.config import required_inputs
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.rollout.concurrency import sequences_per_engine
 from asyncrl.schema import Config
+from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, refuse_used_folder
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -363,7 +365,11 @@ def loss_parts(config: Config) -> list[tuple[str, object]]:
 
 
 def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight | None = None) -> str:
-    """The whole plan, headed by what it belongs to."""
+    """The whole plan, headed by what it belongs to; what `auto` is for GPUs that are here, or planned for."""
+    digest = run_digest(config)
+    gpus = len(gpus_to_plan(config))
+    kinds = ("cuda" if gpus and device != "cpu" else "cpu" for device in (config.learner.device, config.engine.device))
+    config = with_dtypes(config, **dict(zip(("learner", "engine"), kinds, strict=True)))
     seen = {} if found is None else {"prompts": found.prompts, "reward": found.reward}
     sections = {
         "processes": process_lines(config, command, overrides),
@@ -374,7 +380,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
         "staleness": staleness_lines(config),
         "memory": memory_lines(config),
     }
-    head = [f"run {config.run.name} in {config.run.dir}, settings digest {run_digest(config)}, seed {config.seed}"]
+    head = [f"run {config.run.name} in {config.run.dir}, settings digest {digest}, seed {config.seed}"]
     for title, lines in sections.items():
         head += [f"\n{title}", *(f"  {line}" for line in lines)]
     return "\n".join([*head, "\ndry run: nothing was started"])
@@ -383,6 +389,9 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
 def main(command: str, overrides: Sequence[str]) -> int:
     """Raises ConfigError and RunFolderError as the real start would."""
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
+    if command in ("local", "learner"):
+        overrides = [*overrides, *kept_dtypes(config, overrides)]
+        config = load_config(overrides)
     check_machine(config, command, planned=True)
     if command in ("local", "rollout"):
         check_environments(config)

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.placement import visible_gpus
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.preflight import look_ahead
 from asyncrl.cli.settings_file import with_files
@@ -50,6 +52,8 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
         ConfigError, DataError: a setting, this machine or the data was refused. RunFolderError: the folder is.
     """
     config, limited = prepared(path, overrides)
+    # Which numbers it computes with is part of what is evaluated.
+    config = with_dtypes(config, engine="cuda" if visible_gpus() and config.engine.device != "cpu" else "cpu")
     check_machine(config, "rollout")
     check_environment(config.environment)
     rows = _rows_of(config, limited)

@@ -42,6 +42,7 @@ from asyncrl.telemetry.evaluations import Row
 from asyncrl.telemetry.pool_words import PoolWords
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.report import CURVES_FILE, read_metrics, suggestions, summary, without
+from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import (
     STOP_FILE,
     changes_in,
@@ -72,6 +73,8 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     Raises:
         ConfigError: a setting or this machine was refused. RunFolderError: the run folder is in use.
     """
+    config = load_config(overrides)
+    overrides = [*overrides, *kept_dtypes(config, overrides)]
     config = load_config(overrides)
     check_machine(config, "local")
     check_environments(config)

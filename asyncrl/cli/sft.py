@@ -28,6 +28,7 @@ from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_in, trained_steps
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
+from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, occupied, prepare_run_folder, refuse_used_folder
 
 MODULE = "asyncrl.sft"
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
         ConfigError: a setting or this machine was refused. DataError: a row was. RunFolderError: the folder is in use.
     """
     overrides = tuple(with_files(arguments, SftConfig))
+    given = load_sft(overrides)
+    overrides = (*overrides, *kept_dtypes(given, overrides))
     given = load_sft(overrides)
     check_sft_machine(given, alone=True)
     refuse_used_folder(given)

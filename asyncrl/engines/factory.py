@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 
 import torch
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.hf.engine import TransformersEngine
@@ -13,6 +15,7 @@ from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
+log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,12 +45,15 @@ def make_engine(config: Config) -> Engine:
         return importlib.import_module(module).make_vllm_engine(config)
     if engine.name != "transformers":
         raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, fake")
+    device = engine_device(engine.device)
+    engine = with_dtypes(config, engine=device.type).engine
     if engine.dtype not in _DTYPES:
         raise ConfigError(f"engine.dtype={engine.dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
+    log.info("the built-in engine computes on %s in %s", device, engine.dtype)
     runner = ModelRunner.from_pretrained(
         config.model.path,
         _DTYPES[engine.dtype],
-        engine_device(engine.device),
+        device,
         engine.max_sequences,
         adapters=config.model.lora_rank > 0,
         exact=engine.exact,

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
@@ -35,8 +36,9 @@ from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.progress import PrintingLog
+from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
-from asyncrl.weights.factory import make_publisher
+from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -56,6 +58,8 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
     """Join the other ranks and train; what has to be closed goes into `opened`."""
     config = load_config(overrides)
+    overrides = [*overrides, *kept_dtypes(config, overrides)]
+    config = load_config(overrides)
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
     config = with_keys(config)
@@ -68,6 +72,7 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
+    config = with_dtypes(config, learner=place.device.type)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
         for change in changes_in(config):
@@ -99,7 +104,18 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
     )
     dims = ParallelDims.of(config.learner, place.world)
     log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
+    log.info("%s", choices(config, place, parts.roles.policy.layout.value))
     train(config, parts, asked)
+
+
+def choices(config: Config, place: Place, layout: str) -> str:
+    """What `auto` has become here, in one line."""
+    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu"
+    over = f" over {backend_of(config, place.device)}" if weights.transport == "broadcast" else ""
+    return (
+        f"computes on {place.device} in {config.model.dtype}, sequences {layout}; weights by {weights.transport}{over} "
+        f"in {weights.wire_dtype}, copied {'beside training' if beside else 'between steps'}"
+    )
 
 
 def rank_main(overrides: Sequence[str]) -> int:

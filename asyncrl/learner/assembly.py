@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import disk_patience, learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.checkpoint import Checkpoints
@@ -144,7 +145,7 @@ def assemble(
         rank=place.rank,
         device=place.device,
         known_version=known,
-        settings=learner_digest(config),
+        settings=learner_digest(with_dtypes(config, learner=place.device.type)),
         branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
     )

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.layout import agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
@@ -29,6 +30,11 @@ from asyncrl.schema import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Packed = TypeVar("Packed", bound=PackedModel)
+
+
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`model.dtype`, also where it is `auto`."""
+    return DTYPES[dtype_on(dtype, device.type)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ def built(
     Raises:
         one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
     """
-    compute = DTYPES[settings.dtype]
+    compute = compute_dtype(settings.dtype, device)
     if mesh is None or mesh.size() == 1:
         model = build.make(prepare(build.recipe.whole(), settings))
         agree_on_layout(model, build.setting, build.kept, longest, None)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.packed import reshard
@@ -28,7 +29,8 @@ class ProvingPublisher:
         self._publisher = publisher
         self._model = model
         self._device = device
-        self._dtypes = (config.model.dtype, config.weights.wire_dtype)
+        chosen = with_dtypes(config, learner=device.type)
+        self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
         self._routed = is_routed(model)
         self._probes = probes_of(model, config.seed)
         self._stats: dict[str, float] = {}

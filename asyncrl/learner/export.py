@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
 from asyncrl.errors import CheckpointError, DiskFullError
-from asyncrl.learner.building import DTYPES
+from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.layout import own_attention
 from asyncrl.learner.lora import merged, save_adapter
@@ -53,10 +53,15 @@ def export_hf(
         adapters, folder = model.adapters, target.with_name("adapter")
         written(folder, lambda: save_adapter(whole, adapters, folder), nbytes_of(whole), patience)
         whole = merged(whole, model.adapters)
-    plain = refilled(AutoModelForCausalLM, model.hf, whole, DTYPES[config.dtype])
+    plain = refilled(AutoModelForCausalLM, model.hf, whole, saved_dtype(model, config))
     plain.tie_weights()
     plain.generation_config = model.hf.generation_config
     written(target, lambda: write(plain, config.path, target, trained), nbytes_of(plain.state_dict()), patience)
+
+
+def saved_dtype(model: torch.nn.Module, config: ModelConfig) -> torch.dtype:
+    """That in which `model` computes."""
+    return compute_dtype(config.dtype, next(model.parameters()).device)
 
 
 def export_critic(
@@ -65,7 +70,7 @@ def export_critic(
     """Write `target`, the critic with its value head, so that `critic.path=target` starts from it. Collective."""
     whole = gathered(model)
     if rank == 0:
-        plain = refilled(AutoModelForTokenClassification, model.hf, whole, DTYPES[config.dtype])
+        plain = refilled(AutoModelForTokenClassification, model.hf, whole, saved_dtype(model, config))
         written(target, lambda: write(plain, config.path, target), nbytes_of(plain.state_dict()), patience)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.learner.accumulation import held_by
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.building import DTYPES
+from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.roles import Roles
@@ -25,11 +25,11 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
     if sizes is None or not batches:
         return 0
     held = sum(held_by(model) for model in roles.models())
-    compute, several = DTYPES[config.dtype], len(batches) > 1
+    device = batches[0].input_ids.device
+    compute, several = compute_dtype(config.dtype, device), len(batches) > 1
     width = compute.itemsize
     passing = max(whole_bytes(model, width, several=several) for model in roles.models())
     every, keep = config.checkpoint_every if config.activation_checkpointing else 0, config.checkpoint_keep
-    device = batches[0].input_ids.device
     kept = max(
         sizes.activations(len(each.input_ids), each.packing.slots(device, compute), width, every, keep)
         for each in batches

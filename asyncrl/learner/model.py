@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncrl.checks.architecture import foreign_maths
+from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
 from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, Packing
@@ -167,7 +168,7 @@ def build_model(
     """
     settings = replace(config.model, path=path or config.model.path)
     adapted = settings.lora_rank > 0 and not frozen
-    kept = settings.dtype if adapted else "float32"
+    kept = dtype_on(settings.dtype, device.type) if adapted else "float32"
 
     def change(model: PolicyModel, read: nn.Module) -> None:
         refuse_scores(config, model.hf.config, device, model.layout)

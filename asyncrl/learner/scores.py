@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.place import ROOM, memory_of
@@ -32,7 +33,7 @@ def score_bytes(heads: int, kv_heads: int, layers: int, longest: int, rows: int,
 
 def refuse_scores(config: Config, hf: PretrainedConfig, device: torch.device, layout: Layout) -> None:
     """Raises ConfigError where the scores would take more than half of the GPU."""
-    if device.type != "cuda" or config.model.dtype != "float32" or layout is not Layout.PACKED:
+    if device.type != "cuda" or dtype_on(config.model.dtype, device.type) != "float32" or layout is not Layout.PACKED:
         return
     problem = too_many_scores(config, hf, memory_of(device, 1))
     if problem:

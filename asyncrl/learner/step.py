@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.building import DTYPES
+from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.critic import CriticModel, value_loss
 from asyncrl.learner.flops import operations, padding, passes_of
 from asyncrl.learner.group_ess import group_weights
@@ -95,7 +95,7 @@ def train_step(
     passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
     measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
     measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
-    measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=DTYPES[config.model.dtype])
+    measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=compute_dtype(config.model.dtype, device))
     measured.maxima |= peak_row(config.model, roles, batches, device)
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)

@@ -26,6 +26,7 @@ from asyncrl.sft.train import Start, train_rows
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import PrintingLog
+from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
 
 log = logging.getLogger("asyncrl.sft")
@@ -45,6 +46,8 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
     """Join the other ranks and train; what has to be closed goes into `opened`."""
+    given = load_sft(overrides)
+    overrides = (*overrides, *kept_dtypes(given, overrides))
     given = load_sft(overrides)
     config = learner_config(given)
     place = Place.of(os.environ, given.learner.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.names import AUTO, RENDERERS
+from asyncrl.checks.dtypes import DTYPES
 from asyncrl.checks.hints import join_problems, nearest
 from asyncrl.checks.learner import of_checkpoints
 from asyncrl.checks.machine import (
@@ -60,7 +61,7 @@ def words(given: SftConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {
         "model.renderer": (given.model.renderer, (AUTO, *RENDERERS)),
         "model.checkpoint_keep": (given.model.checkpoint_keep, CHECKPOINT_KEEPS),
-        "model.dtype": (given.model.dtype, ("float32", "bfloat16")),
+        "model.dtype": (given.model.dtype, DTYPES),
         "data.learn": (given.data.learn, ("every", "last")),
         "data.overlong": (given.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),
         "learner.reduce_gradients": (given.learner.reduce_gradients, ("auto", "last", "each")),

@@ -19,9 +19,10 @@ from typing import Any
 
 import yaml
 
+from asyncrl.checks.dtypes import AUTO, DTYPES, KEYS
 from asyncrl.checks.own_code import code_hashes, own_code
 from asyncrl.checks.sources import Place, Source, places, sources
-from asyncrl.config import by_key
+from asyncrl.config import by_key, config_to_dict
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import chosen
@@ -176,6 +177,18 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], usual:
     ]
 
 
+def kept_dtypes(config: RunSettings, overrides: Sequence[str]) -> list[str]:
+    """Overrides for a resume that leaves dtypes to `auto`: a run that began with others keeps them."""
+    path = Path(config.run.dir) / CONFIG_FILE
+    if config.resume == "never" or config.overwrite or not path.exists():
+        return []
+    before, now = _settings_in(path), by_key(config_to_dict(config))
+    old = by_key(before)
+    typed = {text.partition("=")[0].lstrip("+") for text in overrides}
+    left = [key for key in KEYS if now.get(key) == AUTO and key not in typed]
+    return [f"{key}={old[key]}" for key in left if old.get(key) in DTYPES and old[key] != AUTO]
+
+
 def _said(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -190,15 +203,17 @@ def changes_of_resume(settings: Mapping[str, Any], folder: Path, usual: Mapping[
         RunFolderError: `config.yaml` cannot be read.
     """
     path = folder / CONFIG_FILE
-    if not path.exists():
-        return []
+    return changed_settings(_settings_in(path), settings, usual) if path.exists() else []
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
     try:
         before = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
     if not isinstance(before, dict):
         raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
-    return changed_settings(before, settings, usual)
+    return before
 
 
 def changed_code(config: Config, folder: Path) -> list[str]:

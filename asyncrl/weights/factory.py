@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import disk_patience
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
@@ -31,10 +32,10 @@ def make_publisher(
     Raises:
         ConfigError: unknown transport or wire dtype.
     """
-    weights = config.weights
+    weights = with_dtypes(config, learner=device.type).weights
     if weights.wire_dtype not in _DTYPES:
         raise ConfigError(f"weights.wire_dtype={weights.wire_dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
-    backend = _backend(config, device)
+    backend = backend_of(config, device)
     sender: Sender | None = None
     wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport == "files" else 0)
     if rank == 0 and weights.transport == "broadcast":
@@ -82,9 +83,10 @@ def make_subscriber(
             memory is taken for them.
     """
     weights = config.weights
+    gpu = _engine_gpu(config.engine.device)
     proof = None
     if score is not None:
-        engine = config.engine
+        engine = with_dtypes(config, engine="cuda" if gpu is not None else "cpu").engine
         proof = Proof(score=score, engine_dtype=engine.dtype, verify_every=weights.verify_every, exact=engine.exact)
     if weights.transport == "files":
         return FilesSubscriber(rendezvous, load, proof, stall_s)
@@ -97,7 +99,7 @@ def make_subscriber(
         incarnation=incarnation,
         timeout_s=weights.timeout_s,
         interface=weights.interface,
-        receiver=receiver or Staging(_engine_gpu(config.engine.device)),
+        receiver=receiver or Staging(gpu),
         proof=proof,
         stall_s=stall_s,
         admit=admit,
@@ -112,7 +114,7 @@ def _engine_gpu(device: str) -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device() if number is None else number)
 
 
-def _backend(config: Config, device: torch.device) -> str:
+def backend_of(config: Config, device: torch.device) -> str:
     """nccl needs a GPU on both ends, and refuses two ranks on one. `asyncrl local` has placed the engines and tells the
     learner by `placement.mode`; under a torchrun of one's own that is `auto`, and a lone GPU is taken to be shared.
 

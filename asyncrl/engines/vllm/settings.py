@@ -15,6 +15,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import vllm_problem
 from asyncrl.engines.vllm.plugin import BACKEND, OWNER_VARIABLE, WorkerExtension
@@ -70,7 +71,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     log.info("vLLM draws tokens from a generator of its own: they do not follow seed=%d", config.seed)
     own: dict[str, Any] = {
         "model": config.model.path,
-        "dtype": config.engine.dtype,
+        "dtype": with_dtypes(config, engine="cpu" if current_platform.is_cpu() else "cuda").engine.dtype,
         # Its own for every engine: with one seed all workers would draw the same numbers in the same order.
         "seed": secrets.randbits(31),
         "max_num_seqs": config.engine.max_sequences,
