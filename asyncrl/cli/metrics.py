@@ -16,6 +16,9 @@ A step is one row of `metrics.jsonl`, and an evaluation is one. A row also has `
 that the step published), `time` (seconds since the epoch) and `crc`. *Better* says which way a run wants it, other
 things being equal. *Total* is counted up since the process that counts it began, so it begins at 0 again in a resume;
 all others are of the step, or of the moment. A value that is not finite is `null`.
+
+`histograms.jsonl` has a row per step too: of each `histogram/*` its `edges` and, one fewer, the `counts` between them.
+W&B and TensorBoard get them as histograms.
 """
 
 

@@ -20,6 +20,7 @@ from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.errands import Errands
 from asyncrl.learner.hook import Hook
+from asyncrl.learner.metrics import Bins
 from asyncrl.learner.out_of_memory import heed_note
 from asyncrl.learner.own_trial import try_own
 from asyncrl.learner.place import Place
@@ -51,6 +52,9 @@ class NoLog:
         return
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def histograms(self, step: int, found: Mapping[str, Bins]) -> None:
         return
 
     def close(self) -> None:

@@ -143,6 +143,32 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
     return row
 
 
+Bins = tuple[list[float], list[float]]
+"""Edges, one more than there are counts, and the counts."""
+BINS = 16
+WIDEST = 1e300
+"""Of a reward in a histogram: between two that are further apart no bins can be told."""
+
+
+def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
+    """Of a batch: rewards of its episodes, sampled tokens of its trajectories, ages of the tokens that are trained."""
+    found: dict[str, Bins] = {}
+    rewards = [group.trajectories[at].reward for group in plan.groups for at in members_of(group.trajectories)]
+    lengths = [trajectory.loss_tokens for group in plan.groups for trajectory in group.trajectories]
+    for name, values in (("histogram/reward", rewards), ("histogram/completion/length", lengths)):
+        known = np.array(values, np.float64)
+        known = known[np.abs(known) < WIDEST]
+        if len(known):
+            counts, edges = np.histogram(known, BINS)
+            found[name] = edges.tolist(), counts.astype(float).tolist()
+    ages = plan.tokens_by_staleness()
+    if ages:
+        oldest = max(ages)
+        counts = [float(ages.get(age, 0)) for age in range(oldest + 1)]
+        found["histogram/staleness"] = [age - 0.5 for age in range(oldest + 2)], counts
+    return found
+
+
 def sample_rows(
     groups: Sequence[TrajectoryGroup], rows: int, sources: SourceNames | None = None
 ) -> list[dict[str, object]]:

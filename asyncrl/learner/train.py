@@ -21,7 +21,7 @@ from asyncrl.learner.collective_clock import clock_of
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
-from asyncrl.learner.metrics import Measured, over_ranks, plan_metrics, sample_rows
+from asyncrl.learner.metrics import Bins, Measured, over_ranks, plan_histograms, plan_metrics, sample_rows
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.out_of_memory import one_more_try
 from asyncrl.learner.prefetch import LeasePrefetch
@@ -49,6 +49,8 @@ class StepLog(Protocol):
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
             row |= parts.checkpoints.timings()
             parts.log.write(trained, version, row)
             write_evaluations(parts.log, evaluations, metrics)
+            parts.log.histograms(trained, plan_histograms(lease.plan))
             parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
         clock.lap("log")
         if due(trained, settings.save_every, last):

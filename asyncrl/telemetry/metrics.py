@@ -6,6 +6,7 @@ consumes: a row of floats per trained step · waits for: the disk, a full one to
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import time
 import uuid
@@ -21,12 +22,17 @@ from asyncrl.telemetry.run_folder import redacted
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+HISTOGRAMS_FILE = "histograms.jsonl"
+Histogram = tuple[Sequence[float], Sequence[float]]
+"""[n + 1] edges, ascending, and [n] how many lie between two of them."""
 
 
 class Sink(Protocol):
     """Somewhere else the rows go."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -59,6 +65,7 @@ class MetricsLog:
             self._sinks.append(TensorboardSink(Path(run_dir)))
         self._metrics = self._open(Path(run_dir) / METRICS_FILE, resume_step or 0)
         self._samples = self._open(Path(run_dir) / SAMPLES_FILE, resume_step or 0)
+        self._histograms = self._open(Path(run_dir) / HISTOGRAMS_FILE, resume_step or 0)
 
     def _open(self, path: Path, last_step: int) -> LineFile:
         return open_kept(path, lambda row: _step_of(row) <= last_step, self._patience)
@@ -84,6 +91,13 @@ class MetricsLog:
         """Append some trajectories of this step: prompt, completion, reward. Raises DiskFullError."""
         self._samples.append(({"step": step, **row} for row in rows), ensure_ascii=False, default=str)
 
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Append the histograms of this step, by name. Raises DiskFullError."""
+        line = {name: {"edges": list(edges), "counts": list(counts)} for name, (edges, counts) in found.items()}
+        self._histograms.append([{"step": step, **line}], allow_nan=False)
+        for sink in self._sinks:
+            sink.histograms(step, found)
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
@@ -107,7 +121,7 @@ class WandbSink:
     """Weights & Biases. Project, entity, keys and offline mode come from its own environment variables."""
 
     def __init__(self, run_dir: Path, run_name: str, config: dict[str, Any], resume_step: int | None) -> None:
-        module = _optional("wandb", "wandb")
+        module = self._module = _optional("wandb", "wandb")
         id_file = run_dir / "wandb_id.txt"
         resumed = resume_step is not None and id_file.exists()
         run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:12]
@@ -124,6 +138,14 @@ class WandbSink:
         else:
             self._run.log(dict(row), step=step)
 
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """After the row of the step: W&B adds to it until the next one begins."""
+        made = {
+            name: self._module.Histogram(np_histogram=(list(counts), list(edges)))
+            for name, (edges, counts) in found.items()
+        }
+        self._run.log(made, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -138,6 +160,23 @@ class TensorboardSink:
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Of what lies in a bin its middle stands for, as far as sums are asked for."""
+        for name, (edges, counts) in found.items():
+            middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+            pairs = list(zip(middles, counts, strict=True))
+            self._writer.add_histogram_raw(
+                name,
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(middle * count for middle, count in pairs),
+                sum_squares=sum(middle**2 * count for middle, count in pairs),
+                bucket_limits=list(edges[1:]),
+                bucket_counts=list(counts),
+                global_step=step,
+            )
 
     def close(self) -> None:
         self._writer.close()

@@ -277,6 +277,9 @@ _EVALUATIONS = (
 )
 
 _OTHER = (
+    Metric("histogram/reward", "episodes", "of the batch, by reward; in `histograms.jsonl`, as all `histogram/*`"),
+    Metric("histogram/completion/length", "trajectories", "of the batch, by number of sampled tokens"),
+    Metric("histogram/staleness", "tokens", "trained on, by age in versions"),
     Metric("data/rows", "rows", "in the batch, of `asyncrl sft`"),
     Metric("data/tokens", "tokens", "in it"),
     Metric("data/loss_tokens", "tokens", "in it that are trained on"),

@@ -302,6 +302,9 @@ class Rows:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         return
 
+    def histograms(self, step: int, found: Mapping[str, tuple[list[float], list[float]]]) -> None:
+        return
+
     def close(self) -> None:
         return
 

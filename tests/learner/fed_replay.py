@@ -151,6 +151,7 @@ class KeptRows:
         self.rows: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.sampled: list[Mapping[str, Any]] = []
+        self.binned: list[Mapping[str, tuple[list[float], list[float]]]] = []
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
         kept = self.evaluations if is_evaluation(row) else self.rows
@@ -161,6 +162,9 @@ class KeptRows:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.sampled += rows
+
+    def histograms(self, step: int, found: Mapping[str, tuple[list[float], list[float]]]) -> None:
+        self.binned.append(found)
 
 
 def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, plan_histograms, plan_metrics
+from tests.learner.feed import make_step
 
 
 def test_each_kind_of_number_combines_in_its_own_way_and_none_by_its_name() -> None:
@@ -59,3 +60,21 @@ def test_scalars_of_a_micro_batch_keep_their_kind_and_an_unused_name_is_absent()
     made = Measured.of({"r": (one, 2 * one)}, {"m": 3 * one}, {"p": 4 * one})
     assert (made.ratios, made.maxima, made.per_update) == ({"r": (1.0, 2.0)}, {"m": 3.0}, {"p": 4.0})
     assert not Measured.of({}, {}, {}).row() and math.isfinite(made.row()["p"])
+
+
+def test_histograms_hold_every_episode_trajectory_and_token_of_a_batch() -> None:
+    plan, _ = make_step(3)
+    found, row = plan_histograms(plan), plan_metrics(plan)
+    trajectories = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    for name, values in (
+        ("histogram/reward", [trajectory.reward for trajectory in trajectories]),
+        ("histogram/completion/length", [float(trajectory.loss_tokens) for trajectory in trajectories]),
+    ):
+        edges, counts = found[name]
+        assert len(edges) == len(counts) + 1 and sum(counts) == len(values)
+        assert (edges[0], edges[-1]) == (min(values), max(values)) or min(values) == max(values)
+    edges, counts = found["histogram/staleness"]
+    tokens = sum(counts)
+    shares = {f"staleness/hist_{age}": count / tokens for age, count in enumerate(counts) if count}
+    assert shares == {name: value for name, value in row.items() if name.startswith("staleness/hist_")}
+    assert edges[0] == -0.5 and len(edges) == len(counts) + 1

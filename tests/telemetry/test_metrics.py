@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,3 +91,61 @@ def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.Mo
     log.write(0, 0, {"eval/heldout/reward": 0.5})  # late, and not refused
     log.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+HISTOGRAM = {"histogram/reward": ([0.0, 0.5, 1.0], [3.0, 1.0])}
+
+
+def test_histograms_stand_in_a_file_of_their_own_and_go_back_with_the_rows(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    for step in (1, 2, 3):
+        log.histograms(step, HISTOGRAM)
+    log.close()
+    open_log(tmp_path, resume_step=2).close()
+    written = rows(tmp_path, "histograms.jsonl")
+    assert [row["step"] for row in written] == [1, 2]
+    assert written[0]["histogram/reward"] == {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}
+
+
+def test_sinks_get_histograms_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stand-ins that take what the packages take: neither has to be installed."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None: ...
+
+        def add_histogram_raw(self, name: str, **given: Any) -> None:
+            calls.append((name, given))
+
+        def close(self) -> None: ...
+
+    class Package:
+        SummaryWriter = Writer
+
+        @staticmethod
+        def Histogram(np_histogram: tuple[list[float], list[float]]) -> tuple[list[float], list[float]]:
+            return np_histogram
+
+        @staticmethod
+        def init(**given: Any) -> Any:
+            return Package
+
+        @staticmethod
+        def define_metric(name: str, step_metric: str) -> None: ...
+
+        @staticmethod
+        def log(row: dict[str, Any], step: int) -> None:
+            calls.append(("wandb", {"row": row, "step": step}))
+
+        @staticmethod
+        def finish() -> None: ...
+
+    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    log = open_log(tmp_path, wandb=True, tensorboard=True)
+    log.histograms(4, HISTOGRAM)
+    log.close()
+    assert calls[0] == ("wandb", {"row": {"histogram/reward": ([3.0, 1.0], [0.0, 0.5, 1.0])}, "step": 4})
+    name, given = calls[1]
+    assert name == "histogram/reward" and given["global_step"] == 4
+    assert (given["bucket_limits"], given["bucket_counts"]) == ([0.5, 1.0], [3.0, 1.0])
+    assert (given["num"], given["sum"], given["sum_squares"]) == (4.0, 1.5, 3 * 0.0625 + 0.5625)

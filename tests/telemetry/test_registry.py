@@ -122,7 +122,7 @@ def of_a_run(folder: Path) -> Iterator[str]:
     proving = ProvingPublisher(KeptWeights(), config, parts.roles.policy, torch.device("cpu"))
     proving.publish(1, parts.roles.policy.named_hf_parameters())
     yield from proving.stats()
-    for row in kept.rows:
+    for row in (*kept.rows, *kept.binned):
         yield from row
 
 
