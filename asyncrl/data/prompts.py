@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,10 @@ class PromptSource:
     @property
     def rows_by_source(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self._data.parts)
+
+    def data_sources(self) -> Iterator[str]:
+        """Of each row, in the order of the files. Raises DataError for a row that cannot be read."""
+        return (name for part in self._data.parts for name in part.data_sources())
 
     def where(self, row: int) -> str:
         """`Prompt.row` in words that lead a person to it."""

@@ -20,13 +20,14 @@ from asyncrl.engines.factory import make_engine
 from asyncrl.environments.base import Environment
 from asyncrl.environments.guard import GuardedEnvironment, close_environment
 from asyncrl.environments.registry import make_environment
+from asyncrl.errors import DataError
 from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rollout.concurrency import slots_per_worker
 from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
-from asyncrl.rollout.evaluated import EvaluatedSet
+from asyncrl.rollout.evaluated import EvaluatedSet, told_apart
 from asyncrl.rollout.filters import Filters, built_in_filters
 from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.report import WorkerReport
@@ -168,8 +169,14 @@ async def evaluation_of(
         opened.push_async_callback(close_environment, environment)
     known.append(Scoring(config.environment, config.reward, environment, rewards))
     runner = make_runner(config, texts, engine, environment, rewards, report=report, watch=RewardWatch())
+    rows = rows_in_order(given.source, config, texts.chat)
+    try:
+        sources = told_apart(rows.data_sources(), config.eval.rows)
+    except DataError:  # told with the row, when it is evaluated
+        sources = ()
     of_set = EvaluatedSet(
-        rows=rows_in_order(given.source, config, texts.chat),
+        rows=rows,
+        sources=sources,
         sampling=replace(evaluation_sampling(texts, config.eval), max_new_tokens=config.rollout.max_new_tokens),
         samples=config.eval.samples,
         pass_score=config.eval.pass_score,

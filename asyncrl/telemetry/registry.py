@@ -270,6 +270,7 @@ _EVALUATIONS = (
         "`pass`, `avg`, `best` or `maj` of n samples of each row",
         HIGHER,
     ),
+    Metric("eval/<set>/<source>/mean", "reward", "of the rows of one `data_source`, where there are several", HIGHER),
     Metric("eval/<set>/loss", "nats", "per token of the answers, of `asyncrl sft`", LOWER),
     Metric("eval/<set>/perplexity", "1", "its exponential", LOWER),
     Metric("eval/<set>/token_accuracy", "share", "of the answers' tokens, those that are the likeliest", HIGHER),

@@ -17,6 +17,7 @@ from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rollout import wiring
+from asyncrl.rollout.evaluated import MOST_SOURCES, told_apart
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.schema import Config
 from asyncrl.types import EvalAssignment, EvalResult
@@ -65,13 +66,17 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
     rows_file(tmp_path / "rows.jsonl", 6)
     Path("few.jsonl").write_text(json.dumps({"prompt": "one and only"}) + "\n")
     Path("quiet.py").write_text(ENVIRONMENT)
+    sources = ("openai/gsm8k", "math", "math", "")
+    Path("mixed.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}>", "data_source": each}) + "\n" for n, each in enumerate(sources))
+    )
     config = load_config(
         [
             *("model.path=m", "data.path=rows.jsonl", "reward=exact_match", "eval.path=rows.jsonl"),
             *("eval.sets.few=few.jsonl", "eval.sets.own.path=rows.jsonl", "eval.sets.own.reward=f1"),
             *("eval.sets.alike.path=rows.jsonl", "eval.sets.alike.reward=f1", "eval.sets.alike.samples=3"),
             *("eval.sets.alike.temperature=1", "eval.sets.quiet.path=rows.jsonl"),
-            "eval.sets.quiet.environment=quiet.py:Quiet",
+            *("eval.sets.quiet.environment=quiet.py:Quiet", "eval.sets.mixed=mixed.jsonl"),
         ]
     )
     made: list[str] = []
@@ -92,7 +97,7 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
 
     async def scenario() -> dict[str, EvalResult]:
         engine, report = FakeEngine(vocabulary=128), WorkerReport()
-        engine.load_weights(0, [])
+        engine.load_weights(0, {})
         known = [wiring.Scoring(config.environment, config.reward, SingleTurn(), Constant(1.0))]
         results = {}
         async with contextlib.AsyncExitStack() as stack:
@@ -110,3 +115,13 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
     assert results["own"].scores == results["alike"].scores == (0.25,) * 4
     assert results["alike"].known["pass@2"] == 4
     assert results["quiet"].scores == (0.0,) * 4
+    assert results["heldout"].sums == {}, "all are of one source"
+    assert results["mixed"].sums == {"openai_gsm8k/mean": 1.0, "math/mean": 2.0}
+    assert results["mixed"].known == {"openai_gsm8k/mean": 1.0, "math/mean": 2.0}
+
+
+def test_sources_are_told_apart_where_there_are_several_and_not_too_many() -> None:
+    assert told_apart(["a", "b", "b"], 0) == ("a", "b", "b")
+    assert told_apart(["a", "a", "b"], 2) == told_apart([], 0) == ()
+    assert told_apart(map(str, range(MOST_SOURCES + 1)), 0) == ()
+    assert len(told_apart(map(str, range(10**9)), MOST_SOURCES)) == MOST_SOURCES

@@ -49,6 +49,15 @@ class SourceRows:
         kept[self._kept] = True
         return (row for row, wanted in zip(self._rows.scan(columns), kept, strict=True) if wanted)
 
+    def data_sources(self) -> Iterator[str]:
+        """Of each row, in order; empty where it has none. Raises DataError for a row that cannot be read."""
+        return (str(self._data_source(columns) or "") for columns in self.scan([DATA_SOURCE]))
+
+    def _data_source(self, columns: Row) -> Any:
+        """Its own, else the name of the source in the mixture."""
+        own = columns.get(DATA_SOURCE)
+        return own if own is not None else self.source.name or None
+
     def sizes(self, column: str) -> NDArray[np.int64]:
         return self._rows.sizes(column)[self._kept]
 
@@ -119,11 +128,6 @@ class PromptRows(SourceRows):
             if name not in found:
                 found[name] = self.where(row)
         return found
-
-    def _data_source(self, columns: Row) -> Any:
-        """Its own, else the name of the source in the mixture."""
-        own = columns.get(DATA_SOURCE)
-        return own if own is not None else self.source.name or None
 
     def _checked(self, columns: Row, row: int) -> str | list[Any]:
         name = self.source.prompt_column
