@@ -88,7 +88,8 @@ class RayHost:
             except ConnectionError as error:
                 raise ConfigError(
                     f"ray.address={address}: no Ray cluster answers there ({error}). Start one: `ray start --head`, "
-                    "or leave ray.address empty for a local one"
+                    "or leave ray.address empty for a local one. One that asks for a token answers nobody without "
+                    "RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
                 ) from error
         else:
             # Ray's own, 15, starves the engines where the learner or anything else wants the same cores.

@@ -1,0 +1,195 @@
+"""The launchers of clusters, with commands of Slurm and Ray that are fakes: what they would start, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray
+import yaml
+
+from asyncrl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+SBATCH = ROOT / "launchers" / "slurm" / "asyncrl.sbatch"
+WAIT_S = 120.0
+
+SRUN = """#!/usr/bin/env bash
+# Every task at once, here; the options come first and all have a `=` or no value.
+echo "$*" >>"$SPOKEN/srun"
+nodes=""
+while [[ "$1" == --* ]]; do [[ "$1" != --nodelist=* ]] || nodes="${1#--nodelist=}"; shift; done
+trap 'kill $(jobs -p) 2>/dev/null' TERM
+node=0
+for _ in ${nodes//,/ }; do SLURM_NODEID="$node" "$@" & node=$((node + 1)); done
+code=0
+for job in $(jobs -p); do wait "$job" || code=$?; done
+exit "$code"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$1 $2" = "show hostnames" ] && tr , '\\n' <<<"$3"
+"""
+GETENT = """#!/usr/bin/env bash
+echo "10.0.0.${2#node} STREAM $2"
+"""
+RAY = """#!/usr/bin/env bash
+echo "ray $*" >>"$SPOKEN/started"
+[ "$1" = status ] || exec sleep 300
+"""
+PYTHON = """#!/usr/bin/env bash
+# In the place of every role. A learner ends when it is told to, by the test or by the file in the run folder.
+echo "$NODE_RANK:$NNODES:$NPROC_PER_NODE $*" >>"$SPOKEN/started"
+case "$*" in
+*asyncrl.cli*) mkdir -p "${@: -1}" ;;
+*asyncrl.learner*) until [ -e "$SPOKEN/end" ] || [ -e "$RUN_DIR/logs/stop" ]; do sleep 0.05; done
+    [ ! -e "$SPOKEN/end" ] || exit 7 ;;
+*rollout.py*) until [ -e "$SPOKEN/end-pool" ]; do sleep 0.05; done; exit 2 ;;
+*) exec sleep 300 ;;
+esac
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job, with the fakes first on its PATH."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    fakes = {"srun": SRUN, "scontrol": SCONTROL, "getent": GETENT, "ray": RAY, "python": PYTHON}
+    for name, text in fakes.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHON": str(commands / "python"),
+        "SPOKEN": str(tmp_path),
+        "RUN_DIR": str(tmp_path / "run"),
+        "ASYNCRL_ROOT": str(ROOT),
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NODELIST": "node1,node2,node3,node4",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+
+
+def plan(environment: dict[str, str], *settings: str) -> list[str]:
+    done = subprocess.run(
+        ["bash", str(SBATCH), *settings], env=environment | {"DRY_RUN": "1"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_job_of_slurm_says_what_it_would_start_on_which_node(cluster: dict[str, str]) -> None:
+    replay, head, workers, pool, learner = plan(cluster, "model.path=m with spaces", "data.path=d.jsonl")
+    for line, nodes, count in (
+        (replay, "node1", 1),
+        (head, "node2", 1),
+        (workers, "node3,node4", 2),
+        (pool, "node2", 1),
+        (learner, "node1", 1),
+    ):
+        where = nodes.replace(",", r"\,")
+        assert line.startswith(
+            f"srun --overlap --kill-on-bad-exit=1 --nodes={count} --ntasks={count} --nodelist={where} "
+        )
+    settings = rf"run.dir={cluster['RUN_DIR']} replay.address=tcp://10.0.0.1:20041 "
+    for line in (replay, pool, learner):
+        assert settings in line and "weights.host=10.0.0.1" in line and r"model.path=m\ with\ spaces" in line
+    assert "launchers/replay.sh" in replay and "launchers/rollout.py" in pool and "launchers/learner.sh" in learner
+    assert r"--node-ip-address=10.0.0.2\ --port=20042" in head
+    assert workers.endswith(" 10.0.0.2:20042 ") and "ray\\ start\\ --address" in workers
+    assert "ray.address=10.0.0.2:20042" in pool
+    assert not Path(cluster["RUN_DIR"]).exists()
+
+
+def test_the_settings_of_a_job_are_settings(cluster: dict[str, str]) -> None:
+    line = plan(cluster)[3]
+    given = [word for word in line.split() if re.fullmatch(r"[a-z_.]+=\S+", word)]
+    config = load_config([*given, "model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"])
+    assert config.placement.mode == "dedicated" and config.replay.keys.endswith("/run/keys")
+
+
+def test_several_nodes_learn_where_that_is_asked_for_and_one_must_be_left(cluster: dict[str, str]) -> None:
+    learner = plan(cluster | {"LEARNER_NODES": "2"})[-1]
+    assert "--nodes=2" in learner and r"--nodelist=node1\,node2" in learner
+    refused = subprocess.run(
+        ["bash", str(SBATCH)], env=cluster | {"LEARNER_NODES": "4"}, capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 2
+    assert "LEARNER_NODES=4 of 4 node(s): none is left to generate" in refused.stderr
+
+
+def started(environment: dict[str, str]) -> list[str]:
+    path = Path(environment["SPOKEN"]) / "started"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("how", ["the learner fails", "Slurm sends TERM", "the pool fails"])
+def test_a_job_ends_with_its_learner_and_by_a_checkpoint_when_its_time_is_over(
+    cluster: dict[str, str], how: str
+) -> None:
+    job = subprocess.Popen(
+        ["bash", str(SBATCH), "seed=3"], env=cluster | {"LEARNER_NODES": "2"}, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + WAIT_S
+        # keys, replay, Ray's head and worker, its status twice, the pool, two learners
+        while len(started(cluster)) < 9:
+            assert time.monotonic() < deadline and job.poll() is None, started(cluster)
+            time.sleep(0.05)
+        told = {"the learner fails": "end", "the pool fails": "end-pool"}
+        if how in told:
+            (Path(cluster["SPOKEN"]) / told[how]).touch()
+        else:
+            job.terminate()
+        assert job.wait(WAIT_S) == {"the learner fails": 7, "Slurm sends TERM": 0, "the pool fails": 1}[how]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    said = started(cluster)
+    assert sorted(line.split()[0] for line in said if "-m asyncrl.learner " in line) == ["0:2:8", "1:2:8"]
+    assert all("--rdzv-endpoint=10.0.0.1:20043" in line for line in said if "-m asyncrl.learner " in line)
+    token = Path(cluster["RUN_DIR"]) / "keys" / "ray_token"
+    assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0
+    deadline = time.monotonic() + WAIT_S
+    while _of_group(job.pid):  # the others were told to end
+        assert time.monotonic() < deadline, _of_group(job.pid)
+        time.sleep(0.05)
+
+
+def _of_group(group: int) -> list[str]:
+    """Processes of it that have not ended, by name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        state, _, of = rest.split()[:3]
+        if int(of) == group and state != "Z":
+            found.append(name)
+    return found
+
+
+def test_the_ray_cluster_is_one_to_ray_and_starts_no_dashboard_for_others() -> None:
+    config = yaml.safe_load((ROOT / "launchers" / "ray_cluster.yaml").read_text())
+    schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+    jsonschema.validate(config, json.loads(schema.read_text()))
+    (head,) = [line for line in config["head_start_ray_commands"] if "--head" in line]
+    assert "--dashboard-host=127.0.0.1" in head
+    assert len(config["provider"]["worker_ips"]) == config["max_workers"]
+
+
+def test_the_container_installs_extras_that_there_are_with_the_versions_that_are_tested() -> None:
+    text = (ROOT / "launchers" / "Containerfile").read_text()
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    named = re.findall(r"EXTRAS=([\w,]+)", text)
+    assert len(named) == 2 and {extra for each in named for extra in each.split(",")} <= set(known)
+    assert "-c constraints.txt" in text and re.search(r"^USER (?!root)", text, re.MULTILINE)
