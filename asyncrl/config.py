@@ -291,7 +291,7 @@ NOT_OF_THE_UPDATE = (
     *("ranks", "replicas", "tensor_parallel", "device", "save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
-    *("reduce_gradients", "steps", "epochs", "profile"),
+    *("early_groups", "reduce_gradients", "steps", "epochs", "profile"),
 )
 """Settings of the learner that change nothing of what a batch makes of the weights."""
 

@@ -214,6 +214,11 @@ class AdvantageConfig:
         return self.estimator in ("turns", "turns_by_number")
 
     @property
+    def within_groups(self) -> bool:
+        """Whether those of a group depend on no other group."""
+        return self.estimator == "group" and self.std != "batch" and self.kl_coef == 0
+
+    @property
     def needs_siblings(self) -> bool:
         """Whether a trajectory alone in its group could not but have an advantage of 0."""
         return not self.uses_critic and (self.baseline not in ("none", "greedy") or self.std == "group")

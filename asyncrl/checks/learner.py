@@ -13,7 +13,7 @@ from asyncrl.checks.problem import Problems
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.table import figures_for
-from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, required_inputs, resolve
+from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, needs_first_pass, required_inputs, resolve
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config
 
@@ -78,10 +78,42 @@ def ranks_are_laid_out(config: Config) -> Problems:
         f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
         "engine.exact=true": config.engine.exact,
         f"learner.hook={config.learner.hook}": bool(config.learner.hook),
+        f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
     for what, given in unproven.items():
         if tensor > 1 and given:
             yield f"learner.tensor_parallel={tensor} is not proven with {what}. Set learner.tensor_parallel=1"
+
+
+def early_groups(config: Config) -> int:
+    """Groups that are trained on together, as soon as they are there; 0: all of a batch, once it is full."""
+    return 0 if why_not_early(config) else config.learner.early_groups
+
+
+def why_not_early(config: Config) -> str:
+    """What needs the whole batch before the first gradient, or cannot know how it begins; empty if nothing does."""
+    advantage, replay = config.advantage, config.replay
+    reasons = {
+        f"loss={config.loss.preset} looks at all tokens of a batch first": needs_first_pass(config.loss),
+        f"advantage.estimator={advantage.estimator} with std={advantage.std} and kl_coef={advantage.kl_coef:g} is not "
+        "of each group alone": not advantage.within_groups,
+        "critic.warmup_steps has steps without a gradient": config.critic.warmup_steps > 0,
+        f"replay.order={replay.order} may put a later group first": replay.order != "fifo",
+        f"replay.window={replay.window} may put a later group first": replay.window > 0,
+        "replay.stale_policy=wait may put a later group first": replay.stale_policy == "wait",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def begins_before_the_end(config: Config) -> Problems:
+    learner = config.learner
+    groups = learner.groups_per_step // max(1, learner.updates_per_batch)
+    if 0 < groups <= learner.early_groups:
+        yield (
+            f"learner.early_groups={learner.early_groups} does nothing with {groups} groups per optimizer step "
+            "(learner.groups_per_step / learner.updates_per_batch): the last ones are trained when the batch is full. "
+            "Set fewer, or 0"
+        )
 
 
 def sequence_fits_microbatch(config: Config) -> Problems:
@@ -324,6 +356,7 @@ RULES = (
     groups_have_siblings,
     batch_divides,
     ranks_are_laid_out,
+    begins_before_the_end,
     sequence_fits_microbatch,
     loss_is_consistent,
     advantage_is_consistent,

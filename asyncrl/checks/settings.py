@@ -112,6 +112,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "learner.groups_per_step": (config.learner.groups_per_step, 1),
         "learner.updates_per_batch": (config.learner.updates_per_batch, 1),
         "learner.epochs_per_batch": (config.learner.epochs_per_batch, 1),
+        "learner.early_groups": (config.learner.early_groups, 0),
         "learner.max_attention_per_microbatch": (config.learner.max_attention_per_microbatch, 0),
         "learner.steps": (config.learner.steps, 1),
         "learner.epochs": (config.learner.epochs, 0),

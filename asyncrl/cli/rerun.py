@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.checks.learner import early_groups
 from asyncrl.cli.commands import written
 from asyncrl.config import JOURNAL_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -129,7 +130,11 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, o
             "schedule that ends at learner.steps then ends earlier than in the run)"
         )
     replay = RetainedReplay(
-        journal, history, max_staleness=config.replay.max_staleness, updates=config.learner.updates_per_batch
+        journal,
+        history,
+        max_staleness=config.replay.max_staleness,
+        updates=config.learner.updates_per_batch,
+        early=early_groups(config),
     )
     opened.callback(replay.close)
     run_dir = Path(config.run.dir)

@@ -6,6 +6,7 @@ replay, publisher and log. Nothing else in the learner makes its own collaborato
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.learner import early_groups, why_not_early
 from asyncrl.config import disk_patience, learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.checkpoint import Checkpoints
@@ -37,6 +39,7 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 
+log_of_start = logging.getLogger(__name__)
 CLOSE_WITHIN_S = 60.0
 """What the save under way is given when the learner ends of an error. Of a kill by torchrun it has 30 s."""
 
@@ -134,6 +137,8 @@ def assemble(
     """
     refuse_unshared(run_dir, place.rank, place.device)
     heed_note(config, run_dir, place.rank, place.device)
+    if place.rank == 0 and config.learner.early_groups and (why := why_not_early(config)):
+        log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
     try_own(config.loss, config.advantage, config.learner)
     kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, mesh)
@@ -152,6 +157,7 @@ def assemble(
         settings=learner_digest(with_dtypes(config, learner=place.device.type)),
         branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
+        early=early_groups(config),
     )
     sender = publisher(roles)
     opened.callback(sender.close)

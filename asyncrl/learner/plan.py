@@ -8,11 +8,12 @@ of them runs an empty one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.losses.inputs import Denominators
-from asyncrl.replay.core.balance import minibatches
+from asyncrl.replay.core.balance import minibatches, parts_of
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import StepPlan
 
@@ -54,7 +55,7 @@ class _Unit:
 
 
 def plan_minibatches(
-    plan: StepPlan, *, rank: int, updates: int, budget: Budget, in_rows: bool = False
+    plan: StepPlan, *, rank: int, updates: int, budget: Budget, in_rows: bool = False, together: int = 0
 ) -> tuple[MinibatchPlan, ...]:
     """Split a step into at most `updates` minibatches of whole groups, and those into micro-batches within `budget`.
 
@@ -63,14 +64,14 @@ def plan_minibatches(
 
     Args:
         in_rows: every trajectory runs in a row of its own (`layout.Layout.ROWS`): its tokens are rows times longest.
+        together: groups that share micro-batches, as in `shard_step`; 0: all of a minibatch.
     """
     fresh = [[plan.fresh_tokens(trajectory) for trajectory in group.trajectories] for group in plan.groups]
     made = []
-    for chosen in map(set, minibatches(plan, updates)):
-        mine = [[(g, t) for g, t in shard if g in chosen and fresh[g][t]] for shard in plan.shards]
+    for chosen in minibatches(plan, updates):
         made.append(
             MinibatchPlan(
-                micro_batches=_in_rows(plan, mine, rank, budget) if in_rows else _packed(plan, mine, rank, budget),
+                micro_batches=micro_batches(plan, chosen, rank=rank, budget=budget, in_rows=in_rows, together=together),
                 denominators=Denominators(
                     tokens=float(sum(sum(fresh[g]) for g in chosen)),
                     sequences=float(sum(count > 0 for g in chosen for count in fresh[g])),
@@ -79,6 +80,24 @@ def plan_minibatches(
             )
         )
     return tuple(made)
+
+
+def micro_batches(
+    plan: StepPlan, groups: Sequence[int], *, rank: int, budget: Budget, in_rows: bool, together: int
+) -> tuple[tuple[Member, ...], ...]:
+    """Of `rank`, of the trajectories with a fresh token of these groups: `together` by `together`."""
+
+    fresh: list[dict[int, list[Member]]] = [{g: [] for g in groups} for _ in plan.shards]
+    for mine, shard in zip(fresh, plan.shards, strict=True):
+        for g, t in shard:
+            if g in mine and plan.fresh_tokens(plan.groups[g].trajectories[t]):
+                mine[g].append((g, t))
+
+    def of(part: Iterable[int]) -> tuple[tuple[Member, ...], ...]:
+        shares = [[member for g in part for member in mine[g]] for mine in fresh]
+        return _in_rows(plan, shares, rank, budget) if in_rows else _packed(plan, shares, rank, budget)
+
+    return tuple(itertools.chain.from_iterable(map(of, parts_of(groups, together))))
 
 
 def _packed(

@@ -38,12 +38,16 @@ class LeasePrefetch:
         threading.Thread(target=self._run, args=(step, future), name=f"lease-{step}", daemon=True).start()
         self._pending = (step, future)
 
-    def wait(self, step: int, asked: Callable[[], bool]) -> None:
-        """Until the lease of `step` is there or has failed, or `asked` says that nobody wants it any more."""
+    def is_there(self, step: int, within_s: float) -> bool:
+        """Whether the lease of `step`, asked for now if it was not before, has come or failed by then."""
         if self._pending is None:
             self.ask(step)
         assert self._pending is not None
-        while not asked() and not wait([self._pending[1]], timeout=LOOK_S).done:
+        return bool(wait([self._pending[1]], timeout=within_s).done)
+
+    def wait(self, step: int, asked: Callable[[], bool]) -> None:
+        """Until the lease of `step` is there or has failed, or `asked` says that nobody wants it any more."""
+        while not asked() and not self.is_there(step, LOOK_S):
             pass
 
     def take(self, step: int) -> Lease:

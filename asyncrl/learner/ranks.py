@@ -124,6 +124,11 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device, group: dist.Proce
     return shared.cpu()
 
 
+def everywhere(holds: bool, device: torch.device) -> bool:
+    """Whether every rank was called with True. Collective."""
+    return not sum_over_ranks(torch.tensor([float(not holds)], dtype=torch.float64), device).item()
+
+
 def gather_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Everyone's 1-D `values`, of any length, end to end by rank, on this rank's device. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

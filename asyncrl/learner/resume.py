@@ -15,7 +15,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE
-from asyncrl.replay.core.balance import UPDATES
+from asyncrl.replay.core.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
 from asyncrl.storage.lines import row_of, tail
@@ -50,6 +50,7 @@ def begin(
     settings: str = "",
     branch: bool = False,
     updates: int = 1,
+    early: int = 0,
 ) -> Start:
     """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
 
@@ -60,6 +61,7 @@ def begin(
         settings: digest of those that this learner trains by.
         branch: the checkpoint was chosen by hand.
         updates: optimizer steps per batch, in each of which the ranks meet.
+        early: groups that are trained on together before the batch is full.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
@@ -78,7 +80,8 @@ def begin(
         # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         reference = FROM_ROLLOUT if roles.reference_comes else ""
-        replay.announce({"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates})
+        board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early}
+        replay.announce(board)
         fresh = restored.next_version
         if fresh <= known_version:
             fresh = known_version + 2  # the next one may have been published, and nobody left to write it down

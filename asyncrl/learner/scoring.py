@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.packed import PackedModel, reshard
+from asyncrl.learner.plan import Member
 from asyncrl.learner.roles import Roles
 from asyncrl.losses import TopK
 from asyncrl.losses.config import proximal_source, required_inputs
+from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 
 
@@ -101,6 +103,14 @@ def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> 
         replace(batch, current_logprobs=now, proximal_logprobs=prox, ref_logprobs=ref, values=value)
         for batch, now, prox, ref, value in zip(batches, current, proximal, reference, values, strict=True)
     ]
+
+
+def scored_batches(
+    config: Config, roles: Roles, lease: Lease, members: Sequence[Sequence[Member]], device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches of these trajectories, packed and scored. Collective."""
+    packed = [pack(lease, each, device, reference=roles.reference_comes, topk=needs_topk(config)) for each in members]
+    return with_scores(config, roles, packed)
 
 
 @torch.no_grad()

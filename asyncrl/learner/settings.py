@@ -83,6 +83,11 @@ class LearnerConfig(CheckpointSettings):
     values and proximal log-probs stay those of before the first."""
     proximal_ema: float = 0.0
     """Above 0: the proximal policy is a moving average of the weights with this decay per optimizer step."""
+    early_groups: int = 0
+    """Above 0: forward and backward of every so many groups run as soon as those are there, while the learner waits for
+    the rest of its batch. The gradients are those of the whole batch but for rounding, and the same bits whenever each
+    group came. These groups share micro-batches with no others: fewer begin sooner, and make smaller ones. Off, with a
+    line at the start, where all of a batch has to be there first. See docs/staleness.md."""
     max_tokens_per_microbatch: int = 16384
     """Budget of one forward and backward on a rank, in tokens; one longer trajectory goes alone."""
     max_attention_per_microbatch: int = 0

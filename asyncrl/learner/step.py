@@ -7,28 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.checks.learner import early_groups
+from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.critic import CriticModel, value_loss
+from asyncrl.learner.early import Begun, same_advantages, still_of
 from asyncrl.learner.flops import operations, padding, passes_of
-from asyncrl.learner.group_ess import group_weights
+from asyncrl.learner.gradients import Accumulated, accumulate, backward
 from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.memory_peak import begin_peak, peak_row
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, MinibatchPlan, plan_minibatches
-from asyncrl.learner.ranks import gather_over_data, sum_over_data
+from asyncrl.learner.ranks import sum_over_data
 from asyncrl.learner.roles import Critic, Roles
-from asyncrl.learner.scoring import anchor_of, evaluate_states, needs_topk, score_with_topk, with_scores
+from asyncrl.learner.scoring import evaluate_states, scored_batches
 from asyncrl.learner.targets import with_targets
-from asyncrl.losses import Denominators, LossInputs, policy_loss
+from asyncrl.losses import Denominators
 from asyncrl.losses.anchor import ema_update
 from asyncrl.losses.config import scales_learning_rate
 from asyncrl.losses.diagnostics import ess_lr_scale
-from asyncrl.losses.inputs import Kept
-from asyncrl.losses.kept import first_pass, needs_first_pass
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 
@@ -46,10 +45,14 @@ def train_step(
     rank: int,
     world: int,
     device: torch.device,
+    begun: Begun | None = None,
 ) -> Measured:
     """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times; collective over the ranks.
 
     What is scored before the first of them holds for all: a second pass is anchored where the first one was.
+
+    Args:
+        begun: what was done of it before, by the same weights. Where the batch is another one it is done anew.
 
     Returns:
         This rank's numbers; what is the same on every rank is counted on rank 0 only.
@@ -58,28 +61,31 @@ def train_step(
         NonFiniteError: too many steps in a row were skipped.
     """
     plan, settings = lease.plan, config.learner
-    begin_peak(device)
+    if begun is None:
+        begin_peak(device)
     minibatches = plan_minibatches(
         plan,
         rank=rank,
         updates=settings.updates_per_batch,
         budget=Budget.of(settings),
         in_rows=roles.in_rows,
+        together=early_groups(config),
     )
-    batches = [
-        pack(lease, members, device, reference=roles.reference_comes, topk=needs_topk(config))
-        for minibatch in minibatches
-        for members in minibatch.micro_batches
-    ]
-    batches = with_scores(config, roles, batches)
+    begun = still_of(begun, plan, minibatches, roles, lease, device)
+    scored = begun.batches if begun else []
+    members = [members for minibatch in minibatches for members in minibatch.micro_batches]
+    batches = scored + scored_batches(config, roles, lease, members[len(scored) :], device)
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
+    sums = begun.sums if begun and same_advantages(begun, batches, roles, lease, device) else None
+    early = float(len(begun.plan.groups)) if begun and sums else 0.0
     if rank == 0:
         measured.add(_of_no_update())
     shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
     for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
         report, numbers = update_policy(
-            config, roles, share, minibatch.denominators, plan.step, world, device, index=index
+            config, roles, share, minibatch.denominators, plan.step, world, device, index=index, sums=sums
         )
+        sums = None
         if index >= len(shares):
             numbers.group_weights = {}  # of the first pass, or a group would be told to be older than the step found it
         measured.add(numbers)
@@ -100,6 +106,8 @@ def train_step(
     if rank == 0:
         trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
         measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))
+        if early_groups(config):
+            measured.totals["step/early_groups"] = early
         measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
         if roles.spikes:
             measured.totals["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
@@ -143,11 +151,13 @@ def update_policy(
     device: torch.device,
     *,
     index: int = 0,
+    sums: Accumulated | None = None,
 ) -> tuple[UpdateReport, Measured]:
     """One optimizer step of the policy; while the critic warms up, only its loss and diagnostics.
 
     Args:
         index: which of the updates of `step` it is.
+        sums: of its first micro-batches, where they are accumulated already.
     """
     if step < config.critic.warmup_steps:
         with torch.no_grad():
@@ -155,7 +165,7 @@ def update_policy(
         reshard(roles.policy)
         total = float(sum_over_data(loss.double().cpu(), device))
         return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
-    loss, measured = accumulate(config, roles.policy, batches, denominators, world)
+    loss, measured = accumulate(config, roles.policy, batches, denominators, world, sums)
     rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
     if scales_learning_rate(config.loss):
         rate *= ess_lr_scale(ess_of_sequences(measured, device))
@@ -168,72 +178,6 @@ def update_policy(
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
     measured.per_update |= told | roles.call_hook(AFTER, step, index, report)
     return report, measured
-
-
-def accumulate(
-    config: Config, model: PolicyModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
-) -> tuple[Tensor, Measured]:
-    """Add up the gradients of all micro-batches of a minibatch; ranks are summed with the last one."""
-    total = torch.zeros((), device=batches[0].input_ids.device)
-    measured = Measured()
-    kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
-    for i, batch in enumerate(batches):
-        set_gradient_sync(model, i == len(batches) - 1)
-        inputs = loss_inputs(config, model, batch)
-        out = policy_loss(inputs, config.loss, denominators, kept=kept)
-        told = gradients_told(inputs)
-        backward(out.loss, world)
-        total = total + out.loss.detach()
-        for gradient in told:
-            out.sums["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
-        numbers = Measured.of(out.sums, out.maxima, out.parts)
-        if config.replay.order == "ess":
-            numbers.group_weights = group_weights(inputs)
-        sequences = float(len(batch.packing.cu_seqlens) - 1) if len(batch.loss_positions) else 0.0
-        numbers.ratios["completion/truncated"] = float(batch.truncated), sequences
-        if batch.support is not None:
-            sizes = batch.support.drawn_from
-            numbers.ratios["completion/support_mean"] = float(sizes.sum()), float(len(sizes))
-        measured.add(numbers)
-    return total, measured
-
-
-def gradients_told(inputs: LossInputs) -> list[Tensor]:
-    """Where the next backward leaves the gradient at each token's log-prob: where it is 0 (no advantage, stopped,
-    rejected) the token was generated and computed for nothing."""
-    told: list[Tensor] = []
-    if inputs.learner_logprobs.requires_grad:
-        inputs.learner_logprobs.register_hook(told.append)
-    return told
-
-
-@torch.no_grad()
-def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -> Kept:
-    """What the loss keeps of a minibatch, from one more forward: no gradient can be taken before it is known what its
-    tokens are divided by. Collective."""
-    inputs = [loss_inputs(config, model, batch) for batch in batches]
-    reshard(model)
-    return first_pass(inputs, config.loss, gather_over_data)
-
-
-def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
-    """Of a micro-batch, scored by `model`."""
-    logprobs, entropy, topk = score_with_topk(config, model, batch)
-    assert batch.advantages is not None
-    return LossInputs(
-        learner_logprobs=logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
-        advantages=batch.advantages,
-        loss_mask=batch.loss_mask,
-        sequence_ids=batch.sequence_ids,
-        group_ids=batch.group_ids,
-        proximal_logprobs=logprobs.detach() if anchor_of(config) == "current" else batch.proximal_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        entropy=entropy,
-        staleness=batch.staleness,
-        group_tokens=batch.group_tokens,
-        topk=topk,
-    )
 
 
 def update_critic(
@@ -275,12 +219,6 @@ def fit_values(
         backward(loss, world)
         total = total + loss.detach()
     return total
-
-
-def backward(loss: Tensor, world: int) -> None:
-    """The denominators already count all ranks, so ranks must be summed; FSDP averages them."""
-    if loss.requires_grad:
-        (loss * world).backward()
 
 
 def ess_of_sequences(measured: Measured, device: torch.device) -> float:

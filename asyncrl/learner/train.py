@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.learner import early_groups
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.collective_clock import clock_of
+from asyncrl.learner.early import Early
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
@@ -75,7 +77,8 @@ class Training:
 def train(config: Config, parts: Training, asked: Asked = never) -> int:
     """Train from `parts.start` to `learner.steps`, or until `asked`: then what is trained is saved first.
 
-    Consumes: step batches, leased from the replay one step ahead of training.
+    Consumes: step batches, leased from the replay one step ahead of training; with `learner.early_groups` their first
+        groups before (`early`).
     Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
         the next; the copy of the published weights, before the optimizer's step, and before the next version is
         announced if the policy made no step; the other ranks, in every backward; at the end, open evaluations. Each
@@ -101,6 +104,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     dims = ParallelDims.of(settings, world)
     shard = dims.data_rank(rank)
     leases = LeasePrefetch(replay, rank=shard, world=dims.data, wait_s=config.replay.wait_timeout_s)
+    early = Early(config, roles, replay, leases, shard, dims.data, device, rank == 0) if early_groups(config) else None
     clock, collectives = StepClock(), clock_of(roles, world, device)
     peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
     names, sets = source_names(config.data), eval_sets(config)
@@ -116,7 +120,11 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
 
     clock.start()
     for step in range(start.step, steps):
-        trained, last = step + 1, step + 1 == steps
+        trained, last, begun = step + 1, step + 1 == steps, None
+        if early is not None:
+            profile.begin(trained)
+            with one_more_try(config, parts.run_dir, rank):
+                begun = early.begin(step, asked, clock.lap)
         leases.wait(step, asked)
         if agreed(asked(), device):
             profile.end(step, last=True)
@@ -129,7 +137,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
 
         profile.begin(trained)
         with one_more_try(config, parts.run_dir, rank):
-            measured = train_step(config, roles, guard, lease, rank=shard, world=dims.data, device=device)
+            measured = train_step(config, roles, guard, lease, rank=shard, world=dims.data, device=device, begun=begun)
         measured.ratios |= {name: (seconds, 1.0) for name, seconds in collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
@@ -352,7 +360,8 @@ def step_row(
     seconds = times["time/step"]
     row["idle/learner"] = times["time/wait_batch"] / seconds
     row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
-    row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), times["time/train"], ranks, peak)
+    trained_s = times["time/train"] + times.get("time/early", 0.0)
+    row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), trained_s, ranks, peak)
     row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
     return row
 
@@ -372,9 +381,9 @@ class StepClock:
         self.started = self.mark = self.now()
 
     def lap(self, name: str) -> None:
-        """Everything since the last lap was `name`."""
+        """Everything since the last lap was `name`; what is of one name is added up."""
         now = self.now()
-        self.laps[name] = now - self.mark
+        self.laps[name] = self.laps.get(name, 0.0) + now - self.mark
         self.mark = now
 
     def next(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from asyncrl.losses.config import resolve
 from asyncrl.losses.inputs import Denominators, Kept
 from asyncrl.losses.ratios import Segments, Tokens
 from asyncrl.losses.settings import LossConfig
@@ -39,6 +40,14 @@ def token_factors(
         return one / sequences
     assert config.constant_length is not None
     return one / (sequences * config.constant_length)
+
+
+def divisor(config: LossConfig, denominators: Denominators) -> float:
+    """By what losses, and their gradients, are to be divided that were computed with a count of 1 in place of each of
+    these `denominators`: every factor has one of them below it, or none."""
+    mode = resolve(config).aggregation
+    by = {"token_sum": 1.0, "token_mean": denominators.tokens, "prompt_mean": denominators.groups}
+    return max(by.get(mode or "", denominators.sequences), 1.0)
 
 
 def kept_factors(

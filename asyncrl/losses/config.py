@@ -148,6 +148,13 @@ def proximal_source(config: LossConfig, updates_per_batch: int) -> str:
     return "current" if updates_per_batch == 1 else "recompute"
 
 
+def needs_first_pass(config: LossConfig) -> bool:
+    """Whether `policy_loss` asks for `kept` beside global denominators."""
+    resolved = resolve(config)
+    whole = find_preset(config.preset).batch_statistic or resolved.weight == "self_normalize"
+    return whole or resolved.denominator == "renormalize" or bool(resolved.sat_quantile)
+
+
 def required_inputs(config: LossConfig) -> frozenset[str]:
     """Names of the optional `LossInputs` this loss cannot do without, proximal log-probs aside."""
     row, config = find_preset(config.preset), resolve(config)

@@ -24,13 +24,6 @@ from asyncrl.losses.surrogates import log_ratio_of, outward_of
 from asyncrl.losses.weights import behavior_weight, capped_weight
 
 
-def needs_first_pass(config: LossConfig) -> bool:
-    """Whether `policy_loss` asks for `kept` beside global denominators."""
-    resolved = resolve(config)
-    whole = find_preset(config.preset).batch_statistic or resolved.weight == "self_normalize"
-    return whole or resolved.denominator == "renormalize" or bool(resolved.sat_quantile)
-
-
 @torch.no_grad()
 def first_pass(
     inputs: Sequence[LossInputs], config: LossConfig, gather: Callable[[Tensor], Tensor] = lambda mine: mine

@@ -166,6 +166,16 @@ class LearnerReplay(Protocol):
         """
         ...
 
+    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
+        """Of the groups that the next batch is certain to begin with (`replay.core.balance.begin_step`) those from
+        `after` on: the plan of those alone, counted from 0, and this rank's trajectories. None if there are none within
+        `wait_s`, or the batch is sealed. Reserves nothing: what is trained is what `lease` says.
+
+        Args:
+            upto: up to which group of the batch, as another rank was given it, sealed or not; 0: as many as there are.
+        """
+        ...
+
     def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
         """`step` was trained and its weights are `policy_version` (parent: the version before).
 

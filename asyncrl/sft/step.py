@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.gradients import backward
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.model import PolicyModel
@@ -19,7 +20,7 @@ from asyncrl.learner.packed import reshard, set_gradient_sync
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step import TRAINED_TOKENS, backward
+from asyncrl.learner.step import TRAINED_TOKENS
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.sft.batches import lease_of

@@ -135,11 +135,13 @@ _LEARNER = (
         for name, unit, meaning, better in (*_RATIO_MOMENTS, *_SEQUENCE_MOMENTS)
     ),
     Metric("step/groups", "groups", "in the batch"),
+    Metric("step/early_groups", "groups", "of it, trained on before it was full (`learner.early_groups`)", HIGHER),
 )
 
 _TIME = (
     Metric("time/step", "s", "of one step; the other `time/*` of the row add up to it", LOWER),
     Metric("time/wait_batch", "s", "waited for the next batch: the learner is idle", LOWER),
+    Metric("time/early", "s", "packed, scored, trained on the first groups before the others were there"),
     Metric("time/train", "s", "packed, scored, trained"),
     Metric("time/publish", "s", "waited until weights are copied and other ranks have come", LOWER),
     Metric("time/evaluate", "s", "told of evaluations, and at the end waited for them; of `asyncrl sft`, made them"),

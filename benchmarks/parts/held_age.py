@@ -202,6 +202,10 @@ class HeldReplay:
     def publish(self, *, policy_version: int, parent: int) -> None:
         self._core.publish(policy_version=policy_version, parent=parent)
 
+    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
+        """Every batch is whole."""
+        return None
+
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         """waits for: the weights of the step before; unblocked by: their publication, or `PATIENCE_S`."""
         with self._line.changed:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +25,15 @@ from tests.learner.smooth_steps import make_smooth_optimizer
 
 
 def train_on_ranks(
-    config: Config, world: int, *, groups: int = 4, size: int = 4, resume: bool = False
+    config: Config,
+    world: int,
+    *,
+    groups: int = 4,
+    size: int = 4,
+    resume: bool = False,
+    replay: Callable[[], FedReplay] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Weights published last, after training in `world` processes joined by gloo.
+    """Weights published last, after training in `world` processes joined by gloo, each with a `replay` of its own.
 
     In the run's folder: `first.safetensors` and `published.safetensors`, what was published first and last;
     `begun.safetensors` and `learned.safetensors`, what is trained, before and after; `row.safetensors`: the last row.
@@ -34,11 +42,12 @@ def train_on_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     forked_from(__name__)
-    start_processes(_rank, args=(world, config, groups, size, resume), nprocs=world, start_method="forkserver")
+    make = replay or partial(FedReplay, groups=groups, size=size)
+    start_processes(_rank, args=(world, config, make, resume), nprocs=world, start_method="forkserver")
     return load_file(folder / "published.safetensors")
 
 
-def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume: bool) -> None:
+def _rank(rank: int, world: int, config: Config, replay: Callable[[], FedReplay], resume: bool) -> None:
     torch.set_num_threads(1)
     roles.make_optimizer = make_smooth_optimizer
     folder, device = Path(config.run.dir), torch.device("cpu")
@@ -53,7 +62,7 @@ def _rank(rank: int, world: int, config: Config, groups: int, size: int, resume:
             place,
             opened,
             mesh=mesh_of(config, place),
-            replay=FedReplay(groups=groups, size=size),
+            replay=replay(),
             run_dir=folder,
             resume="auto" if resume else "never",
             publisher=lambda _: publisher,

@@ -17,10 +17,10 @@ from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.environments.transcript import Transcript
 from asyncrl.errors import EpisodeError
 from asyncrl.learner.batch import MicroBatch, pack
+from asyncrl.learner.gradients import accumulate
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.scoring import score_with_topk
-from asyncrl.learner.step import accumulate
 from asyncrl.learner.targets import with_targets
 from asyncrl.losses import LossInputs, TopK, policy_loss, preset
 from asyncrl.replay.protocol import Lease

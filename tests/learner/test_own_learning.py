@@ -12,9 +12,9 @@ from asyncrl.advantages.own import own_advantages, try_advantages
 from asyncrl.config import learner_digest
 from asyncrl.errors import AsyncRLError, OwnCodeError
 from asyncrl.learner.batch import pack
+from asyncrl.learner.gradients import accumulate, loss_inputs
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.step import accumulate, loss_inputs
 from asyncrl.learner.targets import own_inputs, with_targets
 from asyncrl.losses import LossConfig, policy_loss
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig

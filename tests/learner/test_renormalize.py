@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.learner.batch import pack
+from asyncrl.learner.gradients import accumulate, loss_inputs
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import build_roles
-from asyncrl.learner.step import accumulate, loss_inputs
 from asyncrl.learner.targets import with_targets
 from asyncrl.losses import LossConfig, policy_loss, preset
 from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig

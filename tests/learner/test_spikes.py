@@ -14,11 +14,11 @@ import torch
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner import spikes as spikes_module
 from asyncrl.learner.batch import pack
+from asyncrl.learner.gradients import accumulate, loss_inputs
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.spikes import LEAST, WINDOW, Spikes
-from asyncrl.learner.step import accumulate, loss_inputs
 from asyncrl.learner.targets import with_targets
 from asyncrl.losses import LossConfig
 from asyncrl.schema import Config

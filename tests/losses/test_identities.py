@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
-from asyncrl.losses.config import proximal_source
+from asyncrl.losses.config import needs_first_pass, proximal_source
 from asyncrl.losses.diagnostics import merge_sums, summarize
-from asyncrl.losses.kept import first_pass, needs_first_pass
+from asyncrl.losses.kept import first_pass
 from tests.losses.batches import random_batch, take, to_inputs
 from tests.losses.references import rows
 

@@ -20,7 +20,7 @@ from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.codec.wire import extra_size
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.rollouts import UnknownPeer
 from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
@@ -212,13 +212,30 @@ class InProcessLearner:
         plan = core.lease(step)
         if plan is None:
             return None
-        plan = replace(plan, shards=shard_step(plan, world))
+        board = core.board.values
+        plan = replace(plan, shards=shard_step(plan, world, board.get(UPDATES, 1), board.get(EARLY, 0)))
         groups = [self._payload(core, plan, position) for position in range(len(plan.groups))]
         places = plan.shards[rank]
         return Lease(
             plan=plan,
             trajectories={(group, t): groups[group].trajectories[t] for group, t in places},
             samples=tuple(groups[:SAMPLE_GROUPS]) if rank == 0 else (),
+        )
+
+    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
+        return self._replay.wait_for(lambda core: self._early(core, step, rank, world, after, upto), wait_s)
+
+    def _early(self, core: ReplayCore, step: int, rank: int, world: int, after: int, upto: int) -> Lease | None:
+        board, plan = core.board.values, core.certain(step)
+        if plan is None or not board.get(EARLY):
+            return None
+        first = core.run.settings.groups_per_step // board.get(UPDATES, 1)
+        begun = begin_step(plan, world, first=first, together=board[EARLY], after=after, upto=upto)
+        if begun is None:
+            return None
+        places = begun.shards[rank]
+        return Lease(
+            plan=begun, trajectories={(g, t): self._payload(core, begun, g).trajectories[t] for g, t in places}
         )
 
     def _payload(self, core: ReplayCore, plan: StepPlan, position: int) -> TrajectoryGroup:

@@ -94,6 +94,8 @@ class Simulation:
         self.max_bytes = rng.choice((3, 6, 1000, 1000))
         self.journalled = rng.random() < 0.5
         """What is given up for memory can be read again."""
+        self.begun = 0
+        """Steps of which some groups were certain before the others."""
         self.plans: dict[int, StepPlan] = {}
         """By step, as first seen, of this line of the history."""
         self.learner_settings = 0
@@ -148,14 +150,26 @@ class Simulation:
         self.oracle.publish(self.version, version, trained=False, again=self.events[-1].again)
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
+        self.said: StepPlan | None = None
+        """What was certain of a step when it was asked last."""
         self.asked: list[dict[str, object]] = []
         """Evaluations, each once."""
 
     def _lease(self, step: int) -> StepPlan | None:
         plan = self.core.lease(step)
         if plan is not None:
+            self._begins_as_was_said(plan)
             assert self.plans.setdefault(step, plan) == plan, f"step {step} was {self.plans[step]}, now it is {plan}"
         return plan
+
+    def _begins_as_was_said(self, plan: StepPlan) -> None:
+        """What was certain of a step is what it is sealed with, whatever came in between."""
+        said = self.said if self.said is not None and self.said.step == plan.step else None
+        if said is not None:
+            count = len(said.groups)
+            assert (plan.policy_version, plan.max_staleness) == (said.policy_version, said.max_staleness)
+            assert plan.groups[:count] == said.groups and said.staleness.items() <= plan.staleness.items()
+            self.begun += count < len(plan.groups)
 
     # ---- what may happen
 
@@ -251,6 +265,7 @@ class Simulation:
         if self.random.random() < 0.1:
             again = self.core.insert(worker.name, worker.incarnation, header, b"payload")
             assert again.status in ("duplicate", "fenced", "closed")
+        self._ask_what_is_certain()
 
     def fail(self) -> None:
         worker = self._worker()
@@ -297,6 +312,14 @@ class Simulation:
         except (FencedError, UnknownPeer):
             return
         assert reply.status in ("fenced", "duplicate", "closed")
+
+    def _ask_what_is_certain(self) -> None:
+        applied = self.core.state.applied
+        plan = self.core.certain(self.next_step)
+        assert self.core.state.applied == applied, "a question changed something"
+        if plan is not None:
+            self._begins_as_was_said(plan)
+            self.said = plan
 
     def learn(self) -> None:
         """Train the batch in hand, or ask for it."""

@@ -19,8 +19,8 @@ from asyncrl.learner.flops import speed
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.train import evaluation_metrics
 from asyncrl.losses import PRESETS, policy_loss
-from asyncrl.losses.config import resolve
-from asyncrl.losses.kept import first_pass, needs_first_pass
+from asyncrl.losses.config import needs_first_pass, resolve
+from asyncrl.losses.kept import first_pass
 from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.core.workers import KEPT
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
@@ -153,6 +153,7 @@ ELSEWHERE = {
     "tests/integration/test_sft.py": ("eval/heldout/loss", "eval/heldout/token_accuracy"),
     "tests/learner/test_collective_clock.py": ("perf/gather_s", "perf/reduce_s"),
     "tests/learner/test_memory_plan.py": ("memory/peak_gb", "memory/planned_gb"),
+    "tests/learner/test_early.py": ("step/early_groups", "time/early"),
     "tests/learner/test_errands.py": ("checkpoint/copies", "checkpoint/copies_failed"),
     "tests/learner/test_centering.py": ("centering/covered", "centering/removed"),
     "tests/learner/test_own_learning.py": ("hook/",),

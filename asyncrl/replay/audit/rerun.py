@@ -92,8 +92,10 @@ class RetainedReplay:
     """`LearnerReplay` over a history. `max_staleness` may differ from the run's: a smaller one masks more tokens, a
     larger one fewer; groups that the run dropped stay dropped."""
 
-    def __init__(self, journal: Path, history: History, *, max_staleness: int, updates: int = 1) -> None:
-        self._updates = updates
+    def __init__(
+        self, journal: Path, history: History, *, max_staleness: int, updates: int = 1, early: int = 0
+    ) -> None:
+        self._split = updates, early
         self._disk = FolderDisk(journal, locked=False)
         self._shards = ShardArchive(journal)
         self._history, self._bound = history, max_staleness
@@ -116,7 +118,7 @@ class RetainedReplay:
             ReplayError: the run trained fewer steps. JournalError: a payload is damaged.
         """
         plan, stored = self._read(step)
-        plan = replace(plan, shards=shard_step(plan, world, self._updates))
+        plan = replace(plan, shards=shard_step(plan, world, *self._split))
         samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
         wanted = {g for g, _ in plan.shards[rank]}
         decoded = {g: stored[g].trajectories(plan.groups[g].trajectories) for g in wanted}
@@ -125,6 +127,10 @@ class RetainedReplay:
             trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},
             samples=tuple(_sample(plan.groups[g], stored[g]) for g in samples),
         )
+
+    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
+        """Every batch is whole."""
+        return None
 
     def _read(self, step: int) -> tuple[StepPlan, list[StoredGroup]]:
         if step >= len(self._history.steps):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.types import StepPlan, TrajectoryHeader
 
@@ -18,6 +18,8 @@ Place = tuple[int, int]
 
 UPDATES = "updates_per_batch"
 """Under which name the learner announces it on the board, which the journal keeps."""
+EARLY = "early_groups"
+"""The same of the groups that are balanced together, for `begin_step`."""
 EQUAL_AT = 40_000
 """Tokens of a sequence in which attention takes as long as all the rest: 12 widths of the model, by operations (24 w^2
 and 2 w L per token and layer). That of a 7 B: the replay does not know the model."""
@@ -25,18 +27,50 @@ SLACK = (1.02, 1.03, 1.05, 1.08, 1.1, 1.12, 1.14, 1.16, 1.18, 1.25, 1.35, 1.5, 1
 """How far the fullest rank may be over what no split can go below; the first that can be had is taken."""
 
 
-def shard_step(plan: StepPlan, world: int, updates: int = 1) -> tuple[tuple[Place, ...], ...]:
+def shard_step(plan: StepPlan, world: int, updates: int = 1, together: int = 0) -> tuple[tuple[Place, ...], ...]:
     """Per rank, the places that it trains, ascending; a trajectory without a fresh token is in no shard.
 
     Args:
         updates: optimizer steps of the batch: each is balanced of its own, for the ranks meet in it.
+        together: and in each of them every so many groups; 0: all of them together.
     """
     shards: list[list[Place]] = [[] for _ in range(world)]
-    for groups in minibatches(plan, updates):
-        parts = balance([_fresh(plan, group) for group in groups], world)
-        for shard, part in zip(shards, parts, strict=True):
-            shard += [(groups[group], position) for group, position in part]
+    for minibatch in minibatches(plan, updates):
+        for groups in parts_of(minibatch, together):
+            parts = balance([_fresh(plan, group) for group in groups], world)
+            for shard, part in zip(shards, parts, strict=True):
+                shard += [(groups[group], position) for group, position in part]
     return tuple(tuple(sorted(shard)) for shard in shards)
+
+
+def parts_of(groups: Sequence[int], together: int) -> list[Sequence[int]]:
+    """Every `together` of the groups of an optimizer step, in turn: which they are depends on no group behind them."""
+    return [groups[i : i + together] for i in range(0, len(groups), together)] if together else [groups]
+
+
+def begin_step(
+    plan: StepPlan, world: int, *, first: int, together: int, after: int = 0, upto: int = 0
+) -> StepPlan | None:
+    """The groups with which training can begin before the others of the batch are known: whole parts of its first
+    optimizer step but the last, with which the ranks meet.
+
+    Args:
+        plan: with the groups that the batch begins with, or all of them.
+        first: groups of the first optimizer step.
+        together: see `shard_step`.
+        after: groups that were given out before.
+        upto: how many are then, and no others; 0: as many as there are.
+
+    Returns:
+        The plan of the groups from `after` on alone, counted from 0 and with shards; None if there are none.
+    """
+    useful = [place for place, group in enumerate(plan.groups) if any(map(plan.fresh_tokens, group.trajectories))]
+    whole = min(len(useful), max(0, first - 1)) // together * together
+    count = upto or (useful[whole - 1] + 1 if whole else 0)
+    if not after < count <= len(plan.groups):
+        return None
+    part = replace(plan, groups=plan.groups[after:count])
+    return replace(part, shards=shard_step(part, world, together=together))
 
 
 def minibatches(plan: StepPlan, updates: int) -> list[tuple[int, ...]]:

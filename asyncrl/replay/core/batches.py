@@ -48,10 +48,7 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
         return Choice(waiting_for="generation")
     ages = _Ages(state, ahead)
     bound = settings.max_staleness
-    verdicts = {entry.group_id: _judge(entry, ages, bound) for entry in waiting}
-    # A run that is resumed with a lower limit may have groups waiting that have reached it.
-    usable = [entry for entry in waiting if entry.trained < settings.max_times_sampled]
-    fresh = [entry for entry in usable if may_train(verdicts[entry.group_id], settings.stale_policy)]
+    verdicts, fresh = _judged(waiting, settings, ages)
     chosen = {entry.group_id for entry in fresh}
     choice = Choice(stale=[entry for entry in waiting if entry.group_id not in chosen])
     if len(fresh) < settings.groups_per_step:
@@ -77,6 +74,24 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
             return choice
     choice.batch = [group.entry for group in order[: settings.groups_per_step]]
     return choice
+
+
+def certain_members(state: ReplayState, settings: AdmissionSettings) -> list[Entry]:
+    """Whom the batch of the next step begins with, whatever comes in before it is sealed: in the order of arrival
+    nobody passes those that wait, and until the step is trained they get no older. Empty with any other order."""
+    in_turn = settings.order == "fifo" and not settings.window and settings.stale_policy is not StalePolicy.WAIT
+    if not in_turn or state.version == NO_VERSION:
+        return []
+    _, fresh = _judged(list(state.buffer.waiting.values()), settings, _Ages(state, ahead=0))
+    return fresh[: settings.groups_per_step]
+
+
+def _judged(waiting: list[Entry], settings: AdmissionSettings, ages: _Ages) -> tuple[dict[int, Verdict], list[Entry]]:
+    """The verdict on each, by group id, and those that may be trained."""
+    verdicts = {entry.group_id: _judge(entry, ages, settings.max_staleness) for entry in waiting}
+    # A run that is resumed with a lower limit may have groups waiting that have reached it.
+    usable = [entry for entry in waiting if entry.trained < settings.max_times_sampled]
+    return verdicts, [entry for entry in usable if may_train(verdicts[entry.group_id], settings.stale_policy)]
 
 
 def _judge(entry: Entry, ages: _Ages, bound: int) -> Verdict:

@@ -1,7 +1,7 @@
 """The replay without sockets, threads or files: requests in, decisions out, time from a clock that is passed in.
 
     worker:   hello · survey · heartbeat · acquire → insert | fail · served · report_evaluation · goodbye
-    learner:  restore · publish · lease → trained → commit · evaluate · announce · snapshot · finish
+    learner:  restore · publish · certain · lease → trained → commit · evaluate · announce · snapshot · finish
     host:     expire (now and then)
 
 No call waits. What cannot be answered yet returns None or an empty reply, and the host (`server/loop.py`) asks again
@@ -80,6 +80,8 @@ class ReplayCore:
         self.restore = steps.restore
         self.publish = steps.publish
         self.lease = steps.lease
+        self.is_sealed = steps.is_sealed
+        self.certain = steps.certain
         self.patience_mark = steps.patience_mark
         self.trained = steps.trained
         self.commit = steps.commit

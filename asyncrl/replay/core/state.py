@@ -195,9 +195,10 @@ class ReplayState:
             if entry.state is not GroupState.INSERTED:
                 raise LedgerError(f"group {entry.group_id} is in steps {entry.planned} and in step {event.step}")
             self.ledger.move(entry, GroupState.LEASED)
-        self.buffer.seal(event.step, members, self._plan(event, members))
+        self.buffer.seal(event.step, members, self.plan_of(event, members))
 
-    def _plan(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
+    def plan_of(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
+        """Of these groups, sealed with `event`."""
         headers = tuple(entry.header for entry in members if entry.header is not None)
         versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
         return StepPlan(

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.batches import choose_batch
+from asyncrl.replay.core.batches import certain_members, choose_batch
 from asyncrl.replay.core.fair_share import what_is_missing, who_is_silent, why_no_batch
 from asyncrl.replay.core.ledger import Entry, GroupState
 from asyncrl.replay.core.retries import Retries
@@ -122,6 +122,22 @@ class Steps:
         if ahead == 0 and plan is not None:
             self._run.meter.idle.note(self._run.clock(), None)
         return plan
+
+    def is_sealed(self, step: int) -> bool:
+        """Whether `lease` has chosen its batch, and it is not trained yet."""
+        return step in self._state.buffer.untrained
+
+    def certain(self, step: int) -> StepPlan | None:
+        """The batch of `step`, as far as it is certain (without shards): the groups that it begins with, or all once it
+        is sealed. None of a step that is not the next. Changes nothing, and promises nothing: only `lease` seals."""
+        state = self._state
+        if step != state.trained_steps or state.finished:
+            return None
+        if self.is_sealed(step):
+            return state.buffer.untrained[step].plan
+        members = certain_members(state, self._run.settings)
+        ids = tuple(entry.group_id for entry in members)
+        return state.plan_of(ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness), members)
 
     def patience_mark(self, step: int) -> tuple[int, ...] | None:
         """What a waiting `lease(step)` may see move: groups inserted, steps trained, tokens and environment steps of

@@ -16,7 +16,7 @@ from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
-from asyncrl.replay.core.balance import UPDATES, shard_step
+from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
@@ -36,7 +36,7 @@ ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate"
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
 SETTLED = frozenset({"get"})
 """Their answers rest on nothing new: they need not wait for the journal."""
-QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire"})
+QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early"})
 """Nobody else can be waiting for what these do."""
 
 
@@ -46,9 +46,11 @@ class Handlers:
         self.payloads = payloads or WithPlanner()
         self.over = False
         """The shards may go."""
-        self._plans: dict[tuple[int, int], tuple[StepPlan, StepPlan, Any]] = {}
-        """(step, world) -> (plan as sealed, plan with shards, encoded): every rank asks for the same. The last used
-        is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
+        """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
+        the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        self._last_begun: tuple[tuple[Any, ...], tuple[StepPlan, Any] | None] = (), None
+        """What it was asked by, and the part of a step that was given."""
         self.worker_verbs: dict[str, Handler] = {
             "survey": self._survey,
             "acquire": self._acquire,
@@ -69,7 +71,11 @@ class Handlers:
             "announce": self._announce,
             "finish": self._finish,
         }
-        self.rank_verbs: dict[str, Handler] = {"lease": self._lease, "members": self._members}
+        self.rank_verbs: dict[str, Handler] = {
+            "lease": self._lease,
+            "early": self._early,
+            "members": self._members,
+        }
         """Of every rank of the learner, whether or not it is the one that restored."""
         self.shared_verbs: dict[str, Handler] = {"watch": self._watch}
         self._verbs = {
@@ -96,8 +102,12 @@ class Handlers:
 
     def updates(self) -> int:
         """Optimizer steps per batch, as the learner announced them."""
-        announced = self.core.board.values.get(UPDATES)
-        return announced if isinstance(announced, int) and announced > 0 else 1
+        return max(1, self._announced(UPDATES))
+
+    def _announced(self, name: str) -> int:
+        """A count on the board; 0 where there is none."""
+        announced = self.core.board.values.get(name)
+        return announced if isinstance(announced, int) and announced > 0 else 0
 
     def window(self) -> int:
         """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
@@ -215,22 +225,64 @@ class Handlers:
 
         return self.now_or_later(retry, patience(self.core.patience_mark(step)), wait_s, what, there)
 
+    def _early(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, rank, world, after, upto, wait_s = wire.sequence(body, "early", 6)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(world, "world", 1, MAX_WORLD)
+        wire.integer(rank, "rank", 0, world - 1)
+        wire.integer(after, "after", 0, wire.MAX_TOKENS)
+        wire.integer(upto, "upto", 0, wire.MAX_TOKENS)
+
+        def there() -> bool:
+            # What is sealed comes with the lease; but a rank asks for what another was given before the seal.
+            sealed = self.core.is_sealed(step)
+            return sealed or len(self.core.state.buffer.waiting) >= after + max(1, self._announced(EARLY))
+
+        def retry() -> Answer | None:
+            if self.core.is_sealed(step) and not upto:
+                return Answer()
+            begun = self._begun(step, world, after, upto)
+            return None if begun is None else self._handed_out(*begun, rank, 0)
+
+        return self.now_or_later(retry, Answer, wait_s, ("early", step, after), there)
+
+    def _begun(self, step: int, world: int, after: int, upto: int) -> tuple[StepPlan, Any] | None:
+        """See `begin_step`; and it encoded. The other ranks ask for what rank 0 was given."""
+        asked = self.core.state.peers.learner, step, world, after
+        if (*asked, upto) == self._last_begun[0]:
+            return self._last_begun[1]
+        together = self._announced(EARLY)
+        plan = self.core.certain(step) if together else None
+        if plan is None:
+            return None
+        first = self.core.run.settings.groups_per_step // self.updates()
+        begun = begin_step(plan, world, first=first, together=together, after=after, upto=upto)
+        if begun is None:
+            return None
+        self._last_begun = (*asked, after + len(begun.groups)), (begun, wire.encode_plan(begun))
+        return self._last_begun[1]
+
     def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
-        known = self._plans.pop((plan.step, world), None)
+        key = (plan.step, world, self.updates(), self._announced(EARLY))
+        known = self._plans.pop(key, None)
         if known is None or known[0] is not plan:
-            sharded = replace(plan, shards=shard_step(plan, world, self.updates()))
+            sharded = replace(plan, shards=shard_step(plan, *key[1:]))
             known = (plan, sharded, wire.encode_plan(sharded))
-        self._plans[plan.step, world] = known
+        self._plans[key] = known
         if len(self._plans) > PLANS_KEPT:
             del self._plans[next(iter(self._plans))]
+        return self._handed_out(known[1], known[2], rank, samples)
+
+    def _handed_out(self, plan: StepPlan, encoded: Any, rank: int, samples: int) -> Answer:
+        """What `rank` has of a plan with shards, and the first `samples` groups whole."""
         sampled = list(range(min(samples, len(plan.groups))))
-        places = set(known[1].shards[rank])
+        places = set(plan.shards[rank])
         wanted = {group for group, _ in places}.union(sampled)
         entries = {group: self.core.state.ledger.entry(plan.groups[group].group_id) for group in wanted}
         self.core.bring_back(entries.values())
         kept = {group: entry.payload for group, entry in entries.items()}
         body, forwarded = self.payloads.hand_out(kept, places, sampled)
-        return Answer([known[2], *body], forwarded)
+        return Answer([encoded, *body], forwarded)
 
     # ---- learner
 

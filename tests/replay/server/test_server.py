@@ -14,6 +14,7 @@ from asyncrl.replay import serving
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import wire
+from asyncrl.replay.core.balance import EARLY
 from asyncrl.replay.core.metrics import RolloutRates
 from asyncrl.replay.core.workers import Workers
 from asyncrl.replay.server.router import router
@@ -79,6 +80,38 @@ def test_long_polls_answer_at_once_when_there_is_something_and_at_their_deadline
         assert time.monotonic() - start < 50, "both would have waited for an answer until their deadline"
 
     asyncio.run(work())
+
+
+def test_the_groups_that_a_step_begins_with_can_be_had_before_the_others_are_there(run) -> None:
+    version = run.start()
+    client = run.worker()
+    early = {"step": 0, "rank": 0, "world": 1, "after": 0}
+    assert run.learner.early(**early, upto=0, wait_s=0) is None, "nobody said that it is wanted"
+    run.learner.announce({EARLY: 1})
+    assert run.learner.early(**early, upto=0, wait_s=0) is None
+
+    async def work() -> None:
+        for place, order in enumerate(await ready(client)):
+            await client.insert(group(order, [version] * 3))
+            if place == 0:
+                begun = await asyncio.to_thread(run.learner.early, **early, upto=0, wait_s=30)
+                parts.append(begun)
+
+    parts = []
+    asyncio.run(work())
+    lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
+    (begun,) = parts
+    assert begun.plan.groups == lease.plan.groups[:1] and len(lease.plan.groups) == 2
+    assert begun.trajectories.keys() == {place for place in lease.trajectories if place[0] == 0}
+    for place, arrived in begun.trajectories.items():
+        assert same_trajectory(lease.trajectories[place], arrived)
+    assert run.learner.early(**early, upto=0, wait_s=30) is None, "the batch is sealed"
+    again = run.learner.early(**early, upto=1, wait_s=30)
+    assert again.plan == begun.plan, "another rank may ask after the seal"
+    other = run.learner.early(**(early | {"world": 2}), upto=1, wait_s=30)
+    assert other.plan.groups == begun.plan.groups and len(other.plan.shards) == 2
+    with pytest.raises(WireError, match="rank"):
+        run.learner.early(**(early | {"rank": 1}), upto=0, wait_s=0)
 
 
 def test_a_lease_that_gets_no_group_says_whom_it_waited_for(run) -> None:
