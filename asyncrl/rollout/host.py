@@ -37,6 +37,8 @@ class WorkerExit:
     """EXIT_*; any other end of the process is EXIT_FAILED."""
     how: str
     """`exit code 1`, `signal SIGKILL`, what Ray says of a dead actor."""
+    said: str = ""
+    """The last line of its log, where that may lie on another machine; empty: look for it."""
 
 
 class HostLostError(AsyncRLError, ConnectionError):

@@ -117,7 +117,8 @@ class RolloutPool:
         """Plan the restart of a worker that died, or say why there is none."""
         slot = self._slots[ended.name]
         lived_s = time.monotonic() - slot.started_at
-        why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last_line(slot.spec.log_path)}"
+        last = ended.said or last_line(slot.spec.log_path)
+        why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last}"
         log = f"Its log: {slot.spec.log_path}"
         if ended.code == EXIT_REFUSED:
             _tell(f"{why}\nA restart cannot help. {log}")

@@ -22,7 +22,7 @@ from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
-from asyncrl.rollout.pool import absolute_paths, worker_environment
+from asyncrl.rollout.pool import absolute_paths, last_line, worker_environment
 from asyncrl.rollout.ray_health import RayHealth
 from asyncrl.rollout.reward_service import start_service
 from asyncrl.schema import Config
@@ -40,12 +40,12 @@ class RolloutWorkerActor:
     def placed(self) -> int:
         return os.getpid()
 
-    def run(self, payload: dict[str, Any]) -> int:
-        """Blocks for the life of the worker; returns its exit code."""
+    def run(self, payload: dict[str, Any]) -> tuple[int, str]:
+        """Blocks for the life of the worker; returns its exit code, and what it said last in its log here."""
         spec = WorkerSpec(**payload)
         os.environ.update(spec.environment)
         die_with_parent(os.getppid())  # of a raylet that is killed Ray leaves the actors running
-        return run_worker_here(spec)
+        return run_worker_here(spec), last_line(spec.log_path)
 
 
 @dataclass(slots=True)
@@ -165,11 +165,11 @@ class RayHost:
     def _collect(self, reference: Any) -> WorkerExit:
         started = self._running.pop(reference)
         try:
-            code = int(ray.get(reference))
+            code, said = ray.get(reference)
         except RayError as error:  # the actor's process died: killed, out of memory, node lost
             return WorkerExit(name=started.name, code=EXIT_FAILED, how=_summary(error))
         ray.kill(started.actor)
-        return WorkerExit(name=started.name, code=code, how=f"exit code {code}")
+        return WorkerExit(name=started.name, code=code, how=f"exit code {code}", said=said)
 
     def _unplaced(self) -> list[WorkerExit]:
         """Say who waits for a place; give up when nobody has had one for `patience_s`."""

@@ -32,10 +32,13 @@ class ScriptedHost:
         self.ended: list[WorkerExit] = []
         self.closed = False
 
+    said = ""
+
     def start(self, spec: WorkerSpec) -> None:
         self.starts.append((spec.name, spec.restart))
         if self.scripts[spec.name]:
-            self.ended.append(WorkerExit(name=spec.name, code=self.scripts[spec.name].pop(0), how="as scripted"))
+            code = self.scripts[spec.name].pop(0)
+            self.ended.append(WorkerExit(name=spec.name, code=code, how="as scripted", said=self.said))
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
         time.sleep(0.001)
@@ -90,6 +93,14 @@ def test_a_signal_ends_the_pool_and_closes_the_host():
     pool = RolloutPool([spec("a")], host, max_restarts=3)
     pool.stop(signal.SIGTERM)
     assert (pool.run(), host.closed) == (128 + signal.SIGTERM, True)
+
+
+def test_what_a_worker_on_another_machine_said_last_is_told_here(capfd, monkeypatch):
+    run({"a": [EXIT_FAILED], "b": [EXIT_FAILED] * 9}, max_restarts=0)
+    assert "no log on this machine" in capfd.readouterr().err
+    monkeypatch.setattr(ScriptedHost, "said", "ConfigError: model.path=/models/m is not here")
+    run({"a": [EXIT_FAILED]}, max_restarts=0)
+    assert "(as scripted): ConfigError: model.path=/models/m is not here" in capfd.readouterr().err
 
 
 def test_a_worker_that_dies_young_waits_longer_each_time_and_an_old_one_not_at_all(monkeypatch):

@@ -49,7 +49,9 @@ def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_t
         specs = [hopeless(tmp_path, index) for index in range(2)]
         for spec in specs:
             host.start(spec)
-        assert [found.code for found in ends(host, 2)] == [EXIT_REFUSED] * 2
+        ended = ends(host, 2)
+        assert [found.code for found in ended] == [EXIT_REFUSED] * 2
+        assert all("none" in found.said for found in ended), "what the log says, wherever it is"
         before = places()
         assert [place[1:] for place in before] == [("CREATED", "STRICT_PACK", {"CPU": 2.0})] * 2
         host.start(specs[0])
