@@ -14,6 +14,8 @@ OF_SCORES = ("attn_logit_softcapping",)
 """Fields of models that change attention scores in a way that the packed attention does not know."""
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Model types with a learned sink in every attention."""
+COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose layers several ranks may compute together: what is proven (`tests/learner/test_parallel.py`)."""
 
 
 def foreign_maths(settings: Mapping[str, Any]) -> str:
@@ -37,4 +39,36 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
             f"{kind} has {', '.join(scores)}, which packed attention does not compute; use a plain causal decoder "
             "(Llama, Qwen2, Qwen3, Mistral)"
         )
+    return ""
+
+
+def not_together(settings: Mapping[str, Any], ranks: int) -> str:
+    """Why `learner.tensor_parallel=ranks` cannot cut the layers of a model; empty if it can.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = settings.get("text_config") or settings
+    kind = text.get("model_type") or settings.get("model_type")
+    if ranks == 1:
+        return ""
+    if kind not in COMPUTED_TOGETHER:
+        return (
+            f"learner.tensor_parallel={ranks} is proven for {', '.join(COMPUTED_TOGETHER)}, and this is {kind}. Set "
+            "learner.tensor_parallel=1: FSDP2 shards any model"
+        )
+    heads = text.get("num_attention_heads")
+    counts = {
+        "attention heads": heads,
+        "key-value heads": text.get("num_key_value_heads") or heads,
+        "numbers between the halves of its feed-forward layer (intermediate_size)": text.get("intermediate_size"),
+    }
+    # What config.json leaves to its class's default is looked at when the model is loaded.
+    known = {what: count for what, count in counts.items() if isinstance(count, int)}
+    for what, count in known.items():
+        if count % ranks:
+            return (
+                f"{count} {what} cannot be cut over learner.tensor_parallel={ranks} ranks. Set one that divides "
+                f"{', '.join(map(str, known.values()))}"
+            )
     return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
-from asyncrl.checks.parallel import ranks_divide
+from asyncrl.checks.parallel import proven_with, ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
@@ -72,7 +72,6 @@ def batch_divides(config: Config) -> Problems:
 
 def ranks_are_laid_out(config: Config) -> Problems:
     yield from ranks_divide(config.learner, config.learner.ranks)
-    tensor = config.learner.tensor_parallel
     unproven = {
         f"model.lora_rank={config.model.lora_rank}": config.model.lora_rank > 0,
         f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
@@ -80,9 +79,7 @@ def ranks_are_laid_out(config: Config) -> Problems:
         f"learner.hook={config.learner.hook}": bool(config.learner.hook),
         f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
-    for what, given in unproven.items():
-        if tensor > 1 and given:
-            yield f"learner.tensor_parallel={tensor} is not proven with {what}. Set learner.tensor_parallel=1"
+    yield from proven_with(config.learner, unproven)
 
 
 def early_groups(config: Config) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
-from asyncrl.checks.architecture import foreign_maths
+from asyncrl.checks.architecture import foreign_maths, not_together
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
@@ -45,7 +45,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += _missing_vllm(config)
     if role in ("local", "learner", "rollout"):
         problems += missing_model("model.path", config.model.path)
-        problems += unfit_model(config.model.path)
+        problems += unfit_model(config.model.path, config.learner.tensor_parallel)
         problems += _too_few_positions(config)
     if role in ("local", "learner"):
         reference = "" if config.reference.from_rollout else config.reference.path
@@ -117,8 +117,12 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes in `config.json` that have a head for the next token."""
 
 
-def unfit_model(path: str) -> Iterator[str]:
-    """A model that loads with a random head, or computes what the learner does not."""
+def unfit_model(path: str, together: int = 1) -> Iterator[str]:
+    """A model that loads with a random head, or computes what the learner does not.
+
+    Args:
+        together: `learner.tensor_parallel`.
+    """
     settings = model_settings(path)
     classes = settings.get("architectures") or []
     if classes and not any(name.endswith(CAUSAL) for name in classes):
@@ -126,7 +130,7 @@ def unfit_model(path: str) -> Iterator[str]:
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
-    problem = foreign_maths(settings) if settings else ""
+    problem = (foreign_maths(settings) or not_together(settings, together)) if settings else ""
     if problem:
         yield f"model.path={path}: {problem}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,3 +82,13 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
 def ranks_divide(learner: Layout, ranks: int) -> Problems:
     if problem := problem_of(learner, ranks):
         yield problem
+
+
+def proven_with(learner: Layout, unproven: Mapping[str, bool]) -> Problems:
+    """Args: unproven: what tensor parallelism has not been tried with, in words -> whether it is wanted."""
+    for what, wanted in unproven.items():
+        if learner.tensor_parallel > 1 and wanted:
+            yield (
+                f"learner.tensor_parallel={learner.tensor_parallel} is not proven with {what}. Set "
+                "learner.tensor_parallel=1"
+            )

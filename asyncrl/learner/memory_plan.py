@@ -63,7 +63,7 @@ BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = False) -> dict[str, Shape]:
     """What each of `together` ranks that compute every layer together has of the parameters, of a model that they can
-    (`tensor.FAMILIES`): all matrices are cut, norms are not.
+    (`checks.architecture.COMPUTED_TOGETHER`): all matrices are cut, norms are not.
 
     Args:
         computing: embedding and head, which are in no layer, are whole then.

@@ -25,12 +25,11 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.checks.architecture import not_together
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.errors import ConfigError
 from asyncrl.learner.sharding import dim_size
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of what is proven (`tests/learner/test_parallel.py`)."""
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
 """What the plans of transformers call them: by what is left of the output."""
 PER_HEAD = ("q_norm", "k_norm")
@@ -39,26 +38,9 @@ PER_HEAD = ("q_norm", "k_norm")
 
 def refuse_tensor(config: PretrainedConfig, ranks: int, setting: str) -> None:
     """Raises ConfigError where `ranks` cannot compute the layers of the model together."""
-    if ranks == 1:
-        return
-    text = config.get_text_config(decoder=True)
-    if text.model_type not in FAMILIES:
-        raise ConfigError(
-            f"{setting}: learner.tensor_parallel={ranks} is proven for {', '.join(FAMILIES)}, and this is "
-            f"{text.model_type!r}. Set learner.tensor_parallel=1: FSDP2 shards any model"
-        )
-    heads = text.num_attention_heads
-    counts = {
-        "attention heads": heads,
-        "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "numbers between the halves of its feed-forward layer (intermediate_size)": text.intermediate_size,
-    }
-    for what, count in counts.items():
-        if count % ranks:
-            raise ConfigError(
-                f"{setting}: {count} {what} cannot be cut over learner.tensor_parallel={ranks} ranks. Set one that "
-                f"divides {', '.join(map(str, counts.values()))}"
-            )
+    problem = not_together(config.to_dict(), ranks)
+    if problem:
+        raise ConfigError(f"{setting}: {problem}")
 
 
 def plan_of(hf: PreTrainedModel) -> dict[str, str]:

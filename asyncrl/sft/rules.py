@@ -19,7 +19,7 @@ from asyncrl.checks.machine import (
     positions_of,
     unfit_model,
 )
-from asyncrl.checks.parallel import ranks_divide
+from asyncrl.checks.parallel import proven_with, ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.settings import (
@@ -128,6 +128,7 @@ def known_words(given: SftConfig) -> Problems:
     if ":" in device and given.learner.ranks > 1:
         yield one_device_for_all(device, given.learner.ranks)
     yield from ranks_divide(given.learner, given.learner.ranks)
+    yield from proven_with(given.learner, {f"model.lora_rank={given.model.lora_rank}": given.model.lora_rank > 0})
 
 
 def numbers_in_range(given: SftConfig) -> Problems:
@@ -184,7 +185,8 @@ def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
         ConfigError: with everything that is missing.
     """
     config = learner_config(given)
-    problems = [*missing_model("model.path", given.model.path), *unfit_model(given.model.path), *_too_long(given)]
+    problems = [*missing_model("model.path", given.model.path), *_too_long(given)]
+    problems += unfit_model(given.model.path, given.learner.tensor_parallel)
     held_out = eval_source(given)
     for source in (*train_sources(given), *([held_out] if held_out else [])):
         try:
