@@ -18,6 +18,7 @@ from asyncrl.engines.factory import make_engine
 from asyncrl.engines.vllm import settings as vllm_settings
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, Completion
+from asyncrl.weights.broadcast import protocol
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -136,7 +137,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
     """One worker, until it is told to stop; ends with the first error of its subscriber or its engine."""
     torch.set_num_threads(1)
     trap = LoadTrap()
-    broadcast_subscriber.post = trap.post
+    broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
     vllm_settings.WorkerExtension = TrappedCalls
     engine: Any = make_engine(config)
     receiver: Any = Staging()

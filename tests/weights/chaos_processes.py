@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.weights.broadcast import protocol, staging
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
-from asyncrl.weights.broadcast import staging
 from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
@@ -97,7 +97,7 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection)
-    broadcast_subscriber.post = trap.post
+    broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
     staging.WeightGroup = trap.group()
     hashed = Fingerprint.update
 
