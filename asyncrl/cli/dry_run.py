@@ -395,12 +395,14 @@ def main(command: str, overrides: Sequence[str]) -> int:
     check_machine(config, command, planned=True)
     if command in ("local", "rollout"):
         check_environments(config)
+    if command in ("local", "learner"):
+        check_own_learning(config)
+        refuse_used_folder(config)
+        changes_in(config)  # what is no folder to go on in is refused before its rows are looked at
     found = look_ahead(config) if command in ("local", "rollout") else None
     if found and command == "local":
         config, overrides = with_steps(config, overrides, found.rows)
     if command in ("local", "learner"):
-        check_own_learning(config)
-        refuse_used_folder(config)
         for change in changes_in(config):
             print(f"this resume changes {change}")
     print(plan_text(config, command, overrides, found))
