@@ -144,7 +144,8 @@ def shard(
     plan = plan_of(model.hf) if dim_size(mesh, TENSOR) > 1 else {}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     layer_classes = set(model.hf._no_split_modules or ())
-    for module in list(model.hf.modules()):
+    # From within: Mamba names its blocks and the mixers in them, and what is sharded already cannot be again.
+    for module in reversed(list(model.hf.modules())):
         if type(module).__name__ in layer_classes:
             before(module)
             cut(module, mesh, plan)
