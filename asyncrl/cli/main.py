@@ -31,6 +31,10 @@ COMMANDS = {
     "learner": ("asyncrl.learner.__main__", "one learner rank; several: launchers/learner.sh"),
 }
 
+SETTLED = (
+    "keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "watch", "retriever", "export",
+)  # fmt: skip
+"""Commands that take no settings."""
 HELP = "settings, or a YAML file of them; `asyncrl settings` lists them"
 
 KEYS_MADE = """\
@@ -81,6 +85,9 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help=text, description=text)
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     compare.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    text = "a run that goes on: steps, evaluations, who is in it and who stands still, alarms, samples"
+    watch = commands.add_parser("watch", help=text, description=text)
+    watch.add_argument("run", metavar="RUN", type=Path, help="a run folder of this machine")
     text = "runs side by side as one HTML file that needs no network: curves, tables, alarms, samples"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
@@ -139,11 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (
-        rest
-        and given.command
-        in ("keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "retriever", "export")
-    ):
+    if options or (rest and given.command in SETTLED):
         top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
     if rest:
         given.overrides += rest
@@ -207,6 +210,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
     if given.command == "compare":
         return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
+    if given.command == "watch":
+        return load("asyncrl.cli.watch").main(given.run)
     if given.command == "report":
         return load("asyncrl.cli.report").main(given.runs, given.to)
     if given.command == "alarms":

@@ -71,12 +71,17 @@ def _flock(handle: int, kind: int) -> bool:
 
 
 def holders(folder: Path) -> str:
-    """` (the replay server, pid 7)`: those that hold a lock on the folder, as far as the kernel tells."""
+    """` (the replay server, pid 7)`: see `living_in`."""
+    named = [f"{who(process)}, pid {process.pid}" for process in living_in(folder)]
+    return f" ({'; '.join(named)})" if named else ""
+
+
+def living_in(folder: Path) -> list[ProcessId]:
+    """Those that hold a lock on the folder, as far as the kernel of this machine tells."""
     inode = folder.stat().st_ino
     try:
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
-        return ""
+        return []
     pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode)}
-    named = [f"{who(process)}, pid {pid}" for pid in sorted(pids) if (process := ProcessId.of(pid)) is not None]
-    return f" ({'; '.join(named)})" if named else ""
+    return [process for pid in sorted(pids) if (process := ProcessId.of(pid)) is not None]

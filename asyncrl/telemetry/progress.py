@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -214,9 +214,11 @@ class RunView:
         self._latest: dict[str, Any] = {}
         self._evaluations: dict[str, Course] = {}
         self._state = "starting"
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        # Redirected, its drawing would go through the stream that lets only plain text pass.
+        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self._live = live if console.is_terminal else None
 
-    def __enter__(self) -> RunView:
+    def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
@@ -272,8 +274,13 @@ class RunView:
         step = self._latest.get("step", self._resumed)
         elapsed = clock(time.monotonic() - self._started)
         head = Text(f"{self._state}   step {step}/{self._steps}   elapsed {elapsed}   left {self._eta()}")
-        bar = ProgressBar(total=self._steps, completed=step, width=60)
-        return Group(head, bar, self._table()) if self._latest else Group(head, bar)
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=self._steps, completed=step, width=60))
+        return Group(head, bar, self._table(), *self.below()) if self._latest else Group(head, bar, *self.below())
+
+    def below(self) -> Sequence[Table | Text]:
+        """What stands under the table."""
+        return ()
 
     def _table(self) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -1,0 +1,99 @@
+"""`asyncrl watch`: what is shown of a run that another process makes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl.cli.main import main
+from asyncrl.family import ProcessId
+from asyncrl.plain_text import PlainStream
+from asyncrl.storage.occupancy import lived_in, living_in
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.watching import WatchView
+from tests.replay.helpers import Clock
+
+
+@pytest.fixture
+def role() -> Iterator[subprocess.Popen]:
+    """A process that looks like a replay server, and does nothing until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "asyncrl.replay"], stdin=subprocess.PIPE
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def make_run(folder: Path) -> Path:
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text("learner:\n  steps: 4\n")
+    rows = [{"step": step, "time": 1.0, "time/step": 1.0, "reward/mean": 0.5} for step in (1, 2)]
+    sample = {"step": 2, "reward": 1.0, "prompt": "one [red]two", "completion": "\x1b[2J\nthree"}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    alarm = {"name": "low_ess", "step": 2, "said": "small", "advice": "lower it"}
+    (folder / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    return folder
+
+
+def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: subprocess.Popen) -> None:
+    clock, out = Clock(), io.StringIO()
+    process = ProcessId.of(role.pid)
+    assert process is not None
+    living = [process]
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    with WatchView(make_run(tmp_path / "run"), 4, console, living=lambda _: living, now=clock) as view:
+        assert view.look()
+        os.kill(role.pid, signal.SIGSTOP)
+        os.waitpid(role.pid, os.WUNTRACED)
+        for _ in range(10):
+            clock.now += 1
+            assert view.look()
+        console.print(*view.below(), sep="\n")
+        shown = out.getvalue()
+        assert f"(pid {role.pid}) stands still" in shown and "stopped" in shown and "last step 0:10 ago" in shown
+        assert "alarm low_ess at step 2: small" in shown
+        assert "one [red]two" in shown and "three" in shown and "\x1b[2J\n" not in shown
+        os.kill(role.pid, signal.SIGCONT)
+        living = []
+        assert not view.look()
+        out.truncate(0)
+        console.print(*view.below(), sep="\n")
+    assert f"(pid {role.pid}) is gone" in out.getvalue()
+
+
+def test_the_view_draws_on_a_terminal_whose_stream_lets_only_plain_text_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", PlainStream(terminal))
+    console = PlainConsole(force_terminal=True, width=100, color_system=None)
+    with WatchView(make_run(tmp_path / "run"), 4, console, living=lambda _: []) as view:
+        view.look()
+        view.look()
+    drawn = terminal.getvalue()
+    assert "\x1b[" in drawn and "\\x1b[2K" not in drawn, "commands to the terminal are none of the text"
+    assert "\x1b[2J" not in drawn, "and those in a completion are nothing else"
+
+
+def test_those_that_hold_the_lock_of_a_folder_live_in_it(tmp_path: Path) -> None:
+    assert os.getpid() not in [process.pid for process in living_in(tmp_path)]
+    with lived_in(tmp_path):
+        assert os.getpid() in [process.pid for process in living_in(tmp_path)]
+
+
+def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(make_run(tmp_path / "run"))]) == 0
+    said = capsys.readouterr().out
+    assert "step 2 | reward 0.500" in said and "low_ess" in said and "three" in said
+    assert main(["watch", str(tmp_path)]) == 2
