@@ -67,6 +67,15 @@ def test_two_ranks_learn_and_report_the_same_as_one(folder: Path, make: str):
             assert first[name].item() == pytest.approx(second[name].item(), abs=1e-3, rel=5e-3), name
 
 
+def test_ranks_that_compute_layers_together_have_a_reference_and_an_average(folder: Path):
+    one, together = (reinforce_pp_baseline(folder, run) for run in ("average", "together"))
+    together.learner.tensor_parallel = 2
+    for world, config in ((1, one), (2, together)):
+        config.learner.proximal_ema = 0.5
+        train_on_ranks(config, world)
+    assert apart(learned(folder, "average"), learned(folder, "together"), begun(folder, "average")) < EQUAL
+
+
 def test_a_critic_and_an_average_resume_on_another_number_of_ranks(folder: Path):
     train_on_ranks(gae(folder, "cut", steps=2), 2)
     train_on_ranks(gae(folder, "cut"), 1, resume=True)
