@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.errors import ConfigError
+
 
 def wide_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [..., out] of hidden [..., in] and weight [out, in] in any dtype, which float64 stays."""
@@ -19,11 +21,19 @@ def wide_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
-def widen(head: nn.Module) -> None:
-    """Let `head`, a linear layer, give its logits in float32."""
-    assert isinstance(head, nn.Linear)
-    head.forward = partial(_forward, head)
+def widen(head: nn.Module | None) -> None:
+    """Let `head` give its logits in float32.
+
+    Raises:
+        ConfigError: it is no linear layer.
+    """
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"model.fp32_head=true needs a model whose head is one linear layer; this one has {type(head).__name__}. "
+            "Leave model.fp32_head out"
+        )
+    head.forward = partial(_forward, head)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _forward(head: nn.Linear, hidden: Tensor) -> Tensor:
-    return wide_linear(hidden, head.weight, head.bias)
+def _forward(head: nn.Linear, input: Tensor) -> Tensor:
+    return wide_linear(input, head.weight, head.bias)

@@ -72,7 +72,7 @@ class Meter:
         self._inserted = [0, 0]
         """Trajectories and their sampled tokens."""
         self._trained = [0, 0]
-        self._lost_groups = dict.fromkeys((DropReason.STALE, DropReason.DEAD_BRANCH), 0)
+        self._lost_groups: dict[DropReason, int] = dict.fromkeys((DropReason.STALE, DropReason.DEAD_BRANCH), 0)
         """Loss tokens of groups that were dropped for their age."""
         self._fates: dict[int, tuple[int, int]] = {}
         """Step -> loss tokens that were trained in it, and those of its groups that were masked; of a group that is
