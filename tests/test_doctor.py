@@ -34,6 +34,8 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem_and_one_that_is_taken_a_warnin
     assert states(doctor.gpus(one + taken, lambda: "12.8 2\n")) == [OK, WARNING]
     assert states(doctor.gpus(one, lambda: "None 0\n")) == [OK, PROBLEM]
     assert states(doctor.gpus(one, lambda: "")) == [OK, PROBLEM]
+    assert states(doctor.gpus("No devices were found\n", lambda: "")) == [PROBLEM]
+    assert states(doctor.gpus("NVIDIA, of two names, 81559, 4, 550.54\n", lambda: "12.8 1")) == [OK]
 
 
 def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
@@ -44,6 +46,7 @@ def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
     kinds = [doctor.filesystem_of(Path(at), mounts) for at in ("/home", "/data/runs", "/data/fast/x", "/database")]
     assert kinds == ["ext4", "nfs4", "tmpfs", "ext4"]
     assert doctor.disk(tmp_path)[0].state == OK and list(tmp_path.iterdir()) == []
+    assert states(doctor.disk(Path("/proc"))) == [PROBLEM]
 
 
 def test_memory_files_ports_names_and_the_clock() -> None:

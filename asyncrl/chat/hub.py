@@ -45,6 +45,7 @@ def described_in(path: str) -> Path | None:
             f"model.path={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
             "Face hub. Correct the name, or log in with `hf auth login` if it is a private one"
         ) from error
-    except (OSError, errors.HfHubHTTPError) as error:  # no network, a hub that is down, a full disk: asked again later
+    # No network, one that breaks off (to the library no OSError), a hub that is down, a full disk: asked again later.
+    except (OSError, *errors.HfHubHTTPError.__bases__) as error:
         log.debug("%s cannot be looked at: %s", path, error)
         return None

@@ -37,7 +37,7 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(as_object(runs, ends, apart), indent=1, default=str))
         return 0
-    console = PlainConsole(highlight=False, soft_wrap=True)
+    console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)  # foreign names and values
     console.print(settings_table(runs))
     console.print(ends_table(runs, ends))
     console.print(

@@ -87,7 +87,9 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
         return [Finding("GPU", OK, "none (no nvidia-smi): learner and engines compute on the CPU")]
     found = []
     for number, line in enumerate(told.strip().splitlines()):
-        name, total, used, driver = (part.strip() for part in line.split(","))
+        if line.count(",") < 3:
+            return [Finding("GPU", PROBLEM, f"nvidia-smi says of its GPUs: {line}")]
+        name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
         said = f"{number}: {name}, {total} MiB, {used} MiB in use, driver {driver}"
         if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 20:
             said += ". Somebody else computes on it: what a run is planned to take may not be free"
@@ -129,7 +131,18 @@ def files(soft: int) -> Finding:
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Writes and syncs into `folder`, as the journal does."""
+    """What `judge_disk` says, or that nothing can be written there."""
+    try:
+        sync_s, rate = measured(folder)
+    except OSError as error:
+        return [Finding("disk", PROBLEM, f"{folder} cannot be written: {error}. Give run.dir where it can")]
+    mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
+    free = shutil.disk_usage(folder).free
+    return judge_disk(folder, free, sync_s, rate, filesystem_of(folder.resolve(), mounts))
+
+
+def measured(folder: Path) -> tuple[float, float]:
+    """Writes and syncs into `folder`, as the journal does: seconds of a sync, and bytes per second. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
         block, took = os.urandom(4096), []
         with (Path(place) / "synced").open("wb") as file:
@@ -144,11 +157,7 @@ def disk(folder: Path) -> list[Finding]:
             file.write(os.urandom(1 << 20) * (WRITTEN >> 20))
             file.flush()
             os.fsync(file.fileno())
-        rate = WRITTEN / (time.perf_counter() - began)
-    mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
-    return judge_disk(
-        folder, shutil.disk_usage(folder).free, statistics.median(took), rate, filesystem_of(folder.resolve(), mounts)
-    )
+        return statistics.median(took), WRITTEN / (time.perf_counter() - began)
 
 
 def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -> list[Finding]:

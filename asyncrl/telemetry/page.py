@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from asyncrl.telemetry.resumed import CONFIG_FILE
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
 """Of a curve: one for every two pixels of a panel."""
-SAMPLES, SAMPLE_TEXT = 300, 4000
-"""Newest rows of `samples.jsonl` of each run, and characters of a prompt or completion."""
+SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
+"""Newest rows of `samples.jsonl` of each run, characters of a prompt or completion, and how it ended."""
 HEAD = (
     "Every number is one of metrics.jsonl, or a mean of some. The band around a curve goes from the smallest to the "
     "largest value of the steps at a place, the curve through the last of them. A legend's box hides its run."
@@ -72,7 +73,8 @@ def page_of(folders: Sequence[Path]) -> str:
         "samples": [row for run in runs for row in samples_of(run)],
     }
     # `</script>` in a completion would end the script that holds it.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = text.encode(errors="replace").decode()  # half a character, of a text that was cut in it
     return TEMPLATE.read_text().replace("@DATA@", text, 1)
 
 
@@ -81,7 +83,7 @@ def columns(folder: Path) -> Series:
     found: Series = {}
     for row in read_metrics(folder):
         for name, value in row.items():
-            if name not in OF_EVERY_ROW and isinstance(value, int | float):
+            if name not in OF_EVERY_ROW and isinstance(value, int | float) and math.isfinite(value):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(value)
@@ -126,21 +128,33 @@ def marked(metric: str, ends: list[End | None]) -> list[dict[str, Any] | None]:
 
 def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
     rows = read_lines(Path(run["folder"]) / ALARMS_FILE).rows
-    return [[run["name"], row.get("step"), row.get("name"), row.get("said"), row.get("advice")] for row in rows]
+    return [[run["name"], *(cell(row.get(key)) for key in ("step", "name", "said", "advice"))] for row in rows]
 
 
 def samples_of(run: dict[str, Any]) -> list[list[Any]]:
     """The newest first."""
     rows = read_lines(Path(run["folder"]) / SAMPLES_FILE).rows[: -SAMPLES - 1 : -1]
     return [
-        [run["name"], row.get("step"), row.get("reward"), parts_of(row), *texts_of(row), row.get("finish_reason")]
+        [run["name"], *map(cell, (row.get("step"), row.get("reward"), parts_of(row), *texts_of(row), row.get(END)))]
         for row in rows
     ]
 
 
+def cell(value: Any) -> float | str | None:
+    """As JSON has it: the reward of an episode that got none is NaN, and a browser reads no page with one."""
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    return None if value is None else str(value)
+
+
 def parts_of(row: dict[str, Any]) -> str:
     rewards = row.get("rewards")
-    return ", ".join(f"{name} {value:.4g}" for name, value in rewards.items()) if isinstance(rewards, dict) else ""
+    if not isinstance(rewards, dict):
+        return ""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
+        for name, value in rewards.items()
+    )
 
 
 def texts_of(row: dict[str, Any]) -> list[str]:

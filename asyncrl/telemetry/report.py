@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.schema import Config
+from asyncrl.storage.lines import row_of
 from asyncrl.telemetry.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import clock, failed_rewards, who_waits
 from asyncrl.telemetry.staleness_table import staleness_table
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -23,12 +26,16 @@ MAX_FAILED_LINES = 3
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All whole rows, one per step, see `by_step`; an empty list when there are none. Step 0 is an evaluation alone."""
+    """All whole rows, one per step, see `by_step`; an empty list when there are none. Step 0 is an evaluation alone.
+    Lines that are none are told and left out, as a resume does."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return by_step(json.loads(line) for line in lines if line.endswith("\n"))
+    lines = path.read_bytes().split(b"\n")[:-1]
+    rows = [row for line in lines if (row := row_of(line)) is not None and isinstance(row.get("step"), int)]
+    if len(rows) < len(lines):
+        log.warning("%s: lines that cannot be read (%d) are left out", path, len(lines) - len(rows))
+    return by_step(rows)
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:

@@ -52,6 +52,12 @@ def hub(tmp_path: Path) -> Iterator[str]:
             elif path.startswith("/api/models/me/model"):
                 files = [{"rfilename": file.name} for file in folder.iterdir()]
                 self.say(200, json.dumps({"id": "me/model", "sha": COMMIT, "siblings": files}).encode())
+            elif path.startswith("/api/models/me/gone/tree/"):
+                self.say(200, json.dumps([{"type": "file", "path": "a.json", "size": 9, "oid": "0" * 40}]).encode())
+            elif path.startswith("/api/models/me/gone"):
+                self.say(200, json.dumps({"id": "me/gone", "sha": COMMIT, "siblings": []}).encode())
+            elif "me/gone" in path:  # it hangs up in the middle of a file
+                self.close_connection = True
             elif path.startswith(f"/me/model/resolve/{COMMIT}/"):
                 self.say(200, (folder / path.rpartition("/")[2]).read_bytes())
             elif "me/gated" in path:
@@ -104,6 +110,7 @@ def test_a_name_that_is_none_and_one_that_needs_a_login_are_refused_and_a_hub_ou
     assert "no such model on the Hugging Face hub" in asked("me/modle", hub, tmp_path)
     assert "hf auth login" in asked("me/gated", hub, tmp_path)
     assert asked("me/model", hub, tmp_path, offline="1").startswith("None")
+    assert asked("me/gone", hub, tmp_path).startswith("None")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "me/a_b.c"])

@@ -48,6 +48,16 @@ def test_settings_that_differ_and_where_the_curves_end(tmp_path: Path, capsys: p
     assert "learner.lr" in said and "0.9375 *" in said and "two seeds" in said
 
 
+def test_names_and_values_in_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = make_run(tmp_path / "[red]a", 0, 0.1, [0.5])
+    second = make_run(tmp_path / "b", 0, 0.1, [0.5])
+    for folder, path in ((first, "[/x].jsonl"), (second, "[math]:smile:")):
+        (folder / "config.yaml").write_text(f"seed: 0\ndata: {{path: '{path}'}}\n")
+    assert main(["compare", str(first), str(second)]) == 0
+    said = capsys.readouterr().out
+    assert "[red]a" in said and "[/x].jsonl" in said and "[math]:smile:" in said
+
+
 def test_experiments_of_several_seeds_are_told_apart_by_chance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
