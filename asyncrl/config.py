@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
 from asyncrl.checks.learner import resolved_loss
@@ -249,8 +248,8 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "replay": {key: value for key, value in asdict(config.replay).items() if key not in OWN_TO_A_PROCESS},
         "engine": [config.engine.record_topk, "exact"] if config.engine.exact else config.engine.record_topk,
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
-        # What `auto` is only the learner knows; float32 is what it was before there was `auto`.
-        "weights": [config.weights.transport, config.weights.wire_dtype.replace(AUTO, "float32")],
+        # The dtype on the wire, once the second of these, is the learner's to choose: each version says its own.
+        "weights": [config.weights.transport, "float32"],
         "learner": config.learner.groups_per_step,
         "eval": [
             [

@@ -60,3 +60,16 @@ def test_a_checkpoint_becomes_the_model_that_it_holds(tmp_path: Path, capsys: py
     torch.testing.assert_close(average, dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()))
     assert "the averaged policy after 10 steps" in capsys.readouterr().out
     assert main(["export", str(run), "--step", "7"]) == 2
+
+
+def test_a_run_in_half_precision_is_exported_so_without_its_ranks_or_a_gpu(tmp_path: Path):
+    path = tiny_checkpoint(tmp_path / "model")
+    given = [f"model.path={path}", f"run.dir={tmp_path}/run", "data.path=d.jsonl", "reward.function=r.py:f"]
+    run = prepare_run_folder(load_config([*given, "model.dtype=bfloat16"]), "first")
+    roles = build_roles(load_config(given), CPU, None)  # the weights of which are float32 in either
+    Checkpoints(run / "ckpt", rank=0, keep=3).save(state(0), roles, {})
+    assert main(["export", str(run)]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(run / "exports" / "step_1" / "hf", dtype="auto")
+    for name, value in roles.policy.named_parameters():
+        found = exported.get_parameter(name.removeprefix("hf."))
+        torch.testing.assert_close(found, value.to(torch.bfloat16), rtol=0, atol=0)

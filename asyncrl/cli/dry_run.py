@@ -389,7 +389,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
 def main(command: str, overrides: Sequence[str]) -> int:
     """Raises ConfigError and RunFolderError as the real start would."""
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
-    if command in ("local", "learner"):
+    if command in ("local", "learner", "rollout"):
         overrides = [*overrides, *kept_dtypes(config, overrides)]
         config = load_config(overrides)
     check_machine(config, command, planned=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
     path = chosen_checkpoint(run, step)
     steps = trained_steps(path)
     target = target or run / EXPORTS / path.name / ("average" if average else "hf")
-    model = build_model(config, CPU, None)
+    # On one rank that computes in half precision a model is sharded, which takes ranks: nothing is computed here.
+    whole = replace(config, model=replace(config.model, dtype="float32"))
+    model = build_model(whole, CPU, None)
     fill(model, path, "average" if average else "model")
     target.parent.mkdir(parents=True, exist_ok=True)
     export_hf(model, config.model, target, 0, disk_patience(config), trained=steps)

@@ -37,7 +37,7 @@ from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
+from asyncrl.telemetry.run_folder import changes_in, keep_dtypes, prepare_run_folder
 from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")
@@ -72,12 +72,14 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
-    config = with_dtypes(config, learner=place.device.type)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
         for change in changes_in(config):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR, KEYS_DIR), overrides=overrides)
+    config = with_dtypes(config, learner=place.device.type)
+    if place.rank == 0:
+        keep_dtypes(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
     opened.enter_context(lived_in(run_dir))
 
     def publisher(roles: Roles) -> ProvingPublisher:

@@ -18,6 +18,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, run_worker_here
 from asyncrl.rollout.pool import run_pool
 from asyncrl.storage.log_stream import keep_logging
+from asyncrl.telemetry.resumed import kept_dtypes
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +35,8 @@ def main(arguments: list[str]) -> int:
         os._exit(code)
     keep_logging()
     try:
-        return run_pool(load_config(arguments))
+        config = load_config(arguments)
+        return run_pool(load_config([*arguments, *kept_dtypes(config, arguments)]))
     except AsyncRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_REFUSED

@@ -14,6 +14,7 @@ from asyncrl import collector
 if __name__ == "__main__":
     collector.rest()
 
+from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
@@ -27,7 +28,7 @@ from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
+from asyncrl.telemetry.run_folder import changes_in, keep_dtypes, prepare_run_folder
 
 log = logging.getLogger("asyncrl.sft")
 
@@ -59,6 +60,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         for change in changes_in(given):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
+        keep_dtypes(given, {"model.dtype": dtype_on(given.model.dtype, place.device.type)})
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
     parts = assemble(

@@ -13,14 +13,16 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.own_code import code_hashes
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
@@ -198,7 +200,26 @@ def write_config(
     if overrides is not None:
         preset = config.loss.preset if isinstance(config, Config) else None
         settings = commented(settings, origins(overrides, preset, type(config)))
-    path, text = folder / CONFIG_FILE, "".join(f"{line}\n" for line in history) + settings
+    _put_config(config, folder / CONFIG_FILE, "".join(f"{line}\n" for line in history) + settings)
+
+
+def keep_dtypes(config: RunSettings, found: Mapping[str, str]) -> None:
+    """Write into `config.yaml` what `auto` has become: a resume, `asyncrl export` and `asyncrl rerun` go on with that,
+    whatever they run on.
+
+    Args:
+        found: by setting, `model.dtype`.
+    """
+    path = Path(config.run.dir).resolve() / CONFIG_FILE
+    before = after = path.read_text().rpartition(SEAL)[0] if path.exists() else ""
+    for key, dtype in found.items():
+        room, _, name = key.partition(".")
+        after = re.sub(rf"(?m)^({room}:.*\n(?: .*\n)*?  {name}: ){AUTO}\b", rf"\g<1>{dtype}", after)
+    if after != before:
+        _put_config(config, path, after)
+
+
+def _put_config(config: RunSettings, path: Path, text: str) -> None:
     text += _seal_of(text)
     disk_patience(config).through(path, len(text.encode()), lambda: replace_text(path, text, path.with_suffix(".tmp")))
 

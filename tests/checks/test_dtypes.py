@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.config import learner_digest, load_config, run_digest
+from asyncrl.config import learner_digest, load_config, read_config, run_digest
 from asyncrl.telemetry.resumed import kept_dtypes
+from asyncrl.telemetry.run_folder import changes_in, config_note, keep_dtypes, prepare_run_folder
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
@@ -37,8 +38,8 @@ def test_auto_is_half_precision_on_a_gpu_and_whole_on_a_cpu(overrides, learner, 
 
 def test_processes_agree_whatever_each_computes_on_and_with_those_of_before_there_was_auto():
     config = load_config(REQUIRED)
-    assert run_digest(config) == run_digest(load_config([*REQUIRED, "weights.wire_dtype=float32"]))
-    assert run_digest(config) != run_digest(load_config([*REQUIRED, "weights.wire_dtype=bfloat16"]))
+    for dtype in ("float32", "bfloat16"):  # a learner that is resumed has kept one; the replay server knows of none
+        assert run_digest(config) == run_digest(load_config([*REQUIRED, f"weights.wire_dtype={dtype}"]))
     whole, half = (load_config([*REQUIRED, f"model.dtype={dtype}"]) for dtype in ("float32", "bfloat16"))
     assert learner_digest(with_dtypes(config, learner="cpu")) == learner_digest(whole)
     assert learner_digest(with_dtypes(config, learner="cuda")) == learner_digest(half)
@@ -57,3 +58,20 @@ def test_a_run_that_began_with_float32_keeps_it_when_a_resume_leaves_it_to_auto(
     assert kept_dtypes(config, [*given, "model.dtype=auto"]) == kept[1:], "who types it, means it"
     assert kept_dtypes(load_config([*given, "model.dtype=bfloat16"]), given) == kept[1:]
     assert kept_dtypes(replace(config, resume="never"), given) == []
+
+
+def test_what_auto_has_become_stands_in_the_run_and_is_kept_on_another_machine(tmp_path: Path):
+    given = [*REQUIRED, "resume=auto", f"run.dir={tmp_path}"]
+    config = load_config(given)
+    prepare_run_folder(config, "first", overrides=given)
+    chosen = with_dtypes(config, learner="cuda")
+    keep_dtypes(config, {"model.dtype": chosen.model.dtype, "weights.wire_dtype": chosen.weights.wire_dtype})
+    assert config_note(tmp_path) == ""
+    kept = kept_dtypes(config, given)
+    assert kept == ["model.dtype=bfloat16", "weights.wire_dtype=bfloat16"]
+    resumed = load_config([*given, *kept])
+    assert changes_in(resumed) == [] and run_digest(resumed) == run_digest(config)
+    assert learner_digest(with_dtypes(resumed, learner="cpu")) == learner_digest(chosen)
+    assert read_config(tmp_path / "config.yaml").engine.dtype == "auto", "each engine's own"
+    keep_dtypes(config, {"model.dtype": "float32"})
+    assert read_config(tmp_path / "config.yaml").model.dtype == "bfloat16", "it was chosen before"
