@@ -26,6 +26,8 @@ GAP_STEPS, GAP_S = 10, 120.0
 FREE_BYTES = "disk/free_bytes"
 """Given with a row by whoever writes it; no metric."""
 LEAST_FREE = 2 << 30
+PASSING = frozenset({"no_workers"})
+"""Told, and no reason to stop a run: workers that died come again, and a pool that gives up ends the run itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rich.text import Text
 from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile
-from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, RAISED, Alarms, Raised
+from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, PASSING, RAISED, Alarms, Raised
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
 from asyncrl.telemetry.run_folder import STOP_FILE
@@ -129,7 +129,7 @@ class PrintingLog(MetricsLog):
         for raised in self._alarms.row({"step": step, **row, **free}, time.monotonic()):
             print(raised, flush=True)
             self._told.append([asdict(raised)])
-            if self._stops is not None:
+            if self._stops is not None and raised.name not in PASSING:
                 self._stops.touch()
 
 
@@ -206,7 +206,7 @@ class RunView:
         if resumed:
             self._told.read()
         self.alarmed = False
-        """An alarm was told since this began."""
+        """An alarm that may stop a run was told since this began."""
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
@@ -236,7 +236,7 @@ class RunView:
             self.say(warning)
         told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read()]
         for raised in (*told, *self._alarms.silence(time.monotonic())):
-            self.alarmed = True
+            self.alarmed |= raised.name not in PASSING
             self.say(str(raised))
         if self._live:
             self._live.update(self._render(), refresh=True)

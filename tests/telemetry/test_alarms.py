@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from asyncrl.cli.alarms import as_markdown
 from asyncrl.config import LOG_DIR
@@ -14,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.alarms import ALARMS, ALARMS_FILE, FREE_BYTES, GAP_S, WINDOW, Alarms, Raised
-from asyncrl.telemetry.progress import PrintingLog
+from asyncrl.telemetry.progress import PrintingLog, RunView
 from asyncrl.telemetry.registry import metric_of
 from asyncrl.telemetry.run_folder import STOP_FILE
 
@@ -111,3 +112,14 @@ def test_the_learner_writes_them_down_and_asks_for_a_stop_where_that_is_wanted(
         assert "alarm low_ess at step 10" in capsys.readouterr().out
         assert (tmp_path / LOG_DIR / STOP_FILE).exists() == (action == "stop")
     assert FREE_BYTES not in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / LOG_DIR).mkdir()
+    log = PrintingLog.of(Config(run=RunConfig(dir=str(tmp_path))), tmp_path, 0, on_alarm="stop")
+    view = RunView(tmp_path, 9, Console(), 0)
+    log.write(1, 1, {"time/step": 1.0, "replay/workers": 0.0})
+    view.refresh("training")
+    log.close()
+    assert capsys.readouterr().out.count("alarm no_workers at step 1") == 2
+    assert not view.alarmed and not (tmp_path / LOG_DIR / STOP_FILE).exists()
