@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.broadcast import protocol
+from asyncrl.weights.broadcast import protocol, publisher, subscriber
 from asyncrl.weights.broadcast.protocol import answer, beat, collect, introduce, post, pushed
 from asyncrl.weights.subscriber import SubscriberThread
 from tests.weights.board import Board, WorkerRendezvous
@@ -100,6 +101,27 @@ def test_what_a_subscriber_waits_for_is_pushed_and_a_store_that_is_gone_is_said_
     del server
     with pytest.raises(dist.DistError):
         pushed(client, "3/event/2", 60.0, threading.Event())
+
+
+def test_who_stood_still_for_longer_than_events_are_kept_joins_anew(monkeypatch):
+    monkeypatch.setattr(publisher, "_KEPT_EVENTS", 3)
+    monkeypatch.setattr(subscriber, "_SILENCE_S", 0.05)  # of waits for what is not there
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    sender: Any = SimpleNamespace(_store=store, _epoch=7, _event=0)
+    looks = []
+
+    def look(wait_s: float) -> bool:
+        looks.append(wait_s)
+        return len(looks) > 10  # else it would look for ever
+
+    member: Any = SimpleNamespace(_closed=threading.Event(), _look=look, _stats={"epoch": 0.0, "epochs": 0.0})
+    for _ in range(3):
+        publisher.BroadcastSender._post_event(sender, {"kind": "tick"})
+    seat: Any = SimpleNamespace(epoch=7)
+    assert not subscriber.BroadcastSubscriber._follow(member, store, seat), "it has all events, and waits for the next"
+    assert len(looks) == 11
+    publisher.BroadcastSender._post_event(sender, {"kind": "tick"})
+    assert subscriber.BroadcastSubscriber._follow(member, store, seat)
 
 
 class Loading(SubscriberThread):

@@ -6,6 +6,7 @@ E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
 E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
                          "bye"
+E/forgotten              publisher: counter of the events that are no longer there, the oldest first
 E/prints/k               publisher: fingerprints of what it sent as event k
 ack/W/I                  subscriber: its newest answer, with epoch and event: "ok" served (and proven, if it was due);
                          "bad" bytes differ; "fail" the engine refused them; "unproven" the canary failed
@@ -150,6 +151,10 @@ def collect(
 
 def hello_key(worker: str, incarnation: str) -> str:
     return f"hello/{worker}/{incarnation}"
+
+
+def forgotten_key(epoch: int) -> str:
+    return f"{epoch}/forgotten"
 
 
 def _ack_key(peer: Peer) -> str:

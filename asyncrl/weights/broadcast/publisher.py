@@ -24,6 +24,7 @@ from asyncrl.weights.broadcast.protocol import (
     Peer,
     collect,
     fetch,
+    forgotten_key,
     hello_key,
     invite_key,
     post,
@@ -44,7 +45,7 @@ _STATS = (
 )  # fmt: skip
 _MAX_ATTEMPTS = 8
 _KEPT_EVENTS = 256
-"""Of an epoch: a member that stands still for so many ticks is found out long before."""
+"""Of an epoch: a member that stood still, or whose engine loaded, for longer says hello again."""
 _GRACE_S = 2.0
 """What a living member gets to say hello or accept; one that missed it comes back by itself."""
 
@@ -241,6 +242,7 @@ class BroadcastSender:
         post(self._store, f"{self._epoch}/event/{self._event}", message)
         self._next_tick = time.monotonic() + TICK_S
         if self._event > _KEPT_EVENTS:
+            self._store.add(forgotten_key(self._epoch), 1)
             self._store.delete_key(f"{self._epoch}/event/{self._event - _KEPT_EVENTS}")
             self._store.delete_key(f"{self._epoch}/prints/{self._event - _KEPT_EVENTS}")
 

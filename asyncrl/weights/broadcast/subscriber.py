@@ -25,6 +25,7 @@ from asyncrl.weights.broadcast.protocol import (
     answer,
     beat,
     fetch,
+    forgotten_key,
     hello_key,
     introduce,
     invite_key,
@@ -161,6 +162,9 @@ class BroadcastSubscriber(SubscriberThread):
         while not self._closed.is_set():
             key = f"{seat.epoch}/event/{number}"
             event = pushed(store, key, _SILENCE_S, self._closed)
+            if event is None and store.add(forgotten_key(seat.epoch), 0) >= number:
+                log.warning("weights: epoch %d went on without this worker, which joins anew", seat.epoch)
+                return True
             if event is None or event["kind"] == "tick":
                 if self._look(wait_s=0.0):
                     return False
