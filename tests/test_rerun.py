@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checks.learner import resolved_loss
+from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.cli.rerun import name_of, rerun_config, written
 from asyncrl.config import config_to_dict, load_config
 from asyncrl.errors import ConfigError, JournalError
@@ -31,6 +31,16 @@ def test_a_rerun_without_settings_has_those_of_the_run(run: Path) -> None:
     assert Path(config.run.dir) == run / "rerun-same"
     ppo = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=ppo", "loss.kl_coef=0"])
     assert resolved_loss(config.loss) == resolved_loss(ppo.loss)
+
+
+@pytest.mark.parametrize(("order", "early"), [("fifo", 2), ("freshest", 0)])
+def test_groups_are_trained_together_as_in_the_run(run: Path, order: str, early: int) -> None:
+    """Its replay decided over that with its order, and a rerun has none: other micro-batches would be other bits."""
+    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
+    settings += ["reward.function=a:b", "learner.early_groups=2", f"replay.order={order}"]
+    recorded = load_config(settings)
+    write_config(recorded, run)
+    assert early_groups(recorded) == early_groups(rerun_config(run, [])) == early
 
 
 def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:

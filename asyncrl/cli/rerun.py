@@ -95,6 +95,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         **({"engine.exact": True, "weights.on_update": "recompute"} if recorded.engine.exact else {}),
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
+        "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
         "learner.replicas": 1,  # this and the next of ranks that a rerun need not have
         "learner.tensor_parallel": 1,
     }
