@@ -76,7 +76,7 @@ def pushed(store: dist.Store, key: str, wait_s: float, stop: threading.Event) ->
     deadline = time.monotonic() + wait_s
     while not stop.is_set() and (left := min(deadline - time.monotonic(), _SLICE_S)) > 0.0:
         began = time.monotonic()
-        store.set_timeout(timedelta(seconds=left))
+        store.set_timeout(timedelta(seconds=max(left, 0.001)))  # of less torch makes none, and is back at once
         try:
             return fetch(store, key)
         except dist.DistStoreError:
