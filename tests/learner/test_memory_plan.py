@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.dry_run import model_size
+from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.batch import pack
 from asyncrl.learner.building import prepare, shard
