@@ -148,6 +148,10 @@ Bins = tuple[list[float], list[float]]
 BINS = 16
 WIDEST = 1e300
 """Of a reward in a histogram: between two that are further apart no bins can be told."""
+NEAR = 1e-9
+"""Of their size: numbers that are no further apart are one but for rounding, and numpy finds no bins between them."""
+AGES = 256
+"""Bins of ages at most: W&B refuses more than 512."""
 
 
 def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
@@ -159,13 +163,18 @@ def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
         known = np.array(values, np.float64)
         known = known[np.abs(known) < WIDEST]
         if len(known):
-            counts, edges = np.histogram(known, BINS)
+            low, high = float(known.min()), float(known.max())
+            size = max(abs(low), abs(high))
+            around = max(0.5, NEAR * size) if high - low <= NEAR * size else 0.0
+            counts, edges = np.histogram(known, BINS, range=(low - around, high + around))
             found[name] = edges.tolist(), counts.astype(float).tolist()
     ages = plan.tokens_by_staleness()
     if ages:
-        oldest = max(ages)
-        counts = [float(ages.get(age, 0)) for age in range(oldest + 1)]
-        found["histogram/staleness"] = [age - 0.5 for age in range(oldest + 2)], counts
+        wide = max(ages) // AGES + 1
+        counts = [0.0] * (max(ages) // wide + 1)
+        for age, tokens in ages.items():
+            counts[age // wide] += tokens
+        found["histogram/staleness"] = [wide * place - 0.5 for place in range(len(counts) + 1)], counts
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,3 +80,24 @@ def test_histograms_hold_every_episode_trajectory_and_token_of_a_batch() -> None
     shares = {f"staleness/hist_{age}": count / tokens for age, count in enumerate(counts) if count}
     assert shares == {name: value for name, value in row.items() if name.startswith("staleness/hist_")}
     assert edges[0] == -0.5 and len(edges) == len(counts) + 1
+
+
+@pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2), (1e16, 1e16 + 2), (1e17, 1e17), (-9e299, 9e299), (0.0, 0.0)])
+def test_rewards_of_any_size_and_nearness_have_a_histogram(rewards: tuple[float, float]) -> None:
+    plan, _ = make_step(0)
+    headers = itertools.cycle(rewards)
+    groups = tuple(
+        replace(group, trajectories=tuple(replace(each, reward=next(headers)) for each in group.trajectories))
+        for group in plan.groups
+    )
+    edges, counts = plan_histograms(replace(plan, groups=groups))["histogram/reward"]
+    assert sum(counts) == sum(len(group.trajectories) for group in groups)
+    assert edges[0] <= min(rewards) <= max(rewards) <= edges[-1] and sorted(set(edges)) == edges
+
+
+def test_ages_of_any_number_have_few_bins() -> None:
+    plan, _ = make_step(0)
+    old = replace(plan, staleness={version: age + 1000 for version, age in plan.staleness.items()}, max_staleness=2000)
+    edges, counts = plan_histograms(old)["histogram/staleness"]
+    assert len(edges) == len(counts) + 1 <= 512 and sum(counts) == sum(old.tokens_by_staleness().values()) > 0
+    assert edges[-1] > 1000
