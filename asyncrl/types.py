@@ -321,10 +321,8 @@ class EvalResult:
     """Rows without a score, whatever failed; they are in no mean."""
     missing: int = 0
     """Rows past the end of the file: they do not exist."""
-    sums: dict[str, float] = field(default_factory=dict)
-    """Other figures (`pass@8`), each summed over the rows that have enough samples for it."""
-    known: dict[str, float] = field(default_factory=dict)
-    """How many rows those are, by figure."""
+    figures: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Other figures (`pass@8`) of the rows of `scores`; None where one has too few samples."""
 
     @classmethod
     def all_failed(cls, given: EvalAssignment) -> EvalResult:
@@ -351,6 +349,9 @@ class EvalSummary:
     eval_set: str
     mean: float
     """Of the scores of the rows that have one."""
+    low: float
+    """From here to `high` the mean lies with `evaluation.table.CONFIDENCE`: a bootstrap over these rows."""
+    high: float
     count: int
     """Rows that have a score."""
     failed: int
@@ -361,7 +362,7 @@ class EvalSummary:
     superseded: int
     """Jobs of this set that were cancelled since the last summary, each for a newer one."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Other means over rows, by name."""
+    """Other means over rows, by name; `<name>_low` and `<name>_high` are what `low` and `high` are to `mean`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

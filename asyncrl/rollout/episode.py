@@ -181,7 +181,6 @@ class EpisodeRunner:
             log.warning("%s have no score; the first: %s", what, failures[0])
         made = [trajectory for outcome in scored for trajectory in outcome.trajectories]
         versions = np.concatenate([np.empty(0, np.int32), *(one.policy_versions[one.loss_mask] for one in made)])
-        sums, known = given.figures(outcomes, assignment.start)
         return EvalResult(
             job_id=assignment.job_id,
             chunk=assignment.chunk,
@@ -191,8 +190,7 @@ class EpisodeRunner:
             scores=tuple(float(np.mean([one.reward for one in outcome.members])) for outcome in scored),
             failed=len(outcomes) - len(scored),
             missing=assignment.stop - assignment.start - len(outcomes),
-            sums=sums,
-            known=known,
+            figures=given.figures(outcomes, assignment.start),
         )
 
     async def run_row(

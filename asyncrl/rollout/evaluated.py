@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,17 +32,17 @@ class EvaluatedSet:
     sources: tuple[str, ...] = ()
     """The `data_source` of each row that is evaluated, as in `told_apart`."""
 
-    def figures(self, made: Sequence[Episodes], first: int = 0) -> tuple[dict[str, float], dict[str, float]]:
-        """Of rows from `first` on: of several samples sums of the figures over those that have enough of them, and how
-        many have; and `DATA_SOURCE/mean` of the rows that have a score."""
-        sums, known = Counter[str](), Counter[str]()
+    def figures(self, made: Sequence[Episodes], first: int = 0) -> dict[str, tuple[float | None, ...]]:
+        """Of rows from `first` on, as in `EvalResult.figures`: those of several samples, and `DATA_SOURCE/mean`."""
+        found: list[dict[str, float]] = []
         for row, episodes in enumerate(made):
-            found = {} if self.samples == 1 else self._of_row(row, episodes)
-            if episodes.trajectories and first + row < len(self.sources) and (name := self.sources[first + row]):
-                found[f"{name}/mean"] = float(np.mean([each.reward for each in episodes.members]))
-            sums.update(found)  # pyright: ignore[reportArgumentType]  # it adds floats as well
-            known.update(dict.fromkeys(found, 1))
-        return dict(sums), {name: float(count) for name, count in known.items()}
+            if not episodes.trajectories:
+                continue
+            found.append({} if self.samples == 1 else self._of_row(row, episodes))
+            if first + row < len(self.sources) and (name := self.sources[first + row]):
+                found[-1][f"{name}/mean"] = float(np.mean([each.reward for each in episodes.members]))
+        names = dict.fromkeys(name for of_row in found for name in of_row)
+        return {name: tuple(of_row.get(name) for of_row in found) for name in names}
 
     def _of_row(self, row: int, episodes: Episodes) -> dict[str, float]:
         scores = tuple(trajectory.reward for trajectory in episodes.members)

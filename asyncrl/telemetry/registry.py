@@ -273,6 +273,14 @@ _EVALUATIONS = (
         HIGHER,
     ),
     Metric("eval/<set>/<source>/mean", "reward", "of the rows of one `data_source`, where there are several", HIGHER),
+    *(
+        Metric(f"eval/<set>/{name}_{end}", unit, f"{which} end of the 95 % interval of {what}", HIGHER)
+        for name, unit, what in (
+            ("<figure>", "1", "`reward`, `accuracy` or a figure: a bootstrap over the rows that have it"),
+            ("<source>/mean", "reward", "that mean"),
+        )
+        for end, which in (("low", "lower"), ("high", "upper"))
+    ),
     Metric("eval/<set>/loss", "nats", "per token of the answers, of `asyncrl sft`", LOWER),
     Metric("eval/<set>/perplexity", "1", "its exponential", LOWER),
     Metric("eval/<set>/token_accuracy", "share", "of the answers' tokens, those that are the likeliest", HIGHER),

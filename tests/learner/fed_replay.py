@@ -93,6 +93,8 @@ class FedReplay:
             policy_version=policy_version,
             eval_set=eval_set,
             mean=0.5,
+            low=0.25,
+            high=0.75,
             count=rows,
             failed=0,
             version_min=policy_version,

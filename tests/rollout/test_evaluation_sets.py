@@ -113,11 +113,13 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
     assert results["heldout"].scores == (1.0,) * 4
     assert (results["few"].scores, results["few"].missing) == ((1.0,), 3)
     assert results["own"].scores == results["alike"].scores == (0.25,) * 4
-    assert results["alike"].known["pass@2"] == 4
+    assert results["alike"].figures["pass@2"] == (0.0,) * 4
     assert results["quiet"].scores == (0.0,) * 4
-    assert results["heldout"].sums == {}, "all are of one source"
-    assert results["mixed"].sums == {"openai_gsm8k/mean": 1.0, "math/mean": 2.0}
-    assert results["mixed"].known == {"openai_gsm8k/mean": 1.0, "math/mean": 2.0}
+    assert results["heldout"].figures == {}, "all are of one source"
+    assert results["mixed"].figures == {
+        "openai_gsm8k/mean": (1.0, None, None, None),
+        "math/mean": (None, 1.0, 1.0, None),
+    }
 
 
 def test_sources_are_told_apart_where_there_are_several_and_not_too_many() -> None:

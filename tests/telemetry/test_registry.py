@@ -41,9 +41,10 @@ PART = re.compile(r"/(offset|offset_square|log_square|seq_square|ess_weight|ess_
 """Of sums that `summarize` makes metrics of."""
 PARTS = ("perf/trained_tokens", "perf/operations", "perf/packed_tokens", "eval/step")
 """Taken out of a row before it is written; and the axis that W&B draws evaluations over."""
+FIGURES = {f"{name}{end}": 0.5 for name in ("pass@2", "gsm8k/mean") for end in ("", "_low", "_high")}
 SUMMARY = EvalSummary(
-    job_id=0, step=0, policy_version=0, eval_set="heldout", mean=0.5, count=1, failed=0, version_min=0, version_max=0,
-    superseded=0, figures={"pass@2": 1.0, "gsm8k/mean": 0.5},
+    job_id=0, step=0, policy_version=0, eval_set="heldout", mean=0.5, low=0.5, high=0.5, count=1, failed=0,
+    version_min=0, version_max=0, superseded=0, figures=FIGURES,
 )  # fmt: skip
 DRAWN = Drawn(rows=1, dropped=0, cut=0, tokens=1, epoch=0.5, digest="")
 

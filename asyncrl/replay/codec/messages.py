@@ -20,6 +20,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "bool": lambda value, name: _boolean(value, name),
     "tuple[float, ...]": lambda value, name: tuple(wire.number(item, name) for item in wire.sequence(value, name)),
     "dict[str, float]": lambda value, name: numbers(value, name),
+    "dict[str, tuple[float | None, ...]]": lambda value, name: _columns(value, name),
 }
 
 
@@ -32,6 +33,13 @@ def _boolean(value: Any, name: str) -> bool:
 def numbers(value: Any, name: str) -> dict[str, float]:
     """Raises WireError unless `value` maps strings to finite numbers."""
     return {key: wire.number(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, 65536).items()}
+
+
+def _columns(value: Any, name: str) -> dict[str, tuple[float | None, ...]]:
+    return {
+        key: tuple(None if item is None else wire.number(item, name) for item in wire.sequence(column, name))
+        for key, column in wire.mapping(value, name).items()
+    }
 
 
 def encode_record(record: Any) -> list[Any]:

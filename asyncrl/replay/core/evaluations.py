@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from asyncrl.errors import ReplayError
+from asyncrl.evaluation.table import bootstrap
 from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
+
+_MEAN = ""
+"""Among the figures: the scores themselves."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,13 +42,8 @@ class _Job:
     open: int
     """Chunks without a result."""
     begun: bool = False
-    total: float = 0.0
-    count: int = 0
-    failed: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    known: dict[str, float] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
-    """The smallest and the largest of the tokens that were scored; empty before the first."""
+    results: dict[int, EvalResult] = field(default_factory=dict)
+    """By the number of the chunk."""
 
     def assignment(self, chunk: _Chunk) -> EvalAssignment:
         return EvalAssignment(
@@ -54,17 +55,37 @@ class _Job:
             stop=chunk.stop,
         )
 
-    def add(self, result: EvalResult) -> None:
-        self.open -= 1
-        self.total += sum(result.scores)
-        self.count += len(result.scores)
-        self.failed += result.failed
-        for totals, more in ((self.sums, result.sums), (self.known, result.known)):
-            for name, value in more.items():
-                totals[name] = totals.get(name, 0.0) + value
-        if result.version_min != NO_VERSION:
-            versions = [*self.versions, result.version_min, result.version_max]
-            self.versions = [min(versions), max(versions)]
+    def summary(self, superseded: int) -> EvalSummary:
+        """Of all chunks. Their rows stand in the order of the file, whoever was first: the draws of a bootstrap are the
+        same for every job of a set."""
+        results = [self.results[number] for number in sorted(self.results)]
+        columns = {_MEAN: [score for result in results for score in result.scores]}
+        for name in dict.fromkeys(name for result in results for name in result.figures):
+            nothing = [(None,) * len(result.scores) for result in results]
+            found = [result.figures.get(name, none) for result, none in zip(results, nothing, strict=True)]
+            columns[name] = [value for values in found for value in values]
+        known = bootstrap({name: np.array(values, np.float64) for name, values in columns.items()}, seed=0)
+        whole = known.pop(_MEAN, None)
+        scored = [result for result in results if result.version_min != NO_VERSION]
+        return EvalSummary(
+            job_id=self.job_id,
+            step=self.step,
+            policy_version=self.policy_version,
+            eval_set=self.eval_set,
+            mean=whole.value if whole else 0.0,
+            low=whole.low if whole else 0.0,
+            high=whole.high if whole else 0.0,
+            count=len(columns[_MEAN]),
+            failed=sum(result.failed for result in results),
+            version_min=min((result.version_min for result in scored), default=self.policy_version),
+            version_max=max((result.version_max for result in scored), default=self.policy_version),
+            superseded=superseded,
+            figures={
+                f"{name}{end}": value
+                for name, each in known.items()
+                for end, value in (("", each.value), ("_low", each.low), ("_high", each.high))
+            },
+        )
 
 
 class Evaluations:
@@ -131,7 +152,7 @@ class Evaluations:
         """Late or repeated reports change nothing.
 
         Raises:
-            ReplayError: its rows are not those of the chunk.
+            ReplayError: its rows are not those of the chunk, or a figure is not of all that have a score.
         """
         if worker not in self._held:
             return
@@ -142,6 +163,12 @@ class Evaluations:
             raise ReplayError(
                 f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, "
                 f"{result.failed} failures and {result.missing} rows that do not exist; together they must be its rows"
+            )
+        uneven = [name for name, values in result.figures.items() if len(values) != len(result.scores)]
+        if uneven:
+            raise ReplayError(
+                f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, and with "
+                f"{len(result.figures[uneven[0]])} values of {uneven[0]}: one for each score, or none, is expected"
             )
         del self._held[worker]
         self._close(job, result)
@@ -174,23 +201,9 @@ class Evaluations:
     def _close(self, job: _Job, result: EvalResult) -> None:
         """A chunk has its result; with the last one the job has its summary."""
         self.moves += 1
-        job.add(result)
+        job.results[result.chunk] = result
+        job.open -= 1
         if job.open:
             return
         del self._jobs[job.job_id]
-        oldest, newest = job.versions or (job.policy_version, job.policy_version)
-        self._finished.append(
-            EvalSummary(
-                job_id=job.job_id,
-                step=job.step,
-                policy_version=job.policy_version,
-                eval_set=job.eval_set,
-                mean=job.total / job.count if job.count else 0.0,
-                count=job.count,
-                failed=job.failed,
-                version_min=oldest,
-                version_max=newest,
-                superseded=self._superseded.pop(job.eval_set, 0),
-                figures={name: total / job.known[name] for name, total in job.sums.items() if job.known.get(name)},
-            )
-        )
+        self._finished.append(job.summary(self._superseded.pop(job.eval_set, 0)))

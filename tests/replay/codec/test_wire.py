@@ -374,6 +374,7 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
     assert messages.decode_acquired(wire.unpack(wire.pack(messages.encode_acquired(acquired)))) == acquired
     summary = EvalSummary(
         **{"job_id": 1, "step": 2, "policy_version": 2, "eval_set": "h", "mean": 0.5, "count": 4},
+        **{"low": 0.25, "high": 1.0, "figures": {"pass@2": 0.5}},
         **{"failed": 0, "version_min": 2, "version_max": 3, "superseded": 1},
     )
     reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,))

@@ -3,10 +3,13 @@ stops a training, and what is superseded is cancelled."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from asyncrl.errors import NoProgress, ReplayError
+from asyncrl.evaluation.table import RowScores, bootstrap, tabulate
 from asyncrl.replay.codec.messages import decode_record, decode_records, encode_record
+from asyncrl.replay.codec.wire import pack, unpack
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.state import ReplayState
@@ -72,18 +75,54 @@ def evaluate(core: ReplayCore, step: int) -> int:
 def test_figures_of_chunks_are_means_over_the_rows_that_have_them_and_survive_the_wire() -> None:
     stage = Stage()
     stage.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=6, chunk=2)
-    first = {"pass@2": 1.5, "pass@4": 1.0}, {"pass@2": 2.0, "pass@4": 1.0}
-    for sums, known in (first, ({"pass@2": 0.0}, {"pass@2": 1.0}), ({}, {})):
+    for figures in ({"pass@2": (1.0, 0.5), "pass@4": (1.0, None)}, {"pass@2": (None, 0.0)}, {}):
         (order,) = stage.core.acquire("w", "a", 1).evaluations
         versions = {"version_min": 0, "version_max": 0}
         order = {"job_id": order.job_id, "chunk": order.chunk, "attempt": order.attempt}
-        result = EvalResult(**order, **versions, scores=(1.0, 0.0), sums=sums, known=known)
-        stage.core.report_evaluation("w", "a", decode_record(EvalResult, encode_record(result)))
+        result = EvalResult(**order, **versions, scores=(1.0, 0.0), figures=figures)
+        stage.core.report_evaluation("w", "a", decode_record(EvalResult, unpack(pack(encode_record(result)))))
     answer = stage.ask(learner(), 7)
     assert isinstance(answer, Answer)
     (summary,) = decode_records(EvalSummary, answer.body)
-    assert summary.figures == {"pass@2": 0.5, "pass@4": 1.0}
+    rows = [RowScores(row=n, scores=(float(n % 2 == 0),)) for n in range(6)]
+    (alone,) = tabulate(rows, samples=1)
     assert (summary.mean, summary.count) == (0.5, 6)
+    assert (summary.low, summary.high) == (alone.estimates["avg@1"].low, alone.estimates["avg@1"].high)
+    assert 0.0 <= summary.low < summary.mean < summary.high <= 1.0
+    known = np.array([1.0, 0.5, np.nan, 0.0, np.nan, np.nan])
+    pass_2 = bootstrap({"pass@2": known, "pass@4": np.array([1.0, *[np.nan] * 5])}, seed=0)["pass@2"]
+    assert summary.figures == {
+        **{"pass@2": 0.5, "pass@2_low": pass_2.low, "pass@2_high": pass_2.high},
+        **{"pass@4": 1.0, "pass@4_low": 1.0, "pass@4_high": 1.0},
+    }
+
+
+def test_the_interval_of_an_evaluation_does_not_depend_on_who_was_first() -> None:
+    def summary(turned: bool) -> EvalSummary:
+        stage = Stage()
+        stage.core.hello("v", "b", 0)
+        stage.core.served("v", "b", 0, "f")
+        stage.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=8, chunk=4)
+        orders = [(stage.core.acquire(*who, 1).evaluations[0], who) for who in (("w", "a"), ("v", "b"))]
+        for order, who in orders[:: -1 if turned else 1]:
+            scores = tuple(0.1 * row**2 for row in range(order.start, order.stop))
+            key = {"job_id": order.job_id, "chunk": order.chunk, "attempt": order.attempt}
+            result = EvalResult(**key, version_min=0, version_max=0, scores=scores, figures={"f": scores})
+            stage.core.report_evaluation(*who, result)
+        (made,) = stage.core.finished_evaluations() or ()
+        return made
+
+    assert summary(turned=True) == summary(turned=False)
+
+
+def test_a_figure_that_is_not_of_every_scored_row_is_refused_and_the_chunk_stays_open() -> None:
+    stage = Stage()
+    evaluate(stage.core, 0)
+    order = order_of(stage.core)
+    with pytest.raises(ReplayError, match="came back with 2 scores, and with 1 values of pass@2"):
+        answer(stage.core, order, figures={"pass@2": (1.0,)})
+    answer(stage.core, order, figures={"pass@2": (1.0, None)})
+    assert not stage.core.evaluations.open
 
 
 def test_of_several_sets_each_has_its_turn_and_of_one_the_oldest_job_goes_first() -> None:
