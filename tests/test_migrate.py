@@ -30,7 +30,8 @@ algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=['consol
 trainer.project_name=verl_grpo trainer.experiment_name='qwen3 8b' trainer.n_gpus_per_node=8 trainer.nnodes=1
 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 trainer.total_training_steps=105 made.up=3
 custom_reward_function.path=my/gsm8k.py +custom_reward_function.reward_kwargs.format_score=0.1
-+custom_reward_function.reward_kwargs.method=strict +actor_rollout_ref.actor.optim.betas=[0.9,0.95]
++custom_reward_function.reward_kwargs.method=strict +custom_reward_function.reward_kwargs.weights.length=0.5
++custom_reward_function.reward_kwargs.answer=${data.key} +actor_rollout_ref.actor.optim.betas=[0.9,0.95]
 """
 PPO = """
 data.train_files=[a.parquet,b.parquet] data.max_prompt_length=1024 data.max_response_length=512 data.train_batch_size=64
@@ -72,7 +73,7 @@ def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsy
     assert (config.engine.name, config.engine.tensor_parallel) == ("vllm", 2)
     assert config.engine.vllm == {"gpu_memory_utilization": 0.6}
     assert (config.reward.function, config.run.name) == ("my/gsm8k.py:compute_score", "qwen3-8b")
-    assert config.reward.args == {"format_score": 0.1, "method": "strict"}
+    assert config.reward.args == {"format_score": 0.1, "method": "strict", "weights": {"length": 0.5}}
     assert config.telemetry.wandb and config.model.activation_checkpointing and config.learner.save_every == 20
     assert "learner.lr: 1.0e-06  # from actor_rollout_ref.actor.optim.lr\n" in text
     assert "data.prompt_column: prompt  # from data.prompt_key (verl's default)\n" in text
@@ -80,6 +81,7 @@ def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsy
         ("trainer.total_epochs=15", "total_training_steps"),
         ("trainer.n_gpus_per_node=8", "learner.ranks"),
         ("made.up=3", "unknown here"),
+        ("custom_reward_function.reward_kwargs.answer=${data.key}", "points at another setting"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=False", "FSDP2"),
     ):
         assert any(f"# no equivalent: {left}: " in line and why in line for line in text.splitlines()), left

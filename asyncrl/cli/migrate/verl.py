@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.cli.migrate.translation import OFF, Translation, place, truncation
 
@@ -324,6 +326,23 @@ def _evaluation(made: Translation) -> None:
 REWARD_KWARGS = "custom_reward_function.reward_kwargs."
 
 
+def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
+    """With the mappings in them as they were: the function is called with what these hold, empty or not."""
+    args: dict[str, Any] = {}
+    for key in given:
+        value = made.given[key]
+        if isinstance(value, str) and "${" in value:
+            made.refuse(key, "it points at another setting of verl: give its value in reward.args")
+            continue
+        made.take(key)
+        *above, name = key.removeprefix(REWARD_KWARGS).split(".")
+        inner = args
+        for each in above:
+            inner = inner.setdefault(each, {})
+        inner[name] = value
+    return args
+
+
 def _rewards(made: Translation) -> None:
     path = made.take("custom_reward_function.path")
     name = made.take("custom_reward_function.name")
@@ -331,8 +350,9 @@ def _rewards(made: Translation) -> None:
         theirs = ("custom_reward_function.path", "custom_reward_function.name")
         made.put("reward.function", f"{place(path)}:{name}", *theirs)
         given = [key for key in made.given if key.startswith(REWARD_KWARGS)]
-        if given:
-            made.put("reward.args", {key.removeprefix(REWARD_KWARGS): made.take(key) for key in given}, *given)
+        args = _reward_args(made, given)
+        if args:
+            made.put("reward.args", args, *(key for key in given if key not in made.left))
     if made.take("reward_model.enable") and (model := made.take("reward_model.model.path")) is not None:
         if path is None:
             made.put("reward", "model", "reward_model.enable")
