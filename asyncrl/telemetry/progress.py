@@ -5,7 +5,6 @@ consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refr
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
-from asyncrl.storage.lines import LineFile
+from asyncrl.storage.lines import LineFile, row_of
 from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, PASSING, RAISED, Alarms, Raised
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
@@ -134,7 +133,8 @@ class PrintingLog(MetricsLog):
 
 
 class MetricsTail:
-    """New whole rows of a growing metrics file. A resume makes it shorter: what it kept is no news."""
+    """New whole rows of a growing metrics file. A resume makes it shorter: what it kept is no news; nor is what is
+    damaged, which the resume puts aside."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,7 +157,7 @@ class MetricsTail:
         self._offset += len(whole)
         fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
         self._read.update(map(hash, fresh))
-        return [json.loads(line) for line in fresh]
+        return [row for line in fresh if (row := row_of(line)) is not None and "step" in row]
 
 
 class RewardWarnings:
@@ -234,7 +234,7 @@ class RunView:
             self._take(row)
         for warning in self._warnings.read():
             self.say(warning)
-        told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read()]
+        told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read() if row.keys() >= set(RAISED)]
         for raised in (*told, *self._alarms.silence(time.monotonic())):
             self.alarmed |= raised.name not in PASSING
             self.say(str(raised))

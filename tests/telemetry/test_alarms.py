@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.alarms import as_markdown
+from asyncrl.cli.folder_check import examine
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
@@ -123,3 +124,13 @@ def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: p
     log.close()
     assert capsys.readouterr().out.count("alarm no_workers at step 1") == 2
     assert not view.alarmed and not (tmp_path / LOG_DIR / STOP_FILE).exists()
+
+
+def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", ALARMS_FILE):
+        (tmp_path / name).write_text('{"step": 1, "ti\n[1]\n\0\n{"step": 1, "name": "low_ess"}\n{"loss/total": 1.0}\n')
+    for resumed in (0, 1):
+        view = RunView(tmp_path, 9, Console(), resumed)
+        view.refresh("training")
+        assert not view.alarmed
+    assert [problem for problem in examine(tmp_path).notes if ALARMS_FILE in problem]
