@@ -70,6 +70,8 @@ class CallClock:
     """Around what is awaited: tells at each of its steps whose it is."""
     slots: asyncio.Semaphore | None = None
     """How many may be awaited side by side; the deadline of one begins when it has a slot."""
+    left: set[asyncio.Future[Any]] = field(default_factory=set)
+    """What was not to be cancelled at its deadline, and goes on although nobody waits for it."""
 
 
 UNTIMED = CallClock(math.inf, lambda _: None)

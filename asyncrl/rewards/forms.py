@@ -28,6 +28,8 @@ Function = Callable[..., Any]
 Parameters = Mapping[str, Parameter]
 IDS = ("completion_ids", "completions_ids")
 """TRL's documentation has had both."""
+CANCEL_S = 0.5
+"""For one that is cancelled to close what it holds; less than the pool waits for a silent process past a deadline."""
 ABSENT = ("trainer_state",)
 """What TRL gives and a reward process has not: None, where it is named."""
 
@@ -195,20 +197,34 @@ async def await_bounded(awaitable: Awaitable[Any], place: int, clock: CallClock)
     """What it gives, or why it gives nothing: raised, or past the deadline, which begins once there is a slot."""
     watched = clock.watch(place, awaitable)
     if clock.slots is None:
-        return await _within(watched, clock.timeout_s)
+        return await _within(watched, clock)
     async with clock.slots:
-        return await _within(watched, clock.timeout_s)
+        return await _within(watched, clock)
 
 
-async def _within(awaitable: Awaitable[Any], timeout_s: float) -> tuple[Any, RewardError | None]:
-    limit = asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None)
+async def _within(awaitable: Awaitable[Any], clock: CallClock) -> tuple[Any, RewardError | None]:
+    """As `await_bounded`. One that goes on although it was cancelled is left to itself: it costs its own completion,
+    and neither its group nor its process waits for it."""
+    task = asyncio.ensure_future(_whole(awaitable))
+    timed = clock.timeout_s if math.isfinite(clock.timeout_s) else None
+    done, _ = await asyncio.wait({task}, timeout=timed)
+    if done:
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCEL_S)
+    if not task.done():
+        clock.left.add(task)
+        task.add_done_callback(clock.left.discard)
+    return None, RewardError(f"the call ran longer than reward.timeout_s={clock.timeout_s:g} s", "timed_out")
+
+
+async def _whole(awaitable: Awaitable[Any]) -> tuple[Any, RewardError | None]:
     try:
-        async with limit:
-            return await awaitable, None
+        return await awaitable, None
     except Exception as error:  # user code at a process boundary: its failure is an answer
-        if limit.expired():
-            return None, RewardError(f"the call ran longer than reward.timeout_s={timeout_s:g} s", "timed_out")
         return None, failed(error)
+    except asyncio.CancelledError:  # at its deadline, which is told; or what it awaited was cancelled by itself
+        return None, RewardError("the call was cancelled")
 
 
 def _outcome(returned: Any, name: str) -> Outcome:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.call import Call, GroupReward
+from asyncrl.rewards.call import Call, CallClock, GroupReward
 from asyncrl.rewards.forms import adapt_reward
 from asyncrl.rewards.loader import make_reward, settle
 from asyncrl.rewards.score import RewardScore
@@ -226,3 +227,27 @@ def test_settings_name_one_function_or_several():
 def test_settings_that_name_no_reward_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         reward_terms(RewardConfig(**settings))
+
+
+def test_one_that_goes_on_when_it_is_cancelled_is_left_at_its_deadline() -> None:
+    async def deaf(completion: str, row: dict) -> float:
+        while completion == "deaf" and not over:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async def scenario() -> None:
+        clock = CallClock(0.05, lambda _: None)
+        call = Call(completions=["deaf", "a"], row={"prompt": "p"})
+        late, fine = await cast(Any, adapt_reward(deaf, "deaf", clock)(call))
+        assert isinstance(late, RewardError) and late.reason == "timed_out"
+        assert isinstance(fine, RewardScore) and fine.value == 1.0
+        (going,) = clock.left
+        over.append(True)
+        await going
+        assert not clock.left
+
+    over: list[bool] = []
+    asyncio.run(scenario())

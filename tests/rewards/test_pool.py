@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.child import MOST_LEFT
 from asyncrl.rewards.pool import MAX_GUILTY, RewardPool
 from asyncrl.types import Completion
 
@@ -202,6 +203,22 @@ def test_async_calls_of_many_groups_run_side_by_side_as_far_as_they_may(at_once:
             return [scores[0].value for scores in scored]
 
     assert max(asyncio.run(scenario())) == side_by_side
+
+
+@sits_out
+async def many_that_go_on():
+    async with RewardPool(f"{FILE}:will_not_end", workers=1, timeout_s=HANG_S) as pool:
+        first = await pool.score(["deaf", "a"], row(""))
+        crowd = await pool.score(["deaf"] * MOST_LEFT + ["a"], row(""))
+        return first, pool.stats()["reward_restarts"], crowd, await pool.score(["a"], row("")), pool.stats()
+
+
+def test_async_calls_that_go_on_when_they_are_cancelled_cost_one_deadline_and_no_sibling(came):
+    (deaf, well), restarts, crowd, (last,), stats = came[many_that_go_on]
+    assert isinstance(deaf, RewardError) and deaf.reason == "timed_out" and well.value == 1.0
+    assert restarts == 0, "the process went on"
+    assert [outcome.reason for outcome in crowd[:-1]] == ["timed_out"] * MOST_LEFT and crowd[-1].value == 1.0
+    assert last.value == 1.0 and stats["reward_restarts"] == 1, "it went for a fresh one with so many left behind"
 
 
 @sits_out
