@@ -10,11 +10,13 @@ import asyncio
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.dtypes import AUTO, with_dtypes
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
@@ -33,6 +35,9 @@ from asyncrl.schema import Config
 from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 
+SEES_A_GPU = "import torch; print(torch.cuda.is_available())"
+TORCH_S = 300.0
+"""For a process to load torch from a slow disk."""
 EXPORT_DIR = "hf"
 RUNS = "runs"
 CHOOSES_A_FOLDER = ("run.name=", "run.dir=")
@@ -53,7 +58,7 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
     """
     config, limited = prepared(path, overrides)
     # Which numbers it computes with is part of what is evaluated.
-    config = with_dtypes(config, engine="cuda" if visible_gpus() and config.engine.device != "cpu" else "cpu")
+    config = with_dtypes(config, engine=engine_kind(config))
     check_machine(config, "rollout")
     check_environment(config.environment)
     rows = _rows_of(config, limited)
@@ -76,6 +81,26 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
         if code:
             return code
         return _tell(config, kept, made_of)
+
+
+def engine_kind(config: Config) -> str:
+    """`cuda` or `cpu`: what the engine will compute on, where `engine.dtype=auto` asks. Torch says, in a process of its
+    own: one without CUDA sees no GPU of a machine that has some.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    if config.engine.dtype != AUTO or config.engine.device == "cpu" or visible_gpus() == ():
+        return "cpu"
+    try:
+        asked = subprocess.run([sys.executable, "-c", SEES_A_GPU], capture_output=True, text=True, timeout=TORCH_S)
+    except subprocess.TimeoutExpired:
+        why = f"no answer in {TORCH_S:.0f} s"
+    else:
+        if asked.stdout.strip() in ("True", "False"):
+            return "cuda" if asked.stdout.strip() == "True" else "cpu"
+        why = next(iter(asked.stderr.strip().splitlines()[-1:]), f"exit code {asked.returncode}")
+    raise ConfigError(f"engine.dtype=auto: torch does not say whether it sees a GPU ({why}). Give engine.dtype")
 
 
 def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
