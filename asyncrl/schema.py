@@ -125,7 +125,8 @@ class DataConfig:
     """Of a prompt as rendered by the chat template; what becomes of a longer one says `overlong`."""
     overlong: str = "drop"
     """What becomes of a longer prompt when it is drawn: `drop` its group (counted as `over_length`), `truncate_left` or
-    `truncate_right` (so many tokens are cut there), or `error`, which ends the run and names the row."""
+    `truncate_right` (so many tokens are cut there; only where the environment reads tokens, as `single_turn` does), or
+    `error`, which ends the run and names the row."""
 
 
 @dataclass(kw_only=True, slots=True)

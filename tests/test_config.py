@@ -33,6 +33,7 @@ REFUSED = [
     # what a user types, and what the answer must contain: rule, value, way out
     (["replay.stale_policy=maks"], ["replay.stale_policy must be one of mask, drop, wait", "'maks'", "`mask`"]),
     (["model.dtype=bf16"], ["model.dtype must be one of auto, float32, bfloat16", "'bf16'", "`bfloat16`"]),
+    (["environment=search", "data.overlong=truncate_left"], ["data.overlong=truncate_left cuts the tokens", "drop"]),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
     (["environment.name=own.py"], ["yours as file.py:Name or package.module:Name; got 'own.py'"]),
     (

@@ -281,6 +281,20 @@ def environment_is_one(config: Config) -> Problems:
         )
 
 
+def prompts_are_cut_where_they_are_read(config: Config) -> Problems:
+    # One of the user's is looked at where its class is known, in `environments.registry`.
+    if config.environment.name in ENVIRONMENTS[1:] and config.data.overlong.startswith("truncate_"):
+        yield cuts_nothing(config.environment.name, config.data.overlong)
+
+
+def cuts_nothing(environment: str, overlong: str) -> str:
+    """The refusal of a cut that an environment would never see."""
+    return (
+        f"data.overlong={overlong} cuts the tokens of a prompt, and environment={environment} reads the row's "
+        "messages, whole. Give data.overlong=drop or error, or a larger data.max_prompt_tokens"
+    )
+
+
 def filters_name_functions(config: Config) -> Problems:
     for spec in config.rollout.filters:
         if not SPEC.fullmatch(spec):
@@ -322,7 +336,8 @@ def _evaluation_is_one(config: Config) -> Problems:
 
 
 OF_A_SET = (
-    *(known_words, numbers_in_range, reward_is_whole, environment_is_one, _evaluation_is_one),
+    *(known_words, numbers_in_range, reward_is_whole, environment_is_one, prompts_are_cut_where_they_are_read),
+    _evaluation_is_one,
     evaluation_is_truncated_within_bounds,
 )
 """Rules that an entry of `eval.sets` can break by itself."""
@@ -334,6 +349,7 @@ RULES = (
     resume_or_overwrite,
     reward_is_whole,
     environment_is_one,
+    prompts_are_cut_where_they_are_read,
     filters_name_functions,
     evaluation_has_rows,
 )

@@ -60,7 +60,7 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
     # Which numbers it computes with is part of what is evaluated.
     config = with_dtypes(config, engine=engine_kind(config))
     check_machine(config, "rollout")
-    check_environment(config.environment)
+    check_environment(config.environment, overlong=config.data.overlong)
     rows = _rows_of(config, limited)
     made_of = identity(config, rows)
     folder = folder_of(config, made_of, overrides)

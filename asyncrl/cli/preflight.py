@@ -115,12 +115,12 @@ def said_of(given: EvalSet) -> Iterator[None]:
 def check_environments(config: Config) -> None:
     """That of the training, and those that evaluated sets have of their own. Raises ConfigError."""
     checked = [config.environment]
-    check_environment(config.environment, config.model)
+    check_environment(config.environment, config.model, overlong=config.data.overlong)
     for each in eval_sets(config):
         if each.config.environment not in checked:
             checked.append(each.config.environment)
             with said_of(each):
-                check_environment(each.config.environment, config.model)
+                check_environment(each.config.environment, config.model, overlong=config.data.overlong)
 
 
 def check_own_learning(config: Config) -> None:

@@ -17,26 +17,30 @@ from asyncrl.chat.hub import NAME, described_in
 from asyncrl.chat.names import AUTO, DEFAULT, candidates, why_single
 from asyncrl.data.local_tokenizer import load_local_tokenizer
 from asyncrl.environments.episodes import EpisodeEnvironment
-from asyncrl.environments.registry import SETTING, find_environment, is_of_the_user, single_only
+from asyncrl.environments.registry import SETTING, find_environment, is_of_the_user, refuse_cut, single_only
 from asyncrl.environments.stepped import is_stepped
 from asyncrl.own_code import IMPORT_S, answer, try_in_process
 from asyncrl.schema import EnvironmentConfig, ModelConfig
 
 
-def check_environment(config: EnvironmentConfig, model: ModelConfig | None = None, timeout_s: float = IMPORT_S) -> None:
+def check_environment(
+    config: EnvironmentConfig, model: ModelConfig | None = None, timeout_s: float = IMPORT_S, *, overlong: str = "drop"
+) -> None:
     """As `find_environment`, of which only the refusal is wanted.
 
     Args:
         model: whose chat must be one for several turns, where episodes have several.
+        overlong: as `data.overlong`.
 
     Raises:
-        ConfigError: what `find_environment` says, or that the import ended its process or took too long; or the model's
-            chat is not to be had for several turns, as far as files that are here tell.
+        ConfigError: what `find_environment` and `refuse_cut` say, or that the import ended its process or took too
+            long; or the model's chat is not to be had for several turns, as far as files that are here tell.
     """
     if not is_of_the_user(config.name) and not hasattr(find_environment(config), "check"):
         return
     settings = {
         "environment": {"name": config.name, "args": dict(config.args)},
+        "overlong": overlong,
         "model": {"path": model.path, "renderer": model.renderer, "chat": dict(model.chat)} if model else {},
     }
     try_in_process("asyncrl.environments.probe", settings, f"{SETTING}={config.name}", timeout_s)
@@ -46,6 +50,7 @@ def trial(settings: dict[str, Any]) -> None:
     """Import it and say what there is to say."""
     config = EnvironmentConfig(**settings["environment"])
     factory: Any = find_environment(config)
+    refuse_cut(config.name, factory, settings["overlong"])
     several = is_for_several(factory) if is_of_the_user(config.name) else factory.check(**config.args)
     if several and settings["model"] and (why := foreseen(**settings["model"])):
         raise single_only(config.name, why)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.chat.base import Chat
+from asyncrl.checks.settings import cuts_nothing
 from asyncrl.environments.base import Environment
 from asyncrl.environments.episodes import EpisodeEnvironment
 from asyncrl.environments.games.environment import Gymnasium
@@ -77,16 +78,18 @@ def _check_args(name: str, factory: Callable[..., Any], args: Mapping[str, Any])
 
 
 def make_environment(
-    config: EnvironmentConfig, vocabulary: int = MAX_VOCABULARY, chat: Chat | None = None
+    config: EnvironmentConfig, vocabulary: int = MAX_VOCABULARY, chat: Chat | None = None, *, overlong: str = "drop"
 ) -> Environment:
     """What it does wrong costs the group it was making, no more; only `single_turn` runs nobody else's code.
 
     Args:
         vocabulary: token ids are below it.
         chat: of the model.
+        overlong: as `data.overlong`.
 
     Raises:
-        ConfigError: as `find_environment`; or making it failed; or it takes several turns and the model's chat none.
+        ConfigError: as `find_environment`; or making it failed; or it takes several turns and the model's chat none; or
+            prompts are cut that it reads whole.
     """
     factory = find_environment(config)
     if factory is SingleTurn:
@@ -101,10 +104,18 @@ def make_environment(
     if is_stepped(made) and not hasattr(made, "run"):
         made = Stepped(factory, config.args)
     _check_run(config.name, made)
+    refuse_cut(config.name, type(made), overlong)
     why = chat.why_single if chat is not None and isinstance(made, EpisodeEnvironment) and made.several_turns else ""
     if why:
         raise single_only(config.name, why)
     return GuardedEnvironment(config.name, made, vocabulary)
+
+
+def refuse_cut(name: str, factory: Any, overlong: str) -> None:
+    """Raises ConfigError where prompts are cut, and the class renders the messages of their rows."""
+    renders = is_stepped(factory) or (inspect.isclass(factory) and issubclass(factory, EpisodeEnvironment))
+    if renders and overlong.startswith("truncate_"):
+        raise ConfigError(cuts_nothing(name, overlong))
 
 
 def single_only(name: str, why: str) -> ConfigError:

@@ -128,7 +128,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
 
 def environment_of(config: Config, texts: Texts) -> Environment:
     """That of the settings, for this model. Raises ConfigError as `make_environment`."""
-    return make_environment(config.environment, texts.vocabulary, texts.chat)
+    return make_environment(config.environment, texts.vocabulary, texts.chat, overlong=config.data.overlong)
 
 
 @dataclass(frozen=True, slots=True)

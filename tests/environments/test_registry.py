@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from asyncrl.environments.conversation import opening
 from asyncrl.environments.guard import GuardedEnvironment
+from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, make_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.schema import EnvironmentConfig
+from asyncrl.types import Prompt
 
 FILE = """
 class Sound:
@@ -94,3 +98,21 @@ def test_a_script_that_exits_when_it_is_imported_is_refused(tmp_path: Path) -> N
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.name=.*there is no file"):
         find_environment(EnvironmentConfig(name=f"{tmp_path}/none.py:Own"))
+
+
+def test_a_cut_prompt_is_read_by_its_tokens_alone_and_refused_where_messages_are_read(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        f"{FILE}\n\nclass Game:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+    )
+    cut = Prompt(
+        index=0, epoch=0, row=0, text="long", token_ids=np.arange(4, dtype=np.int32), columns={"prompt": "too long"}
+    )
+    assert opening(cut) == [{"role": "user", "content": "too long"}], "else it need not be refused"
+    game, sound = (EnvironmentConfig(name=f"{tmp_path}/own.py:{name}") for name in ("Game", "Sound"))
+    with pytest.raises(ConfigError, match="reads the row's messages, whole"):
+        make_environment(game, overlong="truncate_left")
+    with pytest.raises(ConfigError, match="reads the row's messages, whole"):
+        check_environment(game, overlong="truncate_right")
+    for fine in (sound, EnvironmentConfig()):
+        make_environment(fine, overlong="truncate_left")
+    make_environment(game, overlong="error")
