@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.learner import step as step_module
+from asyncrl.learner import gradients
 from asyncrl.learner.optim import learning_rate, make_optimizer
 from asyncrl.losses import LossInputs
 from asyncrl.losses.settings import LossConfig
@@ -23,13 +23,13 @@ def test_a_second_pass_has_the_old_policy_and_the_advantages_of_the_first(
     config = make_config(tmp_path, steps=1, updates_per_batch=updates, epochs_per_batch=3)
     config.loss = LossConfig(preset="decoupled_ppo")
     seen: list[LossInputs] = []
-    loss = step_module.policy_loss
+    loss = gradients.policy_loss
 
     def kept(inputs: LossInputs, *given, **named):
         seen.append(inputs)
         return loss(inputs, *given, **named)
 
-    monkeypatch.setattr(step_module, "policy_loss", kept)
+    monkeypatch.setattr(gradients, "policy_loss", kept)
     weights, rows = run(config, FedReplay())
     passes = [seen[i * len(seen) // 3 : (i + 1) * len(seen) // 3] for i in range(3)]
     assert weights.versions == [0, 1] and len(rows.rows) == 1, "a batch is one step, and one version"
