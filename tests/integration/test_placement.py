@@ -11,7 +11,7 @@ import pytest
 from tests.integration.conftest import StartLocal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SEES = re.compile(r"CUDA_VISIBLE_DEVICES=(\S+?),? ?(?:from step.*)?$", re.MULTILINE)
+SEES = re.compile(r"CUDA_VISIBLE_DEVICES=(GPU-\w+(?:,GPU-\w+)*)", re.MULTILINE)
 
 
 def seen_in(log: Path) -> str:

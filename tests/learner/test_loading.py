@@ -60,6 +60,7 @@ def _rank(rank: int, folder: Path) -> None:
             (folder / f"{kind}-{rank}.txt").write_text(str(error))
         else:
             save_file(tensors_of(model), folder / f"{kind}-{rank}.safetensors")
+    dist.barrier()  # who leaves while the other is in its last collective may be ended by gloo
     dist.destroy_process_group()
 
 
