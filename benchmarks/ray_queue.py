@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--each", action="store_true")
     options = parse(parser, {"tokens": 64, "seconds": 0.5})
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     row = measure(Size(options.tokens, options.extras), options.seconds, options.each)
     answer("ray_queue", row, smoke=options.smoke)
 
