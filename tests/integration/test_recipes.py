@@ -15,7 +15,7 @@ from asyncrl.cli.smoke import SMOKES
 from asyncrl.storage.best import read_best
 from tests.integration.conftest import LocalRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEEPS_BEST = "dapo_math_17k"
 
