@@ -59,7 +59,7 @@ class _Job:
         """Of all chunks. Their rows stand in the order of the file, whoever was first: the draws of a bootstrap are the
         same for every job of a set."""
         results = [self.results[number] for number in sorted(self.results)]
-        columns = {_MEAN: [score for result in results for score in result.scores]}
+        columns: dict[str, list[float | None]] = {_MEAN: [score for result in results for score in result.scores]}
         for name in dict.fromkeys(name for result in results for name in result.figures):
             nothing = [(None,) * len(result.scores) for result in results]
             found = [result.figures.get(name, none) for result, none in zip(results, nothing, strict=True)]
