@@ -16,6 +16,7 @@ from asyncrl.telemetry.compared import (
     Difference,
     End,
     Run,
+    best_of,
     differences,
     different_settings,
     end_of,
@@ -73,9 +74,7 @@ def ends_table(runs: Sequence[Run], ends: dict[str, list[End | None]]) -> Table:
     table.add_row("step", "", *(str(run.rows[-1]["step"]) if run.rows else ABSENT for run in runs))
     for metric, each in ends.items():
         known = metric_of(metric)
-        values = [end.value for end in each if end is not None]
-        best = {"higher": max, "lower": min}.get(known.better if known else "")
-        mark = best(values) if best and len(set(values)) > 1 else None
+        mark = best_of(metric, each)
         cells = [ABSENT if end is None else f"{end.value:.4g}{' *' if end.value == mark else ''}" for end in each]
         table.add_row(metric, known.unit if known else "", *cells)
     return table

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl import __version__
 from asyncrl.collector import load
@@ -62,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"asyncrl {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_training(commands)
+    _add_looking(commands)
+    _add_models_and_data(commands)
+    return top
+
+
+def _add_training(commands: Any) -> None:
     for name, (_, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
@@ -70,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     sft = commands.add_parser("sft", help=text, description=text)
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="as `asyncrl settings --sft` lists them")
     sft.add_argument("--dry-run", action="store_true", help="rows, lengths, a row with its loss, and start nothing")
+
+
+def _add_looking(commands: Any) -> None:
     text = "every setting with type, default, range and meaning"
     settings = commands.add_parser("settings", help=text, description=text)
     settings.add_argument("words", nargs="*", metavar="WORD", help="only those whose key or meaning has it")
@@ -99,6 +110,9 @@ def parser() -> argparse.ArgumentParser:
     metrics = commands.add_parser("metrics", help=text, description=text)
     metrics.add_argument("words", nargs="*", metavar="WORD", help="only those whose name or meaning has it")
     metrics.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
+
+
+def _add_models_and_data(commands: Any) -> None:
     text = "does every engine installed here serve this model as the learner computes it?"
     verify = commands.add_parser("verify", help=text, description=text)
     verify.add_argument("path", metavar="RUN|MODEL", help="a run folder, or a Hugging Face model")
@@ -138,7 +152,6 @@ def parser() -> argparse.ArgumentParser:
     migrate = commands.add_parser("migrate", help=text, description=text)
     migrate.add_argument("framework", choices=("verl", "trl"))
     migrate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="key=value|FILE.yaml", help="as they take them")
-    return top
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -117,9 +117,11 @@ def apply_update(
     gradients = [_local(gradient) for gradient in whole]
     world = dist.get_world_size() if dist.is_initialized() else 1
     squares = torch.zeros((), dtype=torch.float64, device=loss.device)
-    for copies in sorted({_copies(gradient, world) for gradient in whole}):
-        alike = [_local(gradient) for gradient in whole if _copies(gradient, world) == copies]
-        squares = squares + get_total_norm(alike).double().square() / copies
+    alike: dict[int, list[Tensor]] = {}
+    for gradient, local in zip(whole, gradients, strict=True):
+        alike.setdefault(_copies(gradient, world), []).append(local)
+    for copies, parts in sorted(alike.items()):
+        squares = squares + get_total_norm(parts).double().square() / copies
     # Ranks that have the same sequences have the same loss of them.
     totals = torch.stack([squares, loss.detach().double() * data_ranks() / world])
     if world > 1:

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.config import read_settings
 from asyncrl.errors import RunFolderError
-from asyncrl.telemetry.registry import OF_EVERY_ROW
+from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.report import Row, evaluated, read_metrics, series
 from asyncrl.telemetry.resumed import CONFIG_FILE
 
@@ -74,12 +74,17 @@ class Difference:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Raises RunFolderError where there is no run, or nothing that it wrote down."""
-    found = []
-    for folder, name in zip(folders, names_of(folders), strict=True):
-        if not (folder / CONFIG_FILE).is_file():
-            raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
-        found.append(Run(name, folder, read_settings(folder / CONFIG_FILE), read_metrics(folder)))
-    return found
+    return [
+        Run(name, folder, settings_of(folder), read_metrics(folder))
+        for folder, name in zip(folders, names_of(folders), strict=True)
+    ]
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """By dotted key. Raises RunFolderError where there is no run."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+    return read_settings(folder / CONFIG_FILE)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -117,6 +122,14 @@ def end_of_values(metric: str, steps: Sequence[int], values: Sequence[float]) ->
         return None
     count = 1 if metric.startswith("eval/") else max(1, min(TAIL_MOST, int(len(values) * TAIL)))
     return End(statistics.fmean(values[-count:]), count, steps[-1], values[-1])
+
+
+def best_of(metric: str, ends: Sequence[End | None]) -> float | None:
+    """None where no way is better, or all ended alike."""
+    known = metric_of(metric)
+    choose = {"higher": max, "lower": min}.get(known.better if known else "")
+    values = [end.value for end in ends if end is not None]
+    return choose(values) if choose and len(set(values)) > 1 else None
 
 
 def experiments(runs: Sequence[Run]) -> list[list[Run]]:

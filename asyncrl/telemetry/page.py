@@ -13,16 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import read_settings
-from asyncrl.errors import RunFolderError
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.alarms import ALARMS_FILE
-from asyncrl.telemetry.compared import SHOWN, TAIL, TAIL_MOST, End, Run, different_settings, end_of_values, names_of
+from asyncrl.telemetry.compared import (
+    SHOWN,
+    TAIL,
+    TAIL_MOST,
+    End,
+    Run,
+    best_of,
+    different_settings,
+    end_of_values,
+    names_of,
+    settings_of,
+)
 from asyncrl.telemetry.evaluations import METRICS
 from asyncrl.telemetry.metrics import SAMPLES_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.report import read_metrics
-from asyncrl.telemetry.resumed import CONFIG_FILE
 
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
@@ -49,15 +57,13 @@ def page_of(folders: Sequence[Path]) -> str:
     curves: dict[str, list[Curve]] = {}
     ends: dict[str, list[End | None]] = {}
     for place, (folder, name) in enumerate(zip(folders, names_of(folders), strict=True)):
-        if not (folder / CONFIG_FILE).is_file():
-            raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        compared.append(Run(name, folder, settings_of(folder), ()))
         found = columns(folder)  # one run after the other: the rows of many do not fit into memory together
         for metric, (steps, values) in found.items():
             curves.setdefault(metric, [{} for _ in folders])[place] = curve_of(steps, values)
             ends.setdefault(metric, [None for _ in folders])[place] = end_of_values(metric, steps, values)
         last = max((steps[-1] for steps, _ in found.values()), default=0)
         runs.append({"name": name, "folder": str(folder), "steps": last})
-        compared.append(Run(name, folder, read_settings(folder / CONFIG_FILE), ()))
     main = [metric for metric in [*evaluations_in(curves), *SHOWN] if metric in curves]
     data = {
         "head": HEAD,
@@ -119,10 +125,7 @@ def words_of(metric: str) -> dict[str, str]:
 
 def marked(metric: str, ends: list[End | None]) -> list[dict[str, Any] | None]:
     """Each end, and whether it is the best of them."""
-    known = metric_of(metric)
-    choose = {"higher": max, "lower": min}.get(known.better if known else "")
-    values = [end.value for end in ends if end is not None]
-    best = choose(values) if choose and len(set(values)) > 1 else None
+    best = best_of(metric, ends)
     return [end and {"value": end.value, "last": end.last, "step": end.step, "best": end.value == best} for end in ends]
 
 
