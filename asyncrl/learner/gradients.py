@@ -81,8 +81,8 @@ def add_gradients(
     sums.loss = sums.loss + out.loss.detach()
     sums.micro_batches += 1
     for gradient in told:
-        out.sums["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
-    numbers = Measured.of(out.sums, out.maxima, out.parts)
+        out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
+    numbers = Measured.of(out.sums, out.parts)
     if config.replay.order == "ess":
         numbers.group_weights = group_weights(inputs)
     sequences = float(len(batch.packing.cu_seqlens) - 1) if len(batch.loss_positions) else 0.0

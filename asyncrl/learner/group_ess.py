@@ -16,7 +16,7 @@ import torch
 from asyncrl.losses import LossInputs
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT
 
-Weights = dict[str, tuple[float, float, float]]
+Weights = dict[str, tuple[float, ...]]
 """Position of a group in the step's plan, as text -> (sum of ratios, of their squares, tokens)."""
 
 
@@ -33,7 +33,7 @@ def group_weights(inputs: LossInputs) -> Weights:
     return {str(group): (row[0], row[1], row[2]) for group, row in zip(groups.tolist(), table, strict=True)}
 
 
-def ess_of_groups(weights: Mapping[str, tuple[float, float, float]], groups: int) -> tuple[float, ...]:
+def ess_of_groups(weights: Mapping[str, tuple[float, ...]], groups: int) -> tuple[float, ...]:
     """[G] shares from 0 to 1 of the groups of a plan; 1 where no token was trained."""
     shares = []
     for place in range(groups):

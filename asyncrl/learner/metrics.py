@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -17,6 +18,8 @@ from asyncrl.learner.ranks import gather_over_data
 from asyncrl.losses.diagnostics import Sums, summarize
 from asyncrl.types import StepPlan, TrajectoryGroup, members_of
 
+Numbers = tuple[float, ...]
+
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
@@ -24,8 +27,12 @@ class Measured:
     its name says nothing of that. What is the same on every rank is counted on rank 0 alone.
     """
 
-    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name -> (numerator, denominator), each added up; the metric is their quotient (see `summarize`)."""
+    ratios: dict[str, Numbers] = field(default_factory=dict)
+    """Name -> (numerator, denominator), each added up; the metric is their quotient."""
+    tokens: dict[str, Numbers] = field(default_factory=dict)
+    """This, `ages` and `sequences`: as in `asyncrl.losses.diagnostics.Sums`."""
+    ages: dict[str, Numbers] = field(default_factory=dict)
+    sequences: dict[str, Numbers] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     """Added up."""
@@ -33,46 +40,59 @@ class Measured:
     """Added up, then divided by `updates`."""
     updates: float = 0.0
     """Optimizer steps on the batch; counted on rank 0."""
-    spreads: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    spreads: dict[str, Numbers] = field(default_factory=dict)
     """Stem -> (sum, sum of squares, count), each added up; the metrics are `<stem>mean` and `<stem>std`."""
 
-    group_weights: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    group_weights: dict[str, Numbers] = field(default_factory=dict)
     """See `asyncrl.learner.group_ess`; each added up, and no metric."""
 
     @classmethod
-    def of(cls, sums: Sums, maxima: Mapping[str, Tensor], per_update: Mapping[str, Tensor]) -> Measured:
-        """From scalar tensors, with one transfer from the device."""
-        pairs = [scalar for pair in sums.values() for scalar in pair]
-        scalars = [*pairs, *maxima.values(), *per_update.values()]
-        if not scalars:
+    def of(cls, sums: Sums, per_update: Mapping[str, Tensor]) -> Measured:
+        """With one transfer from the device."""
+        means = {name: torch.stack([n.double(), d.double()]) for name, (n, d) in sums.means.items()}
+        parts = (means, sums.tokens, sums.ages, sums.sequences, sums.maxima, per_update)
+        tensors = [tensor.detach().double().reshape(-1) for part in parts for tensor in part.values()]
+        if not tensors:
             return cls()
-        values = iter(torch.stack([scalar.detach().double() for scalar in scalars]).tolist())
+        values = iter(torch.cat(tensors).tolist())
+        ratios, tokens, ages, sequences, maxima, updates = (
+            {name: tuple(itertools.islice(values, tensor.numel())) for name, tensor in part.items()} for part in parts
+        )
         return cls(
-            ratios={name: (next(values), next(values)) for name in sums},
-            maxima={name: next(values) for name in maxima},
-            per_update={name: next(values) for name in per_update},
+            ratios=ratios,
+            tokens=tokens,
+            ages=ages,
+            sequences=sequences,
+            maxima={name: value for name, (value,) in maxima.items()},
+            per_update={name: value for name, (value,) in updates.items()},
         )
 
     def add(self, other: Measured) -> None:
-        for name, (numerator, denominator) in other.ratios.items():
-            mine = self.ratios.get(name, (0.0, 0.0))
-            self.ratios[name] = mine[0] + numerator, mine[1] + denominator
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
         for into, values in ((self.totals, other.totals), (self.per_update, other.per_update)):
             for name, value in values.items():
                 into[name] = into.get(name, 0.0) + value
         self.updates += other.updates
-        for into, values in ((self.spreads, other.spreads), (self.group_weights, other.group_weights)):
-            for stem, (total, squares, count) in values.items():
-                had = into.get(stem, (0.0, 0.0, 0.0))
-                into[stem] = had[0] + total, had[1] + squares, had[2] + count
+        for into, values in zip(self._added_up(), other._added_up(), strict=True):
+            for name, numbers in values.items():
+                had = into.get(name, (0.0,) * len(numbers))
+                into[name] = tuple(mine + theirs for mine, theirs in zip(had, numbers, strict=True))
+
+    def _added_up(self) -> Iterator[dict[str, Numbers]]:
+        """Those whose numbers are added up one by one."""
+        yield from (self.ratios, self.tokens, self.ages, self.sequences, self.spreads, self.group_weights)
 
     def row(self) -> dict[str, float]:
         """Metrics by name."""
-        sums = {name: (_double(n), _double(d)) for name, (n, d) in self.ratios.items()}
-        means = summarize(sums, {name: _double(value) for name, value in self.maxima.items()})
-        row = {name: value.item() for name, value in means.items()} | self.totals
+        sums = Sums(
+            means={name: (_double(n), _double(d)) for name, (n, d) in self.ratios.items()},
+            tokens={place: _double(numbers) for place, numbers in self.tokens.items()},
+            ages={age: _double(numbers) for age, numbers in self.ages.items()},
+            sequences={place: _double(numbers) for place, numbers in self.sequences.items()},
+            maxima={name: _double(value) for name, value in self.maxima.items()},
+        )
+        row = {name: value.item() for name, value in summarize(sums).items()} | self.totals
         row |= {name: value / max(1.0, self.updates) for name, value in self.per_update.items()}
         for stem, (total, squares, count) in self.spreads.items():
             mean = total / max(1.0, count)
@@ -80,7 +100,7 @@ class Measured:
         return row | explained_variance(row)
 
 
-def _double(value: float) -> Tensor:
+def _double(value: float | Numbers) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 

@@ -223,7 +223,7 @@ def fit_values(
 
 def ess_of_sequences(measured: Measured, device: torch.device) -> float:
     """Effective sample size over N of the raw sequence ratios of a minibatch, over all ranks; 1 if there are none."""
-    (weights, count), (squares, _) = (measured.ratios[f"ratio/E/ess_{name}"] for name in ("weight", "square"))
+    *_, weights, squares, _, count = measured.sequences["ratio/E"]
     weights, squares, count = sum_over_data(
         torch.tensor([weights, squares, count], dtype=torch.float64), device
     ).tolist()

@@ -36,16 +36,14 @@ class LossOutput:
     """The loss of one call and what is worth knowing about it."""
 
     loss: Float[Tensor, ""]
-    sums: Sums = field(default_factory=dict)
-    """Name -> (numerator, denominator)."""
-    maxima: dict[str, Tensor] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
     parts: dict[str, Tensor] = field(default_factory=dict)
     """`loss/policy`, `loss/kl`, `loss/behavior_kl`, `loss/entropy`: they add up over calls like the loss itself."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Of this call alone, detached scalars. To combine calls, add up the three above and `summarize()` those."""
-        return summarize(self.sums, self.maxima) | self.parts
+        """Of this call alone, detached scalars. To combine calls, add up the two above and `summarize()` those."""
+        return summarize(self.sums) | self.parts
 
 
 def policy_loss(
@@ -99,8 +97,7 @@ def policy_loss(
     if not diagnostics:
         return LossOutput(total, parts=parts)
     held |= {f"rejected_{name}": rejected for name, rejected in reasons.items()}
-    sums, maxima = diagnose(tokens, shaped, held)
-    return LossOutput(total, sums, maxima, parts)
+    return LossOutput(total, diagnose(tokens, shaped, held), parts)
 
 
 def kept_tokens(

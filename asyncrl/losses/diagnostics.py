@@ -1,12 +1,13 @@
 """What the ratios look like before anything was clipped or dropped: per edge, and by token age.
 
-Everything is returned as (numerator, denominator) sums, which add up over micro-batches and ranks; `summarize()` turns
-sums into the metrics a user reads (a mean of effective sample sizes would not be the effective sample size).
+Everything is returned as `Sums`, which add up over micro-batches and ranks; `summarize()` turns them into the metrics a
+user reads (a mean of effective sample sizes would not be the effective sample size).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,6 @@ from torch import Tensor
 
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens
 from asyncrl.losses.surrogates import Shaped
-
-Sums = dict[str, tuple[Tensor, Tensor]]
 
 MAX_AGES = 64
 """Ages above this share the last row of the staleness table."""
@@ -25,6 +24,21 @@ TOKEN_MOMENTS = ("offset", "offset_square", "log_square", "kl_k1", "kl_k3", "abs
 
 All are 0 where log r is, so tokens outside the mask drop out by themselves; and near r = 1 nothing cancels.
 """
+
+
+@dataclass(slots=True)
+class Sums:
+    """What is known of one call. Each number stands where it says what becomes of it; all but the maxima add up."""
+
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Name -> (numerator, denominator); the metric is their quotient."""
+    tokens: dict[str, Float[Tensor, " 7"]] = field(default_factory=dict)
+    """Place -> the `TOKEN_MOMENTS`, each added up, and the number of tokens. For its metrics see `token_metrics`."""
+    ages: dict[str, Float[Tensor, " 8"]] = field(default_factory=dict)
+    """Age in versions -> `tokens` of the edge E at that age, and how many of them were clipped."""
+    sequences: dict[str, Float[Tensor, " 6"]] = field(default_factory=dict)
+    """Place -> what `sequence_metrics` takes apart."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -49,48 +63,44 @@ def token_moments(log_ratio: Float[Tensor, " T"]) -> list[Float[Tensor, " T"]]:
 
 
 @torch.no_grad()
-def diagnose(tokens: Tokens, shaped: Shaped, held: Mapping[str, Tensor]) -> tuple[Sums, dict[str, Tensor]]:
-    """(sums, maxima) of one call. `held` are token masks by reason: weights cut and tokens rejected."""
+def diagnose(tokens: Tokens, shaped: Shaped, held: Mapping[str, Tensor]) -> Sums:
+    """`held` are token masks by reason: weights cut and tokens rejected."""
     mask = tokens.mask.to(tokens.cur.dtype)
     count = mask.sum()
-    sums: Sums = {}
-    maxima: dict[str, Tensor] = {}
+    sums = Sums()
     either = held_sums(sums, tokens, shaped, held, mask, count)
     for edge, log_ratio in edge_log_ratios(tokens).items():
         moments = token_moments(log_ratio)
-        for name, moment in zip(TOKEN_MOMENTS, moments, strict=True):
-            sums[f"ratio/{edge}/{name}"] = moment.sum(), count
-        sequence_sums(sums, tokens, edge, log_ratio)
+        sums.tokens[f"ratio/{edge}"] = torch.stack([*(moment.sum() for moment in moments), count])
+        sums.sequences[f"ratio/{edge}"] = sequence_sums(tokens, log_ratio)
         if mask.numel():
-            maxima[f"ratio/{edge}/max"] = log_ratio.max().clamp(max=LOG_RATIO_LIMIT).exp()
+            sums.maxima[f"ratio/{edge}/max"] = log_ratio.max().clamp(max=LOG_RATIO_LIMIT).exp()
         if edge == "E" and tokens.raw.staleness is not None and mask.numel():
-            columns = torch.stack([*moments, torch.zeros_like(mask) if either is None else either, mask])
-            age_sums(sums, maxima, tokens, columns, log_ratio)
+            columns = torch.stack([*moments, mask, torch.zeros_like(mask) if either is None else either])
+            age_sums(sums, tokens, columns, log_ratio)
     for name, numbers in shaped.numbers.items():
-        sums[name] = torch.where(tokens.mask, numbers.detach().to(mask.dtype), 0.0).sum(), count
+        sums.means[name] = torch.where(tokens.mask, numbers.detach().to(mask.dtype), 0.0).sum(), count
     if tokens.raw.entropy is not None:
         entropy = torch.where(tokens.mask, tokens.raw.entropy.detach().to(mask.dtype), 0.0)
-        sums["policy/entropy"] = entropy.sum(), count
+        sums.means["policy/entropy"] = entropy.sum(), count
     if tokens.ref is not None:
         back = (tokens.ref - tokens.cur.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        sums["kl/reference"] = (back.expm1() - back).sum(), count
-    return sums, maxima
+        sums.means["kl/reference"] = (back.expm1() - back).sum(), count
+    return sums
 
 
-def sequence_sums(sums: Sums, tokens: Tokens, edge: str, log_ratio: Float[Tensor, " T"]) -> None:
-    """Moments of the sequence product, and the gap in log-perplexity, over the sequences with a loss token."""
+def sequence_sums(tokens: Tokens, log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " 6"]:
+    """Over the sequences with a loss token, float64: the sequence product, its square, both again as effective sample
+    sizes take them, the gap in log-perplexity, and how many sequences these are."""
     parts = tokens.sequences
     present = (parts.tokens > 0).to(log_ratio.dtype)
-    count = present.sum()
     total = parts.sum(log_ratio)
     weight = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * present
-    sums[f"ratio/{edge}/seq_mean"] = weight.sum(), count
     # Wider than the clamp: at it, sequences that are all far away would weigh the same and look like full samples.
     wide = total.double().clamp(-SEQUENCE_LIMIT, SEQUENCE_LIMIT).exp() * present
-    sums[f"ratio/{edge}/ess_weight"] = wide.sum(), count
-    sums[f"ratio/{edge}/ess_square"] = wide.square().sum(), count
-    sums[f"ratio/{edge}/seq_square"] = weight.square().sum(), count
-    sums[f"ratio/{edge}/log_ppl_gap"] = (-total / parts.tokens.clamp(min=1)).sum(), count
+    gap = -total / parts.tokens.clamp(min=1)
+    each = (weight, weight.square(), wide, wide.square(), gap, present)
+    return torch.stack([numbers.sum().double() for numbers in each])
 
 
 def held_sums(
@@ -105,75 +115,70 @@ def held_sums(
         for side, tensor in zip(("low", "high"), shaped.sides(), strict=True):
             if tensor is not None:
                 clipped = tensor * mask
-                sums[f"policy/clip_{side}"] = clipped.sum(), count
+                sums.means[f"policy/clip_{side}"] = clipped.sum(), count
                 either = clipped if either is None else torch.maximum(either, clipped)
     if either is not None:
-        sums["policy/clip_fraction"] = either.sum(), count
+        sums.means["policy/clip_fraction"] = either.sum(), count
     positive = (tokens.advantages > 0) * mask
     for reason, tensor in held.items():
-        sums[f"policy/{reason}"] = (tensor * mask).sum(), count
-        sums[f"policy/{reason}_positive"] = (tensor * positive).sum(), count
+        sums.means[f"policy/{reason}"] = (tensor * mask).sum(), count
+        sums.means[f"policy/{reason}_positive"] = (tensor * positive).sum(), count
     return either
 
 
-def age_sums(
-    sums: Sums,
-    maxima: dict[str, Tensor],
-    tokens: Tokens,
-    columns: Float[Tensor, "8 T"],
-    log_ratio: Float[Tensor, " T"],
-) -> None:
-    """The edge E by token age: at which age does data stop helping? `columns`: the moments, clipped, mask."""
+def age_sums(sums: Sums, tokens: Tokens, columns: Float[Tensor, "8 T"], log_ratio: Float[Tensor, " T"]) -> None:
+    """The edge E by token age: at which age does data stop helping? `columns`: the moments, mask, clipped."""
     assert tokens.raw.staleness is not None
     age = (tokens.raw.staleness.long() * tokens.mask).clamp(0, MAX_AGES)
     ages = int(age.max()) + 1
     table = columns.new_zeros(len(columns), ages).index_add(1, age, columns)
     largest = log_ratio.new_full((ages,), -LOG_RATIO_LIMIT).scatter_reduce(0, age, log_ratio, "amax")
-    counts = table[-1]
-    for index in (index for index, number in enumerate(counts.tolist()) if number):
-        name = f"staleness/age_{index}"
-        for row, moment in enumerate((*TOKEN_MOMENTS, "clip_fraction")):
-            sums[f"{name}/{moment}"] = table[row, index], counts[index]
-        maxima[f"{name}/max"] = largest[index].clamp(max=LOG_RATIO_LIMIT).exp()
+    for index in (index for index, number in enumerate(table[-2].tolist()) if number):
+        sums.ages[str(index)] = table[:, index]
+        sums.maxima[f"staleness/age_{index}/max"] = largest[index].clamp(max=LOG_RATIO_LIMIT).exp()
 
 
-def merge_sums(parts: Iterable[Sums]) -> Sums:
-    """Sums of several calls."""
-    merged: Sums = {}
-    for part in parts:
-        for name, (numerator, denominator) in part.items():
-            if name in merged:
-                numerator, denominator = merged[name][0] + numerator, merged[name][1] + denominator
-            merged[name] = numerator, denominator
-    return merged
+def summarize(sums: Sums) -> dict[str, Tensor]:
+    """Readable metrics of sums that were added up: means, and what is a function of means.
 
-
-def summarize(sums: Sums, maxima: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Readable metrics of (reduced) sums: means, and what is a function of means.
-
-    `ess_token`, `ess_seq` are effective sample sizes over N, (mean r)^2 / mean r^2; `chi2` is mean r^2 - 1;
-    `rms_log_ratio` the root of mean (log r)^2; `kl/behavior` the k3 estimate of KL(behavior || learner).
+    Beside those that stand in `sums` by name: `kl/behavior` is the k3 estimate of KL(behavior || learner), and
+    `token_share` the part of all loss tokens that are of an age.
     """
-    metrics = {name: numerator / denominator.clamp(min=1) for name, (numerator, denominator) in sums.items()}
-    for name in sums:
-        place, _, moment = name.rpartition("/")
-        if moment == "offset":
-            offset, square = metrics.pop(name), metrics.pop(f"{place}/offset_square")
-            metrics[f"{place}/mean"] = 1 + offset
-            metrics[f"{place}/chi2_token"] = 2 * offset + square
-            first, second = (1 + offset).square(), (1 + 2 * offset + square).clamp(min=torch.finfo(square.dtype).tiny)
-            metrics[f"{place}/ess_token"] = (first / second).clamp(max=1)
-            metrics[f"{place}/rms_log_ratio"] = metrics.pop(f"{place}/log_square").sqrt()
-            if place.startswith("staleness/"):
-                metrics[f"{place}/token_share"] = sums[name][1] / sums["ratio/E/offset"][1].clamp(min=1)
-        elif moment == "seq_square":
-            metrics[f"{place}/chi2_seq"] = metrics.pop(name) - 1
-            weight, square = metrics.pop(f"{place}/ess_weight"), metrics.pop(f"{place}/ess_square")
-            effective = weight.square() / square.clamp(min=torch.finfo(square.dtype).tiny)
-            metrics[f"{place}/ess_seq"] = effective.to(sums[name][0].dtype)
-    if "ratio/E/kl_k3" in metrics:
+    metrics = {name: numerator / denominator.clamp(min=1) for name, (numerator, denominator) in sums.means.items()}
+    for place, moments in sums.tokens.items():
+        metrics |= {f"{place}/{name}": value for name, value in token_metrics(moments).items()}
+    for age, (*moments, count, clipped) in sums.ages.items():
+        of_age = token_metrics(torch.stack([*moments, count]))
+        of_age |= {"clip_fraction": clipped / count, "token_share": count / sums.tokens["ratio/E"][-1]}
+        metrics |= {f"staleness/age_{age}/{name}": value for name, value in of_age.items()}
+    for place, moments in sums.sequences.items():
+        metrics |= {f"{place}/{name}": value for name, value in sequence_metrics(moments).items()}
+    if "ratio/E" in sums.tokens:
         metrics["kl/behavior"] = metrics["ratio/E/kl_k3"]
-    return metrics | dict(maxima)
+    return metrics | sums.maxima
+
+
+def token_metrics(moments: Float[Tensor, " 7"]) -> dict[str, Tensor]:
+    """Of the ratios r of tokens: `chi2_token` is mean r^2 - 1, `ess_token` the effective sample size over their number,
+    (mean r)^2 / mean r^2, `rms_log_ratio` the root of mean (log r)^2."""
+    offset, offset_square, log_square, kl_k1, kl_k3, abs_error = moments[:-1] / moments[-1].clamp(min=1)
+    square = (1 + 2 * offset + offset_square).clamp(min=torch.finfo(moments.dtype).tiny)
+    return {
+        "mean": 1 + offset,
+        "chi2_token": 2 * offset + offset_square,
+        "ess_token": ((1 + offset).square() / square).clamp(max=1),
+        "rms_log_ratio": log_square.sqrt(),
+        "kl_k1": kl_k1,
+        "kl_k3": kl_k3,
+        "abs_error": abs_error,
+    }
+
+
+def sequence_metrics(moments: Float[Tensor, " 6"]) -> dict[str, Tensor]:
+    """Of the ratios of sequences, products of those of their tokens: see `token_metrics` for what the names mean."""
+    mean, square, wide, wide_square, gap = moments[:-1] / moments[-1].clamp(min=1)
+    effective = wide.square() / wide_square.clamp(min=torch.finfo(moments.dtype).tiny)
+    return {"seq_mean": mean, "chi2_seq": square - 1, "ess_seq": effective, "log_ppl_gap": gap}
 
 
 def ess_lr_scale(ess_seq: float) -> float:

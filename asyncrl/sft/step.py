@@ -21,6 +21,7 @@ from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step import TRAINED_TOKENS
+from asyncrl.losses.diagnostics import Sums
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.sft.batches import lease_of
@@ -113,7 +114,7 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
         backward(loss, world)
         total = total + loss.detach()
         count = torch.tensor(float(len(batch.loss_positions)))
-        measured.add(Measured.of({"policy/entropy": (entropy.sum(), count.to(entropy.device))}, {}, {}))
+        measured.add(Measured.of(Sums(means={"policy/entropy": (entropy.sum(), count.to(entropy.device))}), {}))
     return total, measured
 
 

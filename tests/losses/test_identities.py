@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.metrics import Measured
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
 from asyncrl.losses.config import needs_first_pass, proximal_source
-from asyncrl.losses.diagnostics import merge_sums, summarize
 from asyncrl.losses.kept import first_pass
 from tests.losses.batches import random_batch, take, to_inputs
 from tests.losses.references import rows
@@ -86,12 +86,13 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_whole() -> None:
     batch = random_batch(3)
     whole = policy_loss(to_inputs(batch), preset("ppo"))
     pieces = [policy_loss(to_inputs(take(batch, np.flatnonzero(batch.seq % 2 == k))), preset("ppo")) for k in (0, 1)]
-    names = set(pieces[0].maxima) | set(pieces[1].maxima)
-    maxima = {n: torch.stack([p.maxima[n] for p in pieces if n in p.maxima]).max() for n in names}
-    merged = summarize(merge_sums(p.sums for p in pieces), maxima)
+    measured = Measured()
+    for piece in pieces:
+        measured.add(Measured.of(piece.sums, {}))
+    merged = measured.row()
     assert set(merged) == set(whole.metrics) - set(whole.parts)
     for name, value in merged.items():
-        torch.testing.assert_close(value, whole.metrics[name], msg=name)
+        assert value == pytest.approx(whole.metrics[name].item()), name
 
 
 def test_gspo_token_has_the_gradient_of_gspo_when_the_advantage_is_one_per_sequence() -> None:

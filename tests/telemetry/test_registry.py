@@ -107,7 +107,7 @@ def of_losses() -> Iterator[str]:
             config = resolve(LossConfig(preset=preset, **change))
             kept = first_pass([inputs], config) if needs_first_pass(config) else None
             out = policy_loss(inputs, config, kept=kept)
-            yield from Measured.of(out.sums, out.maxima, out.parts).row()
+            yield from Measured.of(out.sums, out.parts).row()
 
 
 def of_a_run(folder: Path) -> Iterator[str]:
