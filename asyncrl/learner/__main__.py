@@ -29,6 +29,7 @@ from asyncrl.learner.place import Place, joined_ranks, prepare_process
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.stop import StopRequest
 from asyncrl.learner.train import train
+from asyncrl.placement import LEARNER_SHARE
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.net.keyring import with_keys
@@ -63,7 +64,9 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
     config = with_keys(config)
-    prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
+    # Engines that start later on the same GPU find what is theirs free, whatever torch would rather keep for itself.
+    share = LEARNER_SHARE if config.placement.mode == "colocated" else 1.0
+    prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING, share)
     keep_heap()  # batches come in through it
     run(config, place, opened.enter_context(joined_ranks(config, place)), opened, overrides)
 

@@ -70,11 +70,12 @@ class Place:
         )
 
 
-def prepare_process(place: Place, level: int) -> None:
+def prepare_process(place: Place, level: int, share: float = 1.0) -> None:
     """Logging, threads, device and precision of this rank.
 
     Args:
         level: of the log.
+        share: of its GPU's memory that it may take. What is over it is out of memory, as if the GPU had no more.
     """
     keep_logging()
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -86,6 +87,7 @@ def prepare_process(place: Place, level: int) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(place.device)
+        torch.cuda.set_per_process_memory_fraction(share, place.device)
     # float32 is float32, in log-ratios that are compared with an engine's: TF32 keeps 10 bits of a factor. torch has it
     # on for convolutions unless it is told.
     torch.set_float32_matmul_precision("highest")
@@ -93,9 +95,11 @@ def prepare_process(place: Place, level: int) -> None:
 
 
 def memory_of(device: torch.device, ranks: int) -> int:
-    """Bytes of the GPU; without one an even share of this machine's, as if all ranks were on it."""
+    """Bytes of the GPU that this process may take; without one an even share of this machine's, as if all ranks were
+    on it."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        whole = torch.cuda.get_device_properties(device).total_memory
+        return int(whole * torch.cuda.get_per_process_memory_fraction(device))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
