@@ -298,6 +298,9 @@ class WeightsConfig:
 class TelemetryConfig:
     samples_per_step: int = 4
     """Rows of `samples.jsonl` per step: prompt, completion, reward."""
+    samples_per_evaluation: int = 8
+    """Rows of `eval_samples.jsonl` per evaluation of a set, evenly over it: the first completion of each, and its
+    reward. Texts beyond 8,192 characters lose their middle."""
     wandb: bool = False
     """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
     tensorboard: bool = False

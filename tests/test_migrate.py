@@ -118,6 +118,13 @@ def test_a_ppo_command_of_verl_with_a_reward_model_from_a_file(
     assert config.loss.entropy_coef == 0.001
 
 
+def test_prompts_of_agents_are_dropped_and_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, needed = tmp_path / "args.yaml", ("reward.function=r.py:f", "model.path=m", "data.path=d.jsonl")
+    theirs.write_text("max_prompt_length: 512\ntools: [search]\n")
+    config, text = migrated("trl", [str(theirs)], tmp_path, capsys, *needed)
+    assert config.data.overlong == "drop" and "reads the messages of a row, whole" in text
+
+
 def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = tmp_path / "args.yaml"
     theirs.write_text(
@@ -141,6 +148,7 @@ def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest
         2048,
         "truncate_left",
     )
+    assert "# data.overlong=truncate_left is for environment=single_turn, which reads tokens." in text
     assert (config.loss.preset, config.loss.clip_high, config.loss.kl_coef) == ("dr_grpo", 0.28, 0.04)
     assert (config.loss.constant_length, config.advantage.std) == (2048, "none")
     assert (config.learner.lr, config.learner.schedule, config.learner.warmup_steps) == (1e-5, "cosine", 10)

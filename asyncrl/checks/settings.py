@@ -15,6 +15,7 @@ from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
 from asyncrl.checks.sampling import evaluation_is_truncated_within_bounds
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.answers import EXTRACTORS
+from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.losses.rules import CHOICES, RANGES
 from asyncrl.placement import MODES
 from asyncrl.schema import Config, RunSettings
@@ -147,6 +148,7 @@ SAID = {
     "learner.beta2": "above 0, below 1",
     "learner.skip_spikes": "0, or above 1",
     "replay.pipeline_depth": "0 to replay.max_staleness",
+    "telemetry.samples_per_evaluation": f"0 to {MOST_SAMPLES}",
     **dict.fromkeys(("rollout.top_p", "eval.top_p"), "above 0, at most 1"),
     **dict.fromkeys(("rollout.top_k", "eval.top_k"), "at least 0"),
     **dict.fromkeys(("rollout.min_p", "eval.min_p"), "at least 0, below 1"),
@@ -219,6 +221,9 @@ def numbers_in_range(config: Config) -> Problems:
         yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if config.learner.skip_spikes != 0 and not 1 < config.learner.skip_spikes < math.inf:
         yield f"learner.skip_spikes must be 0 (off) or above 1, times the median; got {config.learner.skip_spikes}"
+    kept = config.telemetry.samples_per_evaluation
+    if not 0 <= kept <= MOST_SAMPLES:
+        yield f"telemetry.samples_per_evaluation must be 0 to {MOST_SAMPLES}: they travel with the results; got {kept}"
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 

@@ -24,7 +24,7 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole, position_o
 from asyncrl.storage.lines import Lines, read_lines
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.alarms import ALARMS_FILE
-from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.run_folder import config_note
 
 CONFIG_FILE = "config.yaml"
@@ -59,7 +59,7 @@ def examine(folder: Path) -> Findings:
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
     checkpoint = _attempt(found.refusals, lambda: _checkpoint(folder / CHECKPOINT_DIR, found.notes))
     lines: dict[str, Lines] = {}
-    for name in (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
+    for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
         lines[name] = read_lines(folder / name)
         if problem := lines[name].problem(folder / name):
             found.notes.append(problem)

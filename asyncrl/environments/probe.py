@@ -17,7 +17,14 @@ from asyncrl.chat.hub import NAME, described_in
 from asyncrl.chat.names import AUTO, DEFAULT, candidates, why_single
 from asyncrl.data.local_tokenizer import load_local_tokenizer
 from asyncrl.environments.episodes import EpisodeEnvironment
-from asyncrl.environments.registry import SETTING, find_environment, is_of_the_user, refuse_cut, single_only
+from asyncrl.environments.registry import (
+    SETTING,
+    find_environment,
+    is_of_the_user,
+    make_environment,
+    refuse_cut,
+    single_only,
+)
 from asyncrl.environments.stepped import is_stepped
 from asyncrl.own_code import IMPORT_S, answer, try_in_process
 from asyncrl.schema import EnvironmentConfig, ModelConfig
@@ -50,7 +57,11 @@ def trial(settings: dict[str, Any]) -> None:
     """Import it and say what there is to say."""
     config = EnvironmentConfig(**settings["environment"])
     factory: Any = find_environment(config)
-    refuse_cut(config.name, factory, settings["overlong"])
+    overlong = settings["overlong"]
+    # What a function makes is known when it is made; a class says by itself.
+    if overlong.startswith("truncate_") and is_of_the_user(config.name) and not inspect.isclass(factory):
+        make_environment(config, overlong=overlong)
+    refuse_cut(config.name, factory, overlong)
     several = is_for_several(factory) if is_of_the_user(config.name) else factory.check(**config.args)
     if several and settings["model"] and (why := foreseen(**settings["model"])):
         raise single_only(config.name, why)

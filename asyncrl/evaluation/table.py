@@ -45,6 +45,10 @@ class Estimate:
     rows: int
     """Rows it is known from: those with enough samples."""
 
+    def with_ends(self) -> tuple[tuple[str, float], ...]:
+        """The value and the ends of its interval, each with what a metric's name ends with."""
+        return ("", self.value), ("_low", self.low), ("_high", self.high)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLine:
@@ -146,6 +150,22 @@ def bootstrap(values: Mapping[str, NDArray[np.float64]], seed: int) -> dict[str,
             value=float(value[place]), low=float(low[place]), high=float(high[place]), rows=int(known[:, place].sum())
         )
         for place, name in enumerate(kept)
+    }
+
+
+def bootstrap_ratios(
+    parts: Mapping[str, NDArray[np.float64]], sizes: NDArray[np.float64], seed: int
+) -> dict[str, Estimate]:
+    """Sum of each of `parts` [R] over the sum of `sizes` [R], all above 0, with the interval of the same draws of rows:
+    a mean over tokens, of rows that are drawn whole."""
+    columns = np.stack(list(parts.values()), axis=1)
+    drawn = [counts @ columns / (counts @ sizes)[:, None] for counts in _draws(len(sizes), seed)]
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(np.concatenate(drawn), [tail, 100 - tail], axis=0)
+    value = columns.sum(axis=0) / sizes.sum()
+    return {
+        name: Estimate(value=float(value[place]), low=float(low[place]), high=float(high[place]), rows=len(sizes))
+        for place, name in enumerate(parts)
     }
 
 

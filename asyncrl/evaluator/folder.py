@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RunFolderError
+from asyncrl.evaluation.samples import Sample, to_line
 from asyncrl.evaluator.identity import differences
-from asyncrl.evaluator.samples import Sample, by_row, is_done, to_line
+from asyncrl.evaluator.samples import by_row, is_done
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import open_kept, read_lines
 from asyncrl.storage.occupancy import alone_in, holders

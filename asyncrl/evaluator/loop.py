@@ -29,8 +29,9 @@ from asyncrl.errors import (
     NoProgress,
     RewardError,
 )
-from asyncrl.evaluator.samples import Sample, samples_of
+from asyncrl.evaluation.samples import Sample
 from asyncrl.rollout.episode import EpisodeRunner
+from asyncrl.rollout.evaluated import samples_of
 from asyncrl.rollout.failure_share import FailureShare
 from asyncrl.types import Prompt, SamplingParams
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluation.table import ALL, CONFIDENCE, TableLine, tabulate
-from asyncrl.evaluator.samples import Sample, scores_of
+from asyncrl.evaluator.samples import scores_of
 from asyncrl.schema import Config
 
 REASONS = 5

@@ -54,7 +54,7 @@ class NoLog:
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
         return
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
         return
 
     def histograms(self, step: int, found: Mapping[str, Bins]) -> None:

@@ -17,6 +17,8 @@ from asyncrl.checks.parallel import ParallelDims
 from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
+from asyncrl.evaluation.orders import EvalSummary
+from asyncrl.evaluation.samples import to_line
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.collective_clock import clock_of
 from asyncrl.learner.early import Early
@@ -36,7 +38,7 @@ from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
-from asyncrl.types import EvalSummary, StepPlan
+from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class StepLog(Protocol):
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None: ...
 
     def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
 
@@ -297,6 +299,7 @@ def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: M
         # One version per step, and none is asked for that an earlier learner published.
         step = summary.step + summary.version_min - summary.policy_version
         log.write(step, summary.version_min, evaluation_metrics(summary, metrics[summary.eval_set]))
+        log.samples(step, [to_line(sample) for sample in summary.samples], summary.eval_set)
 
 
 def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:

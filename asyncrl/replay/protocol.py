@@ -10,16 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncrl.types import (
-    Assignment,
-    DropReason,
-    EvalAssignment,
-    EvalResult,
-    EvalSummary,
-    StepPlan,
-    Trajectory,
-    TrajectoryGroup,
-)
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.types import Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,21 +23,12 @@ from asyncrl.engines.base import GenerateRequest, Sampler
 from asyncrl.environments.base import Decode, Encode, Environment, Episodes, EpisodeTools, Score
 from asyncrl.environments.faults import FAILURES
 from asyncrl.errors import AsyncRLError, ContextFullError, DataError, EpisodeError, IncompleteGroupError, RewardError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.rewards.score import Outcome
 from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
-from asyncrl.types import (
-    NO_VERSION,
-    Assignment,
-    Completion,
-    EvalAssignment,
-    EvalResult,
-    Prompt,
-    SamplingParams,
-    Trajectory,
-    TrajectoryGroup,
-)
+from asyncrl.types import NO_VERSION, Assignment, Completion, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +182,7 @@ class EpisodeRunner:
             failed=len(outcomes) - len(scored),
             missing=assignment.stop - assignment.start - len(outcomes),
             figures=given.figures(outcomes, assignment.start),
+            samples=given.samples_kept(outcomes, assignment.start),
         )
 
     async def run_row(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.environments.base import Episodes
+from asyncrl.errors import DataError
 from asyncrl.evaluation.answers import answer_of
+from asyncrl.evaluation.samples import Sample, for_the_wire
 from asyncrl.evaluation.table import RowScores, figures_of
-from asyncrl.types import SamplingParams, members_of
+from asyncrl.types import Prompt, SamplingParams, members_of
 
 MOST_SOURCES = 16
 """Of a set, that have means of their own: where each row has another `data_source` there would be a metric per row."""
@@ -31,6 +34,8 @@ class EvaluatedSet:
     """As `eval.answer`."""
     sources: tuple[str, ...] = ()
     """The `data_source` of each row that is evaluated, as in `told_apart`."""
+    kept: frozenset[int] = frozenset()
+    """Rows whose first sample can be read in `eval_samples.jsonl`."""
 
     def figures(self, made: Sequence[Episodes], first: int = 0) -> dict[str, tuple[float | None, ...]]:
         """Of rows from `first` on, as in `EvalResult.figures`: those of several samples, and `DATA_SOURCE/mean`."""
@@ -44,6 +49,25 @@ class EvaluatedSet:
         names = dict.fromkeys(name for of_row in found for name in of_row)
         return {name: tuple(of_row.get(name) for of_row in found) for name in names}
 
+    def samples_kept(self, made: Sequence[Episodes], first: int = 0) -> tuple[Sample, ...]:
+        """Of rows from `first` on, one of each in `kept`: the first that has a score, or why there is none."""
+        found: list[Sample] = []
+        for row, episodes in enumerate(made, start=first):
+            if row in self.kept:
+                sampled = [each.policy_versions[each.loss_mask] for each in episodes.trajectories[:1]]
+                versions = sampled[0].tolist() if sampled else []
+                known = {"version_min": min(versions), "version_max": max(versions)} if versions else {}
+                found += [
+                    replace(for_the_wire(each), **known) for each in samples_of(row, self._prompt(row), episodes)[:1]
+                ]
+        return tuple(found)
+
+    def _prompt(self, row: int) -> Prompt | None:
+        try:
+            return self.rows[row]
+        except DataError:  # a row that cannot be used: its episodes say why
+            return None
+
     def _of_row(self, row: int, episodes: Episodes) -> dict[str, float]:
         scores = tuple(trajectory.reward for trajectory in episodes.members)
         texts = () if self.answer == "none" else (episodes.texts[at] for at in members_of(episodes.trajectories))
@@ -56,3 +80,30 @@ def told_apart(sources: Iterable[str], rows: int) -> tuple[str, ...]:
     """`EvaluatedSet.sources` of the first `rows` (0: all), as names of metrics have them; empty of one, or too many."""
     names = tuple(re.sub(r"[^\w.-]", "_", each, flags=re.ASCII) for each in itertools.islice(sources, rows or None))
     return names if 1 < len(set(names)) <= MOST_SOURCES else ()
+
+
+def samples_of(row: int, prompt: Prompt | None, made: Episodes) -> list[Sample]:
+    """Of one row: what came to its end, then what failed.
+
+    Args:
+        prompt: None where the row cannot be used.
+    """
+    text = "" if prompt is None else prompt.text
+    source = "" if prompt is None else prompt.columns.get("data_source", "")
+    known: dict[str, Any] = {"row": row, "data_source": str(source), "prompt": text}
+    scored = [
+        Sample(
+            **known,
+            sample=place,
+            completion=made.texts[first],
+            reward=made.trajectories[first].reward,
+            rewards=dict(made.trajectories[first].rewards),
+            finish_reason=made.trajectories[first].finish_reason,
+            tokens=int(made.trajectories[first].loss_mask.sum()),
+        )
+        for place, first in enumerate(members_of(made.trajectories))
+    ]
+    return scored + [
+        Sample(**known, sample=place, failed=f"{type(failure).__name__}: {failure}")
+        for place, failure in enumerate(made.failures, start=len(scored))
+    ]

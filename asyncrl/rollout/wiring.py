@@ -21,6 +21,7 @@ from asyncrl.environments.base import Environment
 from asyncrl.environments.guard import GuardedEnvironment, close_environment
 from asyncrl.environments.registry import make_environment
 from asyncrl.errors import DataError
+from asyncrl.evaluation.samples import spread
 from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
@@ -181,6 +182,7 @@ async def evaluation_of(
         samples=config.eval.samples,
         pass_score=config.eval.pass_score,
         answer=config.eval.answer,
+        kept=spread(min(rows.rows, config.eval.rows), config.telemetry.samples_per_evaluation),
     )
     return partial(runner.run_evaluation, given=of_set)
 

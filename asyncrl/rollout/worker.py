@@ -29,12 +29,13 @@ from asyncrl.errors import (
     OverlongError,
     RewardError,
 )
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
-from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, Prompt, SamplingParams, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, Prompt, SamplingParams, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 

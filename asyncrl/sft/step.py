@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import DataError
+from asyncrl.evaluation.table import bootstrap_ratios
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.gradients import backward
 from asyncrl.learner.layout import Layout
@@ -123,28 +124,27 @@ def evaluate(
     config: Config, policy: PolicyModel, examples: Sequence[Example], *, rank: int, world: int, device: torch.device
 ) -> dict[str, float]:
     """Mean loss per learned token of held-out rows, and the share of tokens that greedy decoding would have written
-    after the right ones before them. Collective; the same on every rank."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for lease in _chunks(examples, rank, world):
+    after the right ones before them, with intervals over the rows. Collective; the same on every rank."""
+    sums = torch.zeros((len(examples), 3), dtype=torch.float64)
+    for start, lease in _chunks(examples, rank, world):
         batches, _ = micro_batches(config, policy, lease, rank, device)
         for batch in batches:
             logprobs, likeliest = policy.judge(
                 batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing
             )
-            sums[:2] += torch.stack([-logprobs.double().sum(), likeliest.double().sum()]).cpu()
-            sums[2] += len(logprobs)
+            found = torch.stack([-logprobs.double(), likeliest.double(), torch.ones_like(logprobs).double()], dim=1)
+            sums.index_add_(0, start + batch.group_ids[batch.loss_positions].cpu(), found.cpu())
     reshard(policy)
-    loss, right, tokens = sum_over_data(sums, device).tolist()
-    mean = loss / max(tokens, 1.0)
+    loss, right, tokens = sum_over_data(sums, device).cpu().numpy().T
+    known = bootstrap_ratios({"loss": loss, "token_accuracy": right}, tokens, seed=0)
     return {
-        "loss": mean,
-        "perplexity": math.exp(min(mean, 700.0)),
-        "token_accuracy": right / max(tokens, 1.0),
-        "tokens": tokens,
+        **{f"{name}{end}": value for name, each in known.items() for end, value in each.with_ends()},
+        "perplexity": math.exp(min(known["loss"].value, 700.0)),
+        "tokens": float(tokens.sum()),
         "count": float(len(examples)),
     }
 
 
-def _chunks(examples: Sequence[Example], rank: int, world: int) -> Iterator[Lease]:
+def _chunks(examples: Sequence[Example], rank: int, world: int) -> Iterator[tuple[int, Lease]]:
     for start in range(0, len(examples), CHUNK_ROWS):
-        yield lease_of(0, examples[start : start + CHUNK_ROWS], rank=rank, world=world)
+        yield start, lease_of(0, examples[start : start + CHUNK_ROWS], rank=rank, world=world)

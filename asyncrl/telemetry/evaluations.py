@@ -29,13 +29,20 @@ class Evaluation:
     """Rows that have none."""
     loss: float | None = None
     """Where rows have one."""
+    interval: tuple[float, float] | None = None
+    """Of the mean, with `evaluation.table.CONFIDENCE`; None in rows of a version that told none."""
+    loss_interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        said = [] if self.mean is None else [f"{self.metric} {self.mean:.3f}"]
-        said += [] if self.loss is None else [f"loss {self.loss:.4f}"]
+        said = [] if self.mean is None else [f"{self.metric} {self.mean:.3f}{_within(self.interval, 3)}"]
+        said += [] if self.loss is None else [f"loss {self.loss:.4f}{_within(self.loss_interval, 4)}"]
         if self.failed:
             said.append(f"({self.failed} of {self.count + self.failed} rows failed: see logs/rollout-*.log)")
         return " ".join(said)
+
+
+def _within(interval: tuple[float, float] | None, digits: int) -> str:
+    return "" if interval is None else f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def evaluations(row: Row) -> dict[str, Evaluation]:
@@ -50,7 +57,14 @@ def _evaluation(row: Row, place: str) -> Evaluation | None:
     count, failed = int(row.get(f"{place}/count") or 0), int(row.get(f"{place}/failed") or 0)
     if not (metric or count or failed):
         return None
-    return Evaluation(metric, known.get(metric), count, failed, row.get(f"{place}/loss"))
+    mean, loss = known.get(metric), row.get(f"{place}/loss")
+    intervals = (_interval(row, f"{place}/{name}") for name in (metric, "loss"))
+    return Evaluation(metric, mean, count, failed, loss, *intervals)
+
+
+def _interval(row: Row, name: str) -> tuple[float, float] | None:
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return None if low is None or high is None else (low, high)
 
 
 def is_evaluation(row: Row) -> bool:

@@ -22,6 +22,7 @@ from asyncrl.telemetry.run_folder import redacted
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 Histogram = tuple[Sequence[float], Sequence[float]]
 """[n + 1] edges, ascending, and [n] how many lie between two of them."""
@@ -38,7 +39,8 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl` and `samples.jsonl` of one run, appended line by line: a killed run loses no finished row.
+    """`metrics.jsonl`, `samples.jsonl`, `eval_samples.jsonl` and `histograms.jsonl` of one run, appended line by line:
+    a killed run loses no finished row.
 
     After a resume from `resume_step` the rows of later steps are dropped first: they belong to the history that was
     rolled back and are about to be written again. None is a fresh start.
@@ -65,6 +67,7 @@ class MetricsLog:
             self._sinks.append(TensorboardSink(Path(run_dir)))
         self._metrics = self._open(Path(run_dir) / METRICS_FILE, resume_step or 0)
         self._samples = self._open(Path(run_dir) / SAMPLES_FILE, resume_step or 0)
+        self._evaluated = self._open(Path(run_dir) / EVAL_SAMPLES_FILE, resume_step or 0)
         self._histograms = self._open(Path(run_dir) / HISTOGRAMS_FILE, resume_step or 0)
 
     def _open(self, path: Path, last_step: int) -> LineFile:
@@ -87,9 +90,10 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(step, {**version, **finite})
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append some trajectories of this step: prompt, completion, reward. Raises DiskFullError."""
-        self._samples.append(({"step": step, **row} for row in rows), ensure_ascii=False, default=str)
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
+        """Append some trajectories of this step, or of an evaluation of its weights. Raises DiskFullError."""
+        file, of_set = (self._evaluated, {"eval_set": eval_set}) if eval_set else (self._samples, {})
+        file.append(({"step": step, **of_set, **row} for row in rows), ensure_ascii=False, default=str)
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
         """Append the histograms of this step, by name. Raises DiskFullError."""

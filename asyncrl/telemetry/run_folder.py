@@ -1,6 +1,6 @@
 """The run folder: whose it is, and what an earlier run left there.
 
-    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  curves.png
+    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  eval_samples.jsonl  ledger.jsonl  curves.png
                       journal/  keys/  logs/  ckpt/  hf/
 
 `run.json` holds two ids. `run_id` is that of the newest start: all its processes carry it, so the first one prepares

@@ -27,6 +27,7 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.engines.base import Engine
 from asyncrl.engines.factory import make_engine
 from asyncrl.environments.guard import close_environment
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.place import Place
 from asyncrl.learner.train import train
@@ -44,16 +45,7 @@ from asyncrl.rollout.wiring import Scoring, Texts, environment_of, evaluation_of
 from asyncrl.rollout.worker import Evaluate
 from asyncrl.schema import Config
 from asyncrl.telemetry.evaluations import is_evaluation
-from asyncrl.types import (
-    NO_VERSION,
-    Assignment,
-    EvalAssignment,
-    EvalResult,
-    EvalSummary,
-    StepPlan,
-    Trajectory,
-    TrajectoryGroup,
-)
+from asyncrl.types import NO_VERSION, Assignment, StepPlan, Trajectory, TrajectoryGroup
 from asyncrl.weights.base import Canary, PublishStats
 
 WORKER, INCARNATION = "held", "one"
@@ -303,7 +295,7 @@ class Rows:
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
         (self.evaluations if is_evaluation(row) else self.steps).append({"step": step, **row})
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
         return
 
     def histograms(self, step: int, found: Mapping[str, tuple[list[float], list[float]]]) -> None:

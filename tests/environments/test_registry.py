@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -103,12 +104,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_a_cut_prompt_is_read_by_its_tokens_alone_and_refused_where_messages_are_read(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         f"{FILE}\n\nclass Game:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+        "\n\ndef game():\n    return Game()\n\n\ndef sound():\n    return Sound()\n"
     )
     cut = Prompt(
         index=0, epoch=0, row=0, text="long", token_ids=np.arange(4, dtype=np.int32), columns={"prompt": "too long"}
     )
     assert opening(cut) == [{"role": "user", "content": "too long"}], "else it need not be refused"
     game, sound = (EnvironmentConfig(name=f"{tmp_path}/own.py:{name}") for name in ("Game", "Sound"))
+    for name in ("game", "sound"):
+        made = EnvironmentConfig(name=f"{tmp_path}/own.py:{name}")
+        with contextlib.nullcontext() if name == "sound" else pytest.raises(ConfigError, match="messages, whole"):
+            check_environment(made, overlong="truncate_left")
     with pytest.raises(ConfigError, match="reads the row's messages, whole"):
         make_environment(game, overlong="truncate_left")
     with pytest.raises(ConfigError, match="reads the row's messages, whole"):

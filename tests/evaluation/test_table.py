@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from asyncrl.evaluation.table import ALL, RowScores, bootstrap, ks_of, tabulate
+from asyncrl.evaluation.table import ALL, RowScores, bootstrap, bootstrap_ratios, ks_of, tabulate
 
 
 def rows(count: int, samples: int = 4, chance: float = 0.5, source: str = "", start: int = 0) -> list[RowScores]:
@@ -101,3 +101,12 @@ def test_one_row_has_an_interval_of_no_width():
     (line,) = tabulate([RowScores(row=0, scores=(0.25,))], samples=1)
     found = line.estimates["avg@1"]
     assert (found.low, found.value, found.high) == (0.25, 0.25, 0.25)
+
+
+def test_of_rows_of_one_size_a_ratio_has_the_interval_of_their_mean_and_a_long_row_counts_by_its_length() -> None:
+    values = np.random.default_rng(0).random(30)
+    alike = bootstrap_ratios({"m": 7.0 * values}, np.full(30, 7.0), seed=3)["m"]
+    mean = bootstrap({"m": values}, seed=3)["m"]
+    assert np.allclose([alike.value, alike.low, alike.high], [mean.value, mean.low, mean.high], rtol=1e-12)
+    long = bootstrap_ratios({"m": np.array([0.0, 90.0])}, np.array([10.0, 90.0]), seed=0)["m"]
+    assert (long.value, long.low, long.high) == (0.9, 0.0, 1.0)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunFolderError
+from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluator.folder import EVAL_FILE, SAMPLES_FILE, opened
-from asyncrl.evaluator.samples import Sample
 from asyncrl.storage.full_disk import Patience
 
 MADE_OF = {"eval.rows": 3, "seed": 0, "model.path": "m"}

@@ -13,9 +13,9 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import EngineDiedError, HopelessRewardError, NoProgress, RewardError
+from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluator.loop import EvalPlan, Evaluator
 from asyncrl.evaluator.run import FixedWeights
-from asyncrl.evaluator.samples import Sample
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.episode import EpisodeRunner
 from asyncrl.rollout.report import WorkerReport

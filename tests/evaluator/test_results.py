@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from asyncrl.config import load_config
+from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluator.results import reasons, results, table_of, text_of
-from asyncrl.evaluator.samples import Sample
 
 
 def config(*overrides: str):

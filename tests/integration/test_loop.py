@@ -75,6 +75,9 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     for row in points:
         assert row["eval/heldout/count"] == 32 and 0 <= row["eval/heldout/reward"] <= 1
         assert row["policy_version"] == row["eval/heldout/version_min"] == row["step"]
+    kept = run.rows("eval_samples")
+    assert [(row["step"], row["row"]) for row in kept] == [(row["step"], n) for row in points for n in range(0, 32, 4)]
+    assert all(row["prompt"] and row["completion"] and row["reward"] <= 1 and row["version_min"] >= 0 for row in kept)
     for row in rows:
         assert_conserved(row)
     assert_trained_once(ledger(run))

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import NoProgress
+from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.telemetry.evaluations import is_evaluation
-from asyncrl.types import EvalSummary
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
 from tests.learner.feed import make_lease, make_step
@@ -165,8 +165,9 @@ class KeptRows:
     def close(self) -> None:
         return
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.sampled += rows
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
+        if not eval_set:
+            self.sampled += rows
 
     def histograms(self, step: int, found: Mapping[str, tuple[list[float], list[float]]]) -> None:
         self.binned.append(found)

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress, WeightsError
+from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.learner import train as train_module
 from asyncrl.learner.stop import Asked, never
 from asyncrl.learner.train import StepClock, Training, evaluation_metrics, write_evaluations
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
-from asyncrl.types import NO_VERSION, EvalSummary
+from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublishStats
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference

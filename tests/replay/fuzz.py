@@ -23,6 +23,7 @@ import numpy as np
 import zmq
 
 from asyncrl.errors import WireError
+from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.columns import columns_of, decode
@@ -37,7 +38,7 @@ from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.protocol import Acquired
-from asyncrl.types import NO_VERSION, Assignment, EvalAssignment, GroupHeader, StepPlan
+from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan
 from tests.replay.helpers import group, replay_config, running_server, settings
 
 ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version=2)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncrl.errors import NoProgress
+from asyncrl.evaluation.orders import EvalResult, EvalSummary
 from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.codec.wire import extra_size
@@ -24,7 +25,7 @@ from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.rollouts import UnknownPeer
 from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
-from asyncrl.types import Assignment, DropReason, EvalResult, EvalSummary, StepPlan, Trajectory, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
 
 Value = TypeVar("Value")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.types import NO_VERSION, DropReason, EvalAssignment, EvalSummary, StalePolicy, StepPlan
+from asyncrl.types import NO_VERSION, DropReason, StalePolicy, StepPlan
 
 FINAL = (
     DropReason.OVER_LENGTH,

@@ -14,23 +14,14 @@ from random import Random
 
 from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.errors import FencedError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.order import SELECTORS
 from asyncrl.replay.core.rollouts import UnknownPeer
 from asyncrl.replay.journal.durable import plain
-from asyncrl.types import (
-    NO_VERSION,
-    Assignment,
-    DropReason,
-    EvalAssignment,
-    EvalResult,
-    GroupHeader,
-    StalePolicy,
-    StepPlan,
-    TrajectoryHeader,
-)
+from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
 from tests.replay.oracle import Oracle
 
 FAILURES = (

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from asyncrl.errors import NoProgress, WireError
-from asyncrl.types import NO_VERSION, DropReason, EvalResult
+from asyncrl.evaluation.orders import EvalResult
+from asyncrl.types import NO_VERSION, DropReason
 from tests.replay.helpers import Clock, group, settings
 from tests.replay.inprocess import InProcessReplay
 

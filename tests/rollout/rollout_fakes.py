@@ -20,6 +20,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import RewardError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.protocol import Acquired, Board, InsertReply
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
@@ -29,7 +30,7 @@ from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.types import Assignment, DropReason, EvalAssignment, EvalResult, SamplingParams, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, SamplingParams, TrajectoryGroup
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(EOS_ID,))
 

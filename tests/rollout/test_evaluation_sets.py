@@ -15,12 +15,12 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.config import load_config
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rollout import wiring
 from asyncrl.rollout.evaluated import MOST_SOURCES, told_apart
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.schema import Config
-from asyncrl.types import EvalAssignment, EvalResult
 from tests.rollout.rollout_fakes import SAMPLING, ByteTokenizer, prompt_source, rows_file
 
 ENVIRONMENT = """
@@ -79,6 +79,7 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
             *("eval.sets.quiet.environment=quiet.py:Quiet", "eval.sets.mixed=mixed.jsonl"),
         ]
     )
+    config.telemetry.samples_per_evaluation = 2
     made: list[str] = []
 
     def make_rewards(_: Config, *, of_set: str) -> Constant:
@@ -108,7 +109,7 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
             await engine.close()
         return results
 
-    results = asyncio.run(scenario())
+    results, prompts = asyncio.run(scenario()), prompt_source(tmp_path / "rows.jsonl")
     assert made == ["own"]
     assert results["heldout"].scores == (1.0,) * 4
     assert (results["few"].scores, results["few"].missing) == ((1.0,), 3)
@@ -116,6 +117,9 @@ def test_each_set_has_its_own_and_shares_what_is_alike(tmp_path: Path, monkeypat
     assert results["alike"].figures["pass@2"] == (0.0,) * 4
     assert results["quiet"].scores == (0.0,) * 4
     assert results["heldout"].figures == {}, "all are of one source"
+    kept = [(one.row, one.prompt, one.reward, one.version_max) for one in results["heldout"].samples]
+    assert kept == [(0, prompts[0].text, 1.0, 0), (3, prompts[3].text, 1.0, 0)], "two of six rows"
+    assert [(one.row, one.reward, one.failed) for one in results["few"].samples] == [(0, 1.0, "")]
     assert results["mixed"].figures == {
         "openai_gsm8k/mean": (1.0, None, None, None),
         "math/mean": (None, 1.0, 1.0, None),

@@ -16,12 +16,13 @@ from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.registry import make_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import NoProgress, RewardError
+from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.episode import GroupShape
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.schema import EnvironmentConfig
-from asyncrl.types import REF_LOGPROBS, DropReason, EvalAssignment, Prompt
+from asyncrl.types import REF_LOGPROBS, DropReason, Prompt
 from tests.environments.pages import write_programs
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
 

@@ -13,13 +13,14 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, DataError, GenerationError, NoProgress, RewardError, WeightsError
+from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.core.workers import LOST
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
-from asyncrl.types import NO_VERSION, DropReason, EvalAssignment
+from asyncrl.types import NO_VERSION, DropReason
 from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, prompt_source, rows_file
 
 pytestmark = pytest.mark.timeout(150)

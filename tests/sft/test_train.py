@@ -72,6 +72,7 @@ def test_held_out_rows_are_measured_as_plain_transformers_would(tmp_path: Path) 
     found = evaluate(config, build_model(config, CPU, None), rows, rank=0, world=1, device=CPU)
     loss, right, _ = reference(given, rows)
     assert (found["loss"], found["token_accuracy"]) == (pytest.approx(loss, rel=1e-5), right)
+    assert found["loss_low"] < found["loss"] < found["loss_high"]
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert found["count"] == 20 and found["tokens"] == sum(row.loss_tokens for row in rows)
 

@@ -65,7 +65,9 @@ def test_a_fresh_start_after_a_crash_before_the_first_checkpoint_begins_again(tm
 def test_samples_keep_their_text(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.samples(2, [{"prompt": "ab>", "completion": "ü\n", "reward": 1.0}])
+    log.samples(1, [{"row": 0, "reward": 0.0}], "held")
     log.close()
+    assert rows(tmp_path, "eval_samples.jsonl") == [{"step": 1, "eval_set": "held", "row": 0, "reward": 0.0}]
     assert rows(tmp_path, "samples.jsonl") == [{"step": 2, "prompt": "ab>", "completion": "ü\n", "reward": 1.0}]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.cli.main import main
 from asyncrl.cli.metrics import as_markdown
+from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.counterfactual import SUMS, estimates
 from asyncrl.learner.flops import speed
@@ -27,7 +28,7 @@ from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, 
 from asyncrl.sft.batches import Drawn
 from asyncrl.sft.train import TRAINED_TOKENS, step_row
 from asyncrl.telemetry.registry import METRICS, OF_EVERY_ROW, metric_of, pattern_of
-from asyncrl.types import DropReason, EvalSummary
+from asyncrl.types import DropReason
 from asyncrl.weights.broadcast.publisher import _STATS, REPORTED
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptWeights

@@ -29,6 +29,7 @@ EVALUATIONS = [
         "policy_version": step + 1,
         "time": 200.0,
         "eval/heldout/accuracy": mean,
+        **{"eval/heldout/accuracy_low": mean - 0.01, "eval/heldout/accuracy_high": mean + 0.02},
         "eval/heldout/count": count,
     }
     | {"eval/heldout/failed": 256 - count, "eval/heldout/superseded": superseded}
@@ -41,7 +42,7 @@ def test_the_summary_says_from_where_to_where() -> None:
     for part in (
         "trained 10 steps to version 11 in 0:09",
         "accuracy on heldout: 0.200 at step 0 -> 0.970 at step 10",
-        "evaluation of heldout at step 0: accuracy 0.200 (238 of 256 rows failed",
+        "evaluation of heldout at step 0: accuracy 0.200 [0.190, 0.220] (238 of 256 rows failed",
         "2 evaluations of heldout were not begun before the next one was due",
         "learner waits",
     ):

@@ -105,6 +105,26 @@ def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
     return bool(narrowed)
 
 
+def cut(made: Translation, side: str, theirs: str, turns: Sequence[str]) -> None:
+    """Prompts that are cut: where the environment reads tokens.
+
+    Args:
+        turns: their settings of several turns; where one is on, ours is an environment that reads messages.
+    """
+    if any(made.given.get(key) not in (*EMPTY, False) for key in turns):
+        made.put("data.overlong", "drop", theirs)
+        made.notes.append(
+            f"data.overlong=drop: an environment of several turns reads the messages of a row, whole; there is nothing "
+            f"to cut on the {side}"
+        )
+        return
+    made.put("data.overlong", f"truncate_{side}", theirs)
+    made.notes.append(
+        f"data.overlong=truncate_{side} is for environment=single_turn, which reads tokens. With any other that ships "
+        "(tools, search ...), and with a class of yours that gets messages, give data.overlong=drop, or error"
+    )
+
+
 def written_in_yaml(value: Any) -> str:
     """One line that YAML reads back as the same."""
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.cli.migrate.translation import Translation, place, truncation
+from asyncrl.cli.migrate.translation import Translation, cut, place, truncation
 
 DEFAULTS = {
     "learning_rate": 1e-6,
@@ -116,7 +116,10 @@ def _data(made: Translation) -> None:
         made.put("data.path", place(name) if local else ":".join((f"hf:{name}", *parts)), "dataset_name")
     made.refuse("dataset_test_split", "eval.path=hf:NAME:SPLIT")
     # Its prompts are never too long: without a limit of its own a prompt is as long as it is.
-    made.put("data.overlong", "truncate_left" if made.take("max_prompt_length") else "error", "max_prompt_length")
+    if made.take("max_prompt_length"):
+        cut(made, "left", "max_prompt_length", ("tools", "max_tool_calling_iterations"))
+    else:
+        made.put("data.overlong", "error", "max_prompt_length")
 
 
 def _model(made: Translation) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.cli.migrate.translation import OFF, Translation, place, truncation
+from asyncrl.cli.migrate.translation import OFF, Translation, cut, place, truncation
 
 DEFAULTS = {
     "data.prompt_key": "prompt",
@@ -148,8 +148,10 @@ def _data(made: Translation) -> None:
     if made.take("data.filter_overlong_prompts"):
         made.put("data.overlong", "drop", "data.filter_overlong_prompts")
         made.take("data.truncation")
-    elif (how := made.take("data.truncation")) in ("error", "left", "right"):
-        made.put("data.overlong", how if how == "error" else f"truncate_{how}", "data.truncation")
+    elif (how := made.take("data.truncation")) == "error":
+        made.put("data.overlong", how, "data.truncation")
+    elif how in ("left", "right"):
+        cut(made, how, "data.truncation", ("actor_rollout_ref.rollout.multi_turn.enable",))
     else:
         made.refuse("data.truncation", "prompts are cut left or right, dropped, or an error: data.overlong")
 

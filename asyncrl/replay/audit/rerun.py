@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import JournalError, ReplayError
+from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.codec.columns import decode
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
 from asyncrl.replay.core import events as ev
@@ -22,7 +23,7 @@ from asyncrl.replay.journal.recovery import decode_record, read_journal
 from asyncrl.replay.journal.segments import read_at
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.replay.shards.archive import ShardArchive
-from asyncrl.types import NO_VERSION, EvalSummary, GroupHeader, StepPlan, TrajectoryGroup
+from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.errors import WireError
+from asyncrl.evaluation.orders import EvalResult, EvalSummary
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.futures import Futures
 from asyncrl.replay.client.requests import Response
@@ -23,14 +24,7 @@ from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import Unpacking
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
-from asyncrl.types import (
-    Assignment,
-    DropReason,
-    EvalResult,
-    EvalSummary,
-    StepPlan,
-    TrajectoryGroup,
-)
+from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
 """Whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""

@@ -7,9 +7,11 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from asyncrl.errors import WireError
+from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
+from asyncrl.evaluation.samples import MOST_SAMPLES, Sample
 from asyncrl.replay.codec import wire
 from asyncrl.replay.protocol import Acquired, Member, TrainedReply
-from asyncrl.types import Assignment, EvalAssignment, EvalSummary
+from asyncrl.types import Assignment
 
 Record = TypeVar("Record")
 
@@ -21,6 +23,11 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tuple[float, ...]": lambda value, name: tuple(wire.number(item, name) for item in wire.sequence(value, name)),
     "dict[str, float]": lambda value, name: numbers(value, name),
     "dict[str, tuple[float | None, ...]]": lambda value, name: _columns(value, name),
+    "float | None": lambda value, name: None if value is None else wire.number(value, name),
+    "Mapping[str, float]": lambda value, name: numbers(value, name),
+    "tuple[Sample, ...]": lambda value, name: tuple(
+        decode_record(Sample, item) for item in wire.sequence(value, name, limit=MOST_SAMPLES)
+    ),
 }
 
 
@@ -43,13 +50,19 @@ def _columns(value: Any, name: str) -> dict[str, tuple[float | None, ...]]:
 
 
 def encode_record(record: Any) -> list[Any]:
-    """A flat dataclass as the list of its fields."""
+    """A dataclass as the list of its fields; flat, but for samples."""
     values = [getattr(record, field.name) for field in fields(record)]
-    return [list(value) if isinstance(value, tuple) else value for value in values]
+    return [_encoded(value) for value in values]
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [encode_record(item) if isinstance(item, Sample) else item for item in value]
+    return value
 
 
 def decode_record(kind: type[Record], value: Any) -> Record:
-    """The flat dataclass `kind` from the list of its fields.
+    """The dataclass `kind` from the list of its fields.
 
     Raises:
         WireError: a field is missing or has the wrong type.

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.errors import ReplayError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.evaluation.table import bootstrap
-from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
+from asyncrl.types import NO_VERSION
 
 _MEAN = ""
 """Among the figures: the scores themselves."""
@@ -80,11 +82,8 @@ class _Job:
             version_min=min((result.version_min for result in scored), default=self.policy_version),
             version_max=max((result.version_max for result in scored), default=self.policy_version),
             superseded=superseded,
-            figures={
-                f"{name}{end}": value
-                for name, each in known.items()
-                for end, value in (("", each.value), ("_low", each.low), ("_high", each.high))
-            },
+            samples=tuple(sample for result in results for sample in result.samples)[:MOST_SAMPLES],
+            figures={f"{name}{end}": value for name, each in known.items() for end, value in each.with_ends()},
         )
 
 
@@ -152,7 +151,8 @@ class Evaluations:
         """Late or repeated reports change nothing.
 
         Raises:
-            ReplayError: its rows are not those of the chunk, or a figure is not of all that have a score.
+            ReplayError: its rows are not those of the chunk, a figure is not of all that have a score, or a sample is
+                of another chunk's row.
         """
         if worker not in self._held:
             return
@@ -169,6 +169,11 @@ class Evaluations:
             raise ReplayError(
                 f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, and with "
                 f"{len(result.figures[uneven[0]])} values of {uneven[0]}: one for each score, or none, is expected"
+            )
+        strange = [sample.row for sample in result.samples if not chunk.start <= sample.row < chunk.stop]
+        if strange:
+            raise ReplayError(
+                f"evaluation chunk {chunk.start}:{chunk.stop} came back with a sample of row {strange[0]}"
             )
         del self._held[worker]
         self._close(job, result)

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.drawing.curriculum import too_many
 from asyncrl.errors import ReplayError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import may_admit
 from asyncrl.replay.core.fair_share import assignment_seed, fair_share, window_of
@@ -18,7 +19,7 @@ from asyncrl.replay.core.run import Run
 from asyncrl.replay.core.space import Space
 from asyncrl.replay.core.workers import Worker
 from asyncrl.replay.protocol import Acquired, InsertReply, Member
-from asyncrl.types import NO_VERSION, Assignment, DropReason, EvalAssignment, EvalResult, GroupHeader
+from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader
 
 MAX_DETAIL = 200
 """Characters of a worker's own words that the journal keeps."""

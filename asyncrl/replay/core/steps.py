@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
+from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.batches import certain_members, choose_batch
 from asyncrl.replay.core.fair_share import what_is_missing, who_is_silent, why_no_batch
@@ -17,7 +18,7 @@ from asyncrl.replay.core.run import Run
 from asyncrl.replay.core.space import Space
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.protocol import Restored, TrainedReply
-from asyncrl.types import NO_VERSION, DropReason, EvalSummary, StepPlan
+from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
 
 class Steps:

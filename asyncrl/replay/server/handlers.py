@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl.checks.replay import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
+from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY
@@ -21,7 +22,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
-from asyncrl.types import Assignment, DropReason, EvalResult, StepPlan
+from asyncrl.types import Assignment, DropReason, StepPlan
 
 MAX_WAIT_S = LONGEST_WAIT_S
 MIN_PATIENCE_S = 0.05

@@ -11,6 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.evaluation.samples import MOST_SAMPLES, Sample, for_the_wire
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import messages, wire
@@ -29,16 +31,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired, Member, TrainedReply
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
-from asyncrl.types import (
-    NO_VERSION,
-    Assignment,
-    EvalAssignment,
-    EvalSummary,
-    ExtraHeader,
-    StepPlan,
-    TrajectoryGroup,
-    TrajectoryHeader,
-)
+from asyncrl.types import NO_VERSION, Assignment, ExtraHeader, StepPlan, TrajectoryGroup, TrajectoryHeader
 from tests.replay.helpers import Clock, group, same_trajectory, settings, trajectory
 
 ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version=2)
@@ -376,6 +369,7 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
         **{"job_id": 1, "step": 2, "policy_version": 2, "eval_set": "h", "mean": 0.5, "count": 4},
         **{"low": 0.25, "high": 1.0, "figures": {"pass@2": 0.5}},
         **{"failed": 0, "version_min": 2, "version_max": 3, "superseded": 1},
+        samples=(Sample(row=3, sample=0, reward=0.5, rewards={"f": 1.0}), Sample(row=4, sample=0, failed="none")),
     )
     reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,))
     assert messages.decode_trained(wire.unpack(wire.pack(messages.encode_trained(reply)))) == reply
@@ -385,6 +379,22 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
         messages.decode_acquired([[], [], 1, ""])
     with pytest.raises(WireError):
         messages.decode_members([["w", "i"]])
+
+
+def test_samples_of_an_evaluation_are_bounded_whatever_their_texts_and_say_what_was_cut() -> None:
+    long = {"prompt": "a\ud83d" * 10**5, "completion": "é" * 9000 + "#### 4", "finish_reason": "f" * 999}
+    parts = {f"part {n}": float(n) for n in range(999)} | {"x" * 999: 1.0}
+    sample = for_the_wire(Sample(row=0, sample=0, reward=0.0, rewards={"bad": float("nan"), **parts}, **long))
+    assert sample.completion.startswith("é") and sample.completion.endswith("#### 4")
+    assert "814 characters left out" in sample.completion and "191808 characters left out" in sample.prompt
+    assert list(sample.rewards) == [f"part {n}" for n in range(64)]
+    many = {"job_id": 0, "chunk": 0, "attempt": 0, "version_min": 0, "version_max": 0, "scores": (0.0,) * 999}
+    result = EvalResult(**many, samples=(sample,) * MOST_SAMPLES)  # pyright: ignore
+    sent = wire.pack(messages.encode_record(result))
+    assert len(sent) < wire.MAX_REQUEST_BYTES / 2
+    assert messages.decode_record(EvalResult, wire.unpack(sent)) == result
+    with pytest.raises(WireError, match="samples must be a list of at most 64"):
+        messages.decode_record(EvalResult, messages.encode_record(replace(result, samples=(sample,) * 65)))
 
 
 def leased_step(world: int, tokens: int):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import NoProgress, ReplayError
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluation.table import RowScores, bootstrap, tabulate
 from asyncrl.replay.codec.messages import decode_record, decode_records, encode_record
 from asyncrl.replay.codec.wire import pack, unpack
@@ -15,7 +17,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Later, Session
-from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
+from asyncrl.types import NO_VERSION
 from tests.replay.helpers import Clock, settings
 
 WAIT_S = 100.0
@@ -123,6 +125,18 @@ def test_a_figure_that_is_not_of_every_scored_row_is_refused_and_the_chunk_stays
         answer(stage.core, order, figures={"pass@2": (1.0,)})
     answer(stage.core, order, figures={"pass@2": (1.0, None)})
     assert not stage.core.evaluations.open
+
+
+def test_samples_come_in_the_order_of_their_rows_and_a_row_of_another_chunk_is_refused() -> None:
+    stage = Stage()
+    stage.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=4, chunk=2)
+    order = order_of(stage.core)
+    with pytest.raises(ReplayError, match="0:2 came back with a sample of row 2"):
+        answer(stage.core, order, samples=(Sample(row=2, sample=0),))
+    answer(stage.core, order, samples=(Sample(row=1, sample=0, reward=1.0),))
+    answer(stage.core, order_of(stage.core), samples=(Sample(row=3, sample=0, failed="no"),))
+    (summary,) = stage.core.finished_evaluations() or ()
+    assert [(sample.row, sample.failed) for sample in summary.samples] == [(1, ""), (3, "no")]
 
 
 def test_of_several_sets_each_has_its_turn_and_of_one_the_oldest_job_goes_first() -> None:

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncrl.errors import FencedError, NoProgress
+from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.core.balance import UPDATES, shard_step
 from asyncrl.replay.journal.durable import recover
-from asyncrl.types import NO_VERSION, EvalAssignment, EvalResult, EvalSummary
+from asyncrl.types import NO_VERSION
 from tests.replay.cluster import begin, fill, wait_until
 from tests.replay.helpers import SOON_SILENT_S, group, same_trajectory
 from tests.replay.lives import Server

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
+from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
-from asyncrl.types import NO_VERSION, DropReason, EvalResult
+from asyncrl.types import NO_VERSION, DropReason
 from tests.replay.fuzz import TOO_DEEP, VOCABULARY, fuzz_decoders, fuzz_server, places, put
 from tests.replay.helpers import Clock, group, settings, trajectory
 

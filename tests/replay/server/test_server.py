@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from asyncrl.errors import ConfigError, NoProgress, WireError
+from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay import serving
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
@@ -18,7 +19,7 @@ from asyncrl.replay.core.balance import EARLY
 from asyncrl.replay.core.metrics import RolloutRates
 from asyncrl.replay.core.workers import Workers
 from asyncrl.replay.server.router import router
-from asyncrl.types import DropReason, EvalResult
+from asyncrl.types import DropReason
 from tests.replay.helpers import group, replay_config, running_server, same_trajectory, settings
 from tests.replay.served import Run, ready
 
