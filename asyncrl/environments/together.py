@@ -41,7 +41,10 @@ class Together:
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for key, answers in waiting.items():
+        for key, asked in waiting.items():
+            answers = [answer for answer in asked if not answer.done()]  # an episode may have ended in this very turn
+            if not answers:
+                continue
             task = asyncio.get_running_loop().create_task(self._ask(key, answers))
             self._tasks.add(task)  # the loop itself keeps only weak references to tasks
             task.add_done_callback(self._tasks.discard)

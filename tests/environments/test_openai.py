@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,11 +16,14 @@ import psutil
 import pytest
 
 from asyncrl.environments.base import Episodes
+from asyncrl.environments.openai.calls import Calls
 from asyncrl.environments.openai.endpoint import Endpoint
 from asyncrl.environments.openai.environment import OpenAI
 from asyncrl.environments.registry import make_environment
+from asyncrl.environments.together import Together
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.rewards.score import RewardScore
+from asyncrl.rollout.tokenizer import make_decode
 from asyncrl.schema import EnvironmentConfig
 from asyncrl.types import Completion, members_of
 from tests.environments import agents
@@ -48,6 +52,16 @@ def numbered() -> Scripted:
     """Says which of its answers it gives, so that no two are alike."""
     numbers = itertools.count()
     return Scripted(lambda text: f"hello {next(numbers)}")
+
+
+def recording(asked: list[int]) -> Any:
+    """A `Generate` that says how many completions it was asked for."""
+
+    async def generate(ids: Any, n: int, **_: Any) -> list[str]:
+        asked.append(n)
+        return [f"answer {place}" for place in range(n)]
+
+    return generate
 
 
 def prompts(engine: Scripted) -> list[str]:
@@ -208,13 +222,51 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
 
 
 async def test_an_agent_past_its_deadline_is_left_behind_and_not_served_any_more(agent: Make) -> None:
-    episodes, engine = await play(agent("left_behind", max_calls=1000), ["hello"], timeout_s=0.5)
+    environment = agent("left_behind", max_calls=1000)
+    await environment._endpoint.start()  # or the deadline may pass before there is an agent
+    episodes, engine = await play(environment, ["hello"], timeout_s=0.5)
     assert "took longer than 0.5 s" in str(episodes.failures[0]) and not episodes.trajectories
     served = len(engine.requests)
     async with asyncio.timeout(60):
         while not agents.SEEN:
             await asyncio.sleep(0.02)
     assert "is over" in str(agents.SEEN[0]) and len(engine.requests) == served
+
+
+async def test_a_request_whose_body_comes_after_the_episode_is_over_is_refused() -> None:
+    asked: list[Any] = []
+    tools: Any = SimpleNamespace(chat=CHAT, decode=make_decode(TOKENIZER))
+    endpoint, calls = Endpoint("policy"), Calls(tools, Together(recording(asked)), most=1)
+    await endpoint.start()
+    try:
+        place = urlsplit(endpoint.url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}'
+        with endpoint.serving(calls) as key:
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nexpect: 100-continue\r\n"
+                + f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            )
+            assert b"100" in await reader.readline(), "the key was good, and the body is waited for"
+            assert await reader.readline() == b"\r\n"
+        writer.write(body)
+        assert b"401" in await reader.readline() and not asked
+        writer.close()
+    finally:
+        await endpoint.close()
+
+
+async def test_what_is_given_up_before_it_was_sent_is_not_generated() -> None:
+    asked: list[int] = []
+    together = Together(recording(asked))
+    for given_up in (2, 1):
+        one, other = (asyncio.create_task(together.one(np.arange(3, dtype=np.int32))) for _ in range(2))
+        await asyncio.sleep(0)  # both are waiting, to be sent in the next turn of the event loop
+        for task in (one, other)[:given_up]:
+            task.cancel()
+        await asyncio.wait([one, other])
+        assert one.cancelled() and other.cancelled() == (given_up == 2)
+    assert asked == [1] and other.result() == "answer 0"
 
 
 @pytest.mark.parametrize("how", ["raises", "engine", "number", "answer", "list"])

@@ -70,6 +70,7 @@ class Calls:
         """Turns that the context had no room to follow."""
         self._failures: dict[str, BaseException] = {}
         """Of requests that have no answer yet."""
+        self._closed = False
         self.why_over = ""
         """Why some call was the last of its conversation; empty where none was."""
         self.answer: str | None = None
@@ -84,6 +85,8 @@ class Calls:
             Refused: there can be none.
             AsyncRLError: the engine could not produce them.
         """
+        if self._closed:  # while the body of the request was on its way
+            raise Refused(401, OVER, "invalid_api_key")
         task = self._asked.get(call.key)
         if task is None:
             if len(self._asked) >= self._most:
@@ -171,7 +174,8 @@ class Calls:
         return Refused(400, why, code, "messages")
 
     def close(self) -> None:
-        """What is still being generated is for nobody."""
+        """What is still being generated is for nobody, and nothing more is."""
+        self._closed = True
         for task in self._asked.values():
             task.cancel()
 
