@@ -25,6 +25,8 @@ from benchmarks.parts.results import PAGE, figure, page, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_"))
+INSTALLS = {"trl"}
+"""They make an environment with another framework in it: minutes, and a network."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.unhurried
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in INSTALLS else name for name in BENCHMARKS]
+)
 def test_a_benchmark_without_arguments_prints_one_line_with_its_answer(name: str, cache: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--smoke"],
