@@ -287,7 +287,8 @@ def disk_patience(config: RunSettings) -> Patience:
 
 
 NOT_OF_THE_UPDATE = (
-    *("ranks", "replicas", "tensor_parallel", "device", "save_every", "async_save", "save_timeout_s"),
+    *("ranks", "replicas", "sequence_parallel", "tensor_parallel", "device"),
+    *("save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
     *("early_groups", "reduce_gradients", "steps", "epochs", "profile"),

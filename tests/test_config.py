@@ -245,6 +245,14 @@ REFUSED = [
         ["learner.ranks=8 cannot be learner.replicas=2 * learner.tensor_parallel=3", "another number of ranks"],
     ),
     (
+        ["learner.ranks=6", "learner.sequence_parallel=2", "learner.tensor_parallel=2"],
+        ["=6 cannot be learner.sequence_parallel=2 * learner.tensor_parallel=2", "sequence_parallel to one of 1, 3"],
+    ),
+    (
+        ["learner.ranks=2", "learner.sequence_parallel=2", "engine.exact=true", "weights.on_update=recompute"],
+        ["learner.sequence_parallel=2 is not proven with engine.exact=true. Set learner.sequence_parallel=1"],
+    ),
+    (
         ["learner.ranks=2", "learner.tensor_parallel=2", "model.lora_rank=4"],
         ["learner.tensor_parallel=2 is not proven with model.lora_rank=4", "Set learner.tensor_parallel=1"],
     ),

@@ -17,6 +17,26 @@ SINKS = ("gpt_oss", "mimo_v2_flash")
 COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers several ranks may compute together: what is proven (`tests/learner/test_parallel.py`)."""
 
+SHARED = (
+    *(
+        "apertus",
+        "cohere2",
+        "deepseek_v3",
+        "ernie4_5",
+        "exaone4",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_neox",
+    ),
+    *("granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "smollm3", "starcoder2"),
+)
+"""Model types whose sequences several ranks may share: those that are packed, proven there as well."""
+GUESSED_FROM_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding that look for the largest position they are given, which is another on every rank."""
+
 
 def foreign_maths(settings: Mapping[str, Any]) -> str:
     """What the model computes and the learner does not; empty where nothing is known.
@@ -71,4 +91,41 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
                 f"{count} {what} cannot be cut over learner.tensor_parallel={ranks} ranks. Set one that divides "
                 f"{', '.join(map(str, known.values()))}"
             )
+    return ""
+
+
+def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> str:
+    """Why `learner.sequence_parallel=ranks` cannot share the sequences of a model; empty if it can.
+
+    Args:
+        settings: of `config.json`.
+        together: `learner.tensor_parallel`, which `not_together` has passed: each rank has so much fewer heads.
+    """
+    text = settings.get("text_config") or settings
+    kind = text.get("model_type") or settings.get("model_type")
+    if ranks == 1:
+        return ""
+    if kind not in SHARED:
+        return (
+            f"learner.sequence_parallel={ranks} is proven for {', '.join(SHARED)}, and this is {kind}. Set "
+            "learner.sequence_parallel=1"
+        )
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in GUESSED_FROM_LENGTH:
+        return (
+            f"its rotary embedding ({rope.get('rope_type', rope.get('type'))}) depends on the longest sequence it is "
+            "given, and no rank is given a whole one. Set learner.sequence_parallel=1"
+        )
+    heads = text.get("num_attention_heads")
+    keys = text.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(keys, int):
+        return ""  # what config.json leaves to its class's default is looked at when the model is loaded
+    heads, keys = heads // together, keys // together
+    if heads % ranks or max(keys, ranks) % min(keys, ranks):
+        each = f" (those of one of learner.tensor_parallel={together} ranks)" if together > 1 else ""
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and max(keys, n) % min(keys, n) == 0]
+        return (
+            f"learner.sequence_parallel={ranks} must divide its {heads} attention heads, and divide its {keys} "
+            f"key-value heads or be a multiple of them{each}. Set it to one of {', '.join(map(str, fits))}"
+        )
     return ""

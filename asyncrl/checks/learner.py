@@ -60,9 +60,9 @@ def batch_divides(config: Config) -> Problems:
         )
     key = "rollout.min_group_size" if config.rollout.min_group_size else "rollout.group_size"
     sequences = groups * (config.rollout.min_group_size or config.rollout.group_size) // updates
-    together = max(1, config.learner.tensor_parallel)
-    if sequences * together < config.learner.ranks:
-        shared = f" / learner.tensor_parallel={together}" if together > 1 else ""
+    shares = {"sequence_parallel": config.learner.sequence_parallel, "tensor_parallel": config.learner.tensor_parallel}
+    if sequences * math.prod(max(1, size) for size in shares.values()) < config.learner.ranks:
+        shared = "".join(f" / learner.{key}={size}" for key, size in shares.items() if size > 1)
         yield (
             f"every rank needs a sequence in every update: learner.groups_per_step * {key} / "
             f"learner.updates_per_batch = {sequences} is less than learner.ranks={config.learner.ranks}{shared}. Raise "
@@ -73,13 +73,16 @@ def batch_divides(config: Config) -> Problems:
 def ranks_are_laid_out(config: Config) -> Problems:
     yield from ranks_divide(config.learner, config.learner.ranks)
     unproven = {
-        f"model.lora_rank={config.model.lora_rank}": config.model.lora_rank > 0,
-        f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
         "engine.exact=true": config.engine.exact,
         f"learner.hook={config.learner.hook}": bool(config.learner.hook),
         f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
-    yield from proven_with(config.learner, unproven)
+    yield from proven_with("learner.sequence_parallel", config.learner.sequence_parallel, unproven)
+    unproven |= {
+        f"model.lora_rank={config.model.lora_rank}": config.model.lora_rank > 0,
+        f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
+    }
+    yield from proven_with("learner.tensor_parallel", config.learner.tensor_parallel, unproven)
 
 
 def early_groups(config: Config) -> int:

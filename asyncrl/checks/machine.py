@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
-from asyncrl.checks.architecture import foreign_maths, not_together
+from asyncrl.checks.architecture import foreign_maths, not_shared, not_together
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
+from asyncrl.checks.parallel import Layout
 from asyncrl.checks.resources import missing_devices, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
 from asyncrl.checks.sources import places, sources
@@ -45,7 +46,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += _missing_vllm(config)
     if role in ("local", "learner", "rollout"):
         problems += missing_model("model.path", config.model.path)
-        problems += unfit_model(config.model.path, config.learner.tensor_parallel)
+        problems += unfit_model(config.model.path, config.learner)
         problems += _too_few_positions(config)
     if role in ("local", "learner"):
         reference = "" if config.reference.from_rollout else config.reference.path
@@ -117,12 +118,8 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes in `config.json` that have a head for the next token."""
 
 
-def unfit_model(path: str, together: int = 1) -> Iterator[str]:
-    """A model that loads with a random head, or computes what the learner does not.
-
-    Args:
-        together: `learner.tensor_parallel`.
-    """
+def unfit_model(path: str, layout: Layout) -> Iterator[str]:
+    """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out."""
     settings = model_settings(path)
     classes = settings.get("architectures") or []
     if classes and not any(name.endswith(CAUSAL) for name in classes):
@@ -130,7 +127,10 @@ def unfit_model(path: str, together: int = 1) -> Iterator[str]:
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
-    problem = (foreign_maths(settings) or not_together(settings, together)) if settings else ""
+    sequence, tensor = layout.sequence_parallel, layout.tensor_parallel
+    problem = settings and (
+        foreign_maths(settings) or not_together(settings, tensor) or not_shared(settings, sequence, tensor)
+    )
     if problem:
         yield f"model.path={path}: {problem}"
 

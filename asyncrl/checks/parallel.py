@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,7 @@ class Layout(Protocol):
     """The settings that say it: `learner` of a run, and of `asyncrl sft`."""
 
     replicas: int
+    sequence_parallel: int
     tensor_parallel: int
 
 
@@ -26,19 +28,26 @@ class ParallelDims:
     replicate: int = 1
     """Copies of the sharded model, whose gradients meet after those of their shards (HSDP)."""
     shard: int = 1
-    """Ranks that cut one copy into parts (FSDP2)."""
+    """Ranks that cut one copy into parts (FSDP2), each with sequences of its own; times `sequence` of them."""
+    sequence: int = 1
+    """Ranks that share the tokens of every pack, and cut the model between them like the others."""
     tensor: int = 1
     """Ranks that compute every layer together."""
 
     @classmethod
     def of(cls, learner: Layout, ranks: int) -> ParallelDims:
         """What `ranks` make of the settings, which `problem_of` has passed."""
-        tensor = learner.tensor_parallel
-        return cls(replicate=learner.replicas, shard=ranks // (learner.replicas * tensor), tensor=tensor)
+        copies, sequence, tensor = learner.replicas, learner.sequence_parallel, learner.tensor_parallel
+        return cls(replicate=copies, shard=ranks // (copies * sequence * tensor), sequence=sequence, tensor=tensor)
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.sequence * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts FSDP2 cuts one copy."""
+        return self.shard * self.sequence
 
     @property
     def data(self) -> int:
@@ -48,17 +57,18 @@ class ParallelDims:
     @property
     def mesh(self) -> dict[str, int]:
         """Size of each dimension that there is; `shard` in any case."""
-        sizes = {REPLICATE: self.replicate, SHARD: self.shard, TENSOR: self.tensor}
+        sizes = {REPLICATE: self.replicate, SHARD: self.shards, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
 
     def __str__(self) -> str:
         copies = f"{self.replicate} copies of the model (HSDP), each sharded over " if self.replicate > 1 else ""
+        apart = f", of which {self.sequence} share every pack" if self.sequence > 1 else ""
         together = f", tensor parallel over {self.tensor}: {self.ranks} in all" if self.tensor > 1 else ""
-        return f"{copies or 'FSDP2 over '}{self.shard} rank(s){together}"
+        return f"{copies or 'FSDP2 over '}{self.shards} rank(s){apart}{together}"
 
     def data_rank(self, rank: int) -> int:
-        """Of a rank among `data`: those of one `tensor` group are neighbours, and have the same sequences."""
-        return rank // self.tensor
+        """Of a rank among `data`: those that have the same sequences are neighbours."""
+        return rank // (self.sequence * self.tensor)
 
 
 def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
@@ -67,16 +77,20 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
     Args:
         said: where the number of ranks comes from.
     """
-    copies, tensor = learner.replicas, learner.tensor_parallel
-    if min(copies, tensor, ranks) < 1 or ranks % (copies * tensor) == 0:
+    sizes = {
+        "learner.replicas": learner.replicas,
+        "learner.sequence_parallel": learner.sequence_parallel,
+        "learner.tensor_parallel": learner.tensor_parallel,
+    }
+    product = math.prod(sizes.values())
+    if min(*sizes.values(), ranks) < 1 or ranks % product == 0:
         return ""  # the first is refused by numbers_in_range
-    key, other = ("replicas", tensor) if copies > 1 else ("tensor_parallel", copies)
-    fits = [str(n) for n in range(1, ranks + 1) if ranks % (n * other) == 0]
-    way = f"learner.{key} to one of {', '.join(fits)}, or " if fits else ""
-    return (
-        f"{said}={ranks} cannot be learner.replicas={copies} * learner.tensor_parallel={tensor} * equally many ranks "
-        f"that shard. Set {way}another number of ranks"
-    )
+    wanted = {key: size for key, size in sizes.items() if size > 1}
+    key, size = next(iter(wanted.items()))
+    fits = [str(n) for n in range(1, ranks + 1) if ranks % (n * (product // size)) == 0]
+    way = f"{key} to one of {', '.join(fits)}, or " if fits else ""
+    factors = " * ".join(f"{name}={count}" for name, count in wanted.items())
+    return f"{said}={ranks} cannot be {factors} * equally many ranks that shard. Set {way}another number of ranks"
 
 
 def ranks_divide(learner: Layout, ranks: int) -> Problems:
@@ -84,11 +98,11 @@ def ranks_divide(learner: Layout, ranks: int) -> Problems:
         yield problem
 
 
-def proven_with(learner: Layout, unproven: Mapping[str, bool]) -> Problems:
-    """Args: unproven: what tensor parallelism has not been tried with, in words -> whether it is wanted."""
+def proven_with(key: str, ranks: int, unproven: Mapping[str, bool]) -> Problems:
+    """Args:
+    key, ranks: a setting by which several ranks have the same sequences.
+    unproven: what that has not been tried with, in words -> whether it is wanted.
+    """
     for what, wanted in unproven.items():
-        if learner.tensor_parallel > 1 and wanted:
-            yield (
-                f"learner.tensor_parallel={learner.tensor_parallel} is not proven with {what}. Set "
-                "learner.tensor_parallel=1"
-            )
+        if ranks > 1 and wanted:
+            yield f"{key}={ranks} is not proven with {what}. Set {key}=1"

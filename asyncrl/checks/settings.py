@@ -109,6 +109,7 @@ def counts(config: Config) -> dict[str, tuple[float, float]]:
         "critic.value_clip": (config.critic.value_clip, 0),
         "learner.ranks": (config.learner.ranks, 1),
         "learner.replicas": (config.learner.replicas, 1),
+        "learner.sequence_parallel": (config.learner.sequence_parallel, 1),
         "learner.tensor_parallel": (config.learner.tensor_parallel, 1),
         "learner.groups_per_step": (config.learner.groups_per_step, 1),
         "learner.updates_per_batch": (config.learner.updates_per_batch, 1),

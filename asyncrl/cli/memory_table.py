@@ -57,7 +57,7 @@ def memory_lines(config: Config) -> list[str]:
         saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
         saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         lines.append(
-            f"learner, per rank: {size(saved / (dims.shard * dims.tensor))} of host memory for the copy that "
+            f"learner, per rank: {size(saved / (dims.shards * dims.tensor))} of host memory for the copy that "
             "checkpoints are written from (learner.async_save)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -76,7 +76,7 @@ def memory_lines(config: Config) -> list[str]:
 def learner_lines(config: Config, model: ModelSize) -> list[str]:
     """What the fullest rank holds of the policy, and what comes and goes beside it."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
-    ranks = dims.shard
+    ranks = dims.shards
     cut = on_one_of(model.shapes, dims.tensor)
     shapes, whole, rows = list(cut.values()), model.parameters, list[tuple[int, str]]()
     if config.model.lora_rank > 0:
@@ -89,8 +89,8 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
         (
             mine.total,
             f"= {size(mine.weights)} master weights + {size(mine.gradients)} gradients + {size(mine.optimizer)} Adam "
-            f"moments ({whole:,} parameters over {dims.shard * dims.tensor} rank(s), each cut along its first dimension"
-            f"{' and between those that compute together' if dims.tensor > 1 else ''})",
+            f"moments ({whole:,} parameters over {dims.shards * dims.tensor} rank(s), each cut along its first "
+            f"dimension{' and between those that compute together' if dims.tensor > 1 else ''})",
         )
     )
     setting = config.learner.reduce_gradients
@@ -101,7 +101,7 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
     if dims.ranks > 1 or width < MASTER:
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
         rows.append((width * whole_numbers(computing), f"whole weights while it computes: {fetched}"))
-    rows += activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor))
+    rows += activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
     kind = "whole on its one rank" if dims.ranks == 1 and width == MASTER else f"{dims}, layer by layer"
     return [
         f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
@@ -110,21 +110,27 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
     ]
 
 
-def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]]:
-    """Estimates; none of a model whose config is none of a plain decoder."""
+def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[tuple[int, str]]:
+    """Estimates; none of a model whose config is none of a plain decoder.
+
+    Args:
+        sequence: ranks that share each micro-batch: its tokens, and in attention its heads, which is as many numbers.
+    """
     if sizes is None:
         return []
     width, checkpointing = BYTES[config.model.dtype], config.model.activation_checkpointing
     every, keep = config.model.checkpoint_every, config.model.checkpoint_keep
     tokens = config.learner.max_tokens_per_microbatch
     # More slots than a group's siblings have of it no token has.
-    slots = min(config.learner.attention_budget, tokens * config.rollout.group_size)
+    slots = min(config.learner.attention_budget, tokens * config.rollout.group_size) // sequence
+    tokens, part = -(-tokens // sequence), f"1 / {sequence} of " if sequence > 1 else ""
     other = size(sizes.activations(tokens, slots, width, 0 if checkpointing else every, keep))
     return [
         (
             sizes.activations(tokens, slots, width, every if checkpointing else 0, keep),
-            f"activations of a full micro-batch, about ({tokens} tokens, {slots} in attention, {sizes.layers} layers, "
-            f"{sizes.hidden} wide; {other} with model.activation_checkpointing={str(not checkpointing).lower()})",
+            f"activations of {part}a full micro-batch, about ({tokens} tokens, {slots} in attention, "
+            f"{sizes.layers} layers, {sizes.hidden} wide; {other} with "
+            f"model.activation_checkpointing={str(not checkpointing).lower()})",
         ),
         (
             head_bytes(sizes.vocabulary, sizes.hidden, width, wide=config.model.fp32_head and width < MASTER),
@@ -136,7 +142,7 @@ def activation_rows(config: Config, sizes: Sizes | None) -> list[tuple[int, str]
 def role_lines(config: Config, parameters: int) -> list[str]:
     """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
     dims = ParallelDims.of(config.learner, config.learner.ranks)
-    ranks = dims.shard * dims.tensor
+    ranks = dims.shards * dims.tensor
     trained = 16 if config.advantage.uses_critic else 0
     in_loss = "ref_logprobs" in required_inputs(config.loss)
     no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)

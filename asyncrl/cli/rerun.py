@@ -96,7 +96,8 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
         "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
-        "learner.replicas": 1,  # this and the next of ranks that a rerun need not have
+        "learner.replicas": 1,  # this and the next two of ranks that a rerun need not have
+        "learner.sequence_parallel": 1,
         "learner.tensor_parallel": 1,
     }
     config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])

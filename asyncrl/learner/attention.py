@@ -14,9 +14,10 @@ On a GPU in half precision the rows go to one variable-length flash call. Elsewh
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +50,14 @@ class UnpackedCall(ConfigError):
     """A model calls the packed attention without the packing, or with a mask of its own."""
 
 
+class Exchange(Protocol):
+    """See `sequence.SequenceRanks`."""
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]: ...
+
+    def to_tokens(self, out: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
     """How packed tokens become rows, and back."""
@@ -73,8 +82,11 @@ class Packing:
     blocks: tuple[tuple[int, int], ...]
     """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
     padded: Gather
-    windows: set[int | None] | None = None
-    """Where given, every layer's attention notes here the sliding window that it is called with."""
+    sequence: Exchange | None = None
+    """Where the ranks of a group have each some of the tokens: how they come together for attention."""
+    note_window: Callable[[int | None], None] | None = None
+    """Where given, every layer's attention tells it the sliding window that it is called with. A set would be copied on
+    its way: FSDP2 makes every container anew that it hands to a layer."""
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> int:
         """Tokens that attention holds queries, keys and values of, padding counted."""
@@ -179,14 +191,17 @@ def packed_attention(
             f"packed attention does not support {cause}, which {type(module).__name__} asks for; "
             "use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral)"
         )
-    if packing.windows is not None:
-        packing.windows.add(sliding_window)
+    if packing.note_window is not None:
+        packing.note_window(sliding_window)
+    if packing.sequence is not None:
+        query, key, value = packing.sequence.to_heads(query, key, value)
     flash = takes_any_length(query.device, query.dtype)
     gather = packing.rows if flash else packing.padded
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
     attend = _flash if flash else partial(_blockwise, exact=exact)
     out = attend(q, k, v, packing, scaling, sliding_window)
-    return out.index_select(0, gather.owner)[None], None
+    out = out.index_select(0, gather.owner)
+    return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
 
 def _flash(

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.checks.architecture import not_shared, not_together
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.parallel import TENSOR
-from asyncrl.learner.layout import agree_on_layout, use_layout
+from asyncrl.errors import ConfigError
+from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.recompute import checkpointing_options
+from asyncrl.learner.sequence import SequenceRanks
 from asyncrl.learner.sharding import data_mesh, dim_size
-from asyncrl.learner.tensor import cut, plan_of, refuse_tensor
+from asyncrl.learner.tensor import cut, plan_of
 from asyncrl.schema import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,6 +82,10 @@ def built(
         return model
     read = read_sharded(build, device, mesh)
     agree_on_layout(read, build.setting, "float32", longest, mesh)
+    if read.sequence is not None and read.layout is not Layout.PACKED:
+        raise ConfigError(
+            f"{build.setting} runs unpacked, and ranks share packs alone. Set learner.sequence_parallel=1"
+        )
     model = build.make(prepare(build.recipe.blank(), settings))
     use_layout(model, read.layout)
     build.change(model, read.hf)
@@ -91,7 +98,7 @@ def built(
 def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -> Packed:
     """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
     model = build.make(build.recipe.blank().eval())
-    refuse_tensor(model.hf.config, dim_size(mesh, TENSOR), build.setting)
+    refuse_dims(model.hf.config, mesh, build.setting)
     part = own_part(build.recipe, model.hf, mesh)
     on_rank_zero(build.recipe.prove, mesh)
     if part is None:
@@ -106,6 +113,14 @@ def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -
         _put(model, name, buffer.to(device))
     part.read_into(model.hf)
     return model
+
+
+def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> None:
+    """Raises ConfigError where the ranks cannot compute the layers of the model together, or share its sequences."""
+    given, tensor, sequence = config.to_dict(), dim_size(mesh, TENSOR), SequenceRanks.here()
+    problem = not_together(given, tensor) or not_shared(given, 1 if sequence is None else sequence.size, tensor)
+    if problem:
+        raise ConfigError(f"{setting}: {problem}")
 
 
 @torch.no_grad()
@@ -141,6 +156,7 @@ def shard(
     Args:
         before: called with each group before it is sharded.
     """
+    model.sequence = SequenceRanks.here()
     plan = plan_of(model.hf) if dim_size(mesh, TENSOR) > 1 else {}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     layer_classes = set(model.hf._no_split_modules or ())

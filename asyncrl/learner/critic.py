@@ -42,17 +42,18 @@ class CriticModel(PackedModel):
         packing: Packing,
     ) -> Float[Tensor, " tokens"]:
         """Values, fp32 [T], 0 outside `loss_positions`; from the token before: what was sampled is not yet seen."""
-        hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         head = value_head(self.hf)
         bias = None if head.bias is None else head.bias.float()
-        values = functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
+        values = self.told(functional.linear(hidden.float(), head.weight.float(), bias)[:, 0], mine, len(predictors))
         return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
         """Hidden states of unit size, since a new head's values are all 0 (see `layout.Probed`)."""
-        return _of_unit_size(self.hidden_states(ids, positions, packing))
+        hidden, mine = self.states_at(ids, positions, torch.arange(len(ids), device=ids.device), packing)
+        return _of_unit_size(self.told(hidden, mine, len(ids)))
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
         """The same by nothing but transformers."""

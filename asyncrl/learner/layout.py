@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -186,7 +186,7 @@ def unpackable(model: Probed, canary: Canary, longest: int) -> str:
         return f"it has layers of the kinds {', '.join(foreign_kinds(model.hf))}"
     windows: set[int | None] = set()
     try:
-        found = apart(model, Layout.PACKED, canary, windows)
+        found = apart(model, Layout.PACKED, canary, windows.add)
     except UnpackedCall:
         return f"{_carriers(model.hf)} is not told where they begin"
     except ConfigError:
@@ -204,18 +204,20 @@ def unpackable(model: Probed, canary: Canary, longest: int) -> str:
     return ""
 
 
-def apart(model: Probed, layout: Layout, canary: Canary, windows: set[int | None] | None = None) -> Difference:
+def apart(
+    model: Probed, layout: Layout, canary: Canary, note_window: Callable[[int | None], None] | None = None
+) -> Difference:
     """How far `layout` is from `canary`, the sequences alone.
 
     Args:
-        windows: filled with the sliding windows that the packed attention is called with.
+        note_window: see `Packing`.
     """
     use_layout(model, layout)
     lengths = np.array([len(ids) for ids in canary.sequences])
     total = int(lengths.sum())
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     device = next(model.hf.parameters()).device
-    packing = replace(plan_packing(np.arange(total), lengths, total, device), windows=windows)
+    packing = replace(plan_packing(np.arange(total), lengths, total, device), note_window=note_window)
     ids = torch.from_numpy(np.concatenate(canary.sequences)).long().to(device)
     try:
         seen = model.seen(ids, torch.from_numpy(positions).to(device), packing)

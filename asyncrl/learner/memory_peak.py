@@ -30,11 +30,14 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
     width = compute.itemsize
     passing = max(whole_bytes(model, width, several=several) for model in roles.models())
     every, keep = config.checkpoint_every if config.activation_checkpointing else 0, config.checkpoint_keep
-    kept = max(
-        sizes.activations(len(each.input_ids), each.packing.slots(device, compute), width, every, keep)
-        for each in batches
-    )
-    scored = max(len(batch.loss_positions) for batch in batches)
+    shared = 1 if roles.policy.sequence is None else roles.policy.sequence.size
+
+    def kept_of(batch: MicroBatch) -> int:
+        tokens, slots = len(batch.input_ids), batch.packing.slots(device, compute)
+        return sizes.activations(-(-tokens // shared), -(-slots // shared), width, every, keep)
+
+    kept = max(map(kept_of, batches))
+    scored = max(len(batch.loss_positions) for batch in batches) // shared
     return (
         held
         + passing

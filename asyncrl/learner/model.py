@@ -74,12 +74,15 @@ class PolicyModel(PackedModel):
             learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only where it
             is asked for. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
         """
-        hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
+        if mine is not None:
+            wanted, support = wanted[mine], None if support is None else support.of(mine)
         how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
-        found, entropy = token_logprobs(hidden, *self.head_weights, wanted, temperature, support, **how)
+        scores = token_logprobs(hidden, *self.head_weights, wanted, temperature, support, **how)
+        found, entropy = (self.told(each, mine, len(predictors)) for each in scores)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
@@ -113,14 +116,12 @@ class PolicyModel(PackedModel):
         packing: Packing,
     ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
         """Log-probs as `forward` gives them at temperature 1, and which tokens greedy decoding would have written."""
-        hidden = self.hidden_states(input_ids, position_ids, packing).index_select(0, predictors)
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
-        return judged_logprobs(
-            hidden,
-            *self.head_weights,
-            wanted,
-            wide=self.fp32_head,
-        )
+        wanted = wanted if mine is None else wanted[mine]
+        logprobs, likeliest = judged_logprobs(hidden, *self.head_weights, wanted, wide=self.fp32_head)
+        counted = self.told(likeliest.to(logprobs.dtype), mine, len(predictors))
+        return self.told(logprobs, mine, len(predictors)), counted.bool()
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.learner.attention import Packing, as_rows
 from asyncrl.learner.layout import Layout
+from asyncrl.learner.sequence import SequenceRanks
 
 
 class PackedModel(nn.Module):
@@ -18,6 +19,8 @@ class PackedModel(nn.Module):
     """Set at load (`agree_on_layout`)."""
     reduce_each: bool = False
     """Gradients are reduced over the ranks with every micro-batch (`accumulation`)."""
+    sequence: SequenceRanks | None = None
+    """The ranks that compute each pack together."""
     entries: tuple[str, ...] = ("seen_alone",)
     """What computes with whole weights beside `forward`: FSDP2 must be told."""
 
@@ -34,8 +37,11 @@ class PackedModel(nn.Module):
     def hidden_states(
         self, input_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
-        """Of the last layer, in the compute dtype."""
+        """Of the last layer, in the compute dtype; those of `sequence.own` alone where ranks share a pack."""
         if self.layout is Layout.PACKED:
+            if self.sequence is not None:
+                packing = self.sequence.apart(packing)
+                input_ids, position_ids = self.sequence.own(input_ids), self.sequence.own(position_ids)
             out = self.body(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
             )
@@ -44,6 +50,26 @@ class PackedModel(nn.Module):
         rows, slots = as_rows(packing)
         out = self.body(input_ids=input_ids[rows], use_cache=False)
         return out.last_hidden_state.flatten(0, 1).index_select(0, slots)
+
+    def states_at(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        places: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> tuple[Float[Tensor, "mine width"], Int[Tensor, " mine"] | None]:
+        """`hidden_states` of the tokens at `places`; of those that this rank has, and which they are."""
+        hidden = self.hidden_states(input_ids, position_ids, packing)
+        if self.sequence is None or self.layout is not Layout.PACKED:
+            return hidden.index_select(0, places), None
+        mine = self.sequence.mine(places)
+        return hidden.index_select(0, self.sequence.of_mine(places[mine])), mine
+
+    def told(self, values: Tensor, mine: Int[Tensor, " mine"] | None, count: int) -> Tensor:
+        """[count, ...] what was made of the states at all places, of [mine, ...]."""
+        if self.sequence is None or mine is None:
+            return values
+        return self.sequence.told(values, mine, count)
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing

@@ -147,7 +147,7 @@ def mesh_of(config: Config, place: Place) -> DeviceMesh:
     if problem := problem_of(config.learner, place.world, "the number of ranks"):
         raise ConfigError(problem)
     dims = ParallelDims.of(config.learner, place.world)
-    train_apart(dims.tensor)
+    train_apart(sequence=dims.sequence, tensor=dims.tensor)
     sizes = dims.mesh
     return init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

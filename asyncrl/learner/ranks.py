@@ -81,21 +81,34 @@ class _Data:
 
     group: dist.ProcessGroup | None = None
     ranks: int | None = None
+    sequence: dist.ProcessGroup | None = None
 
 
-def train_apart(together: int) -> None:
-    """From now on `together` neighbouring ranks have the same sequences: what is counted of sequences is counted over
-    the ranks that have others. Collective; 1 is how it begins."""
-    world = dist.get_world_size()
-    _Data.group, _Data.ranks = None, None
-    if together == 1:
-        return
-    for first in range(together):
-        members = list(range(first, world, together))
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            assert isinstance(group, dist.ProcessGroup)
-            _Data.group, _Data.ranks = group, len(members)
+def train_apart(*, sequence: int, tensor: int) -> None:
+    """From now on `sequence * tensor` neighbouring ranks have the same sequences: what is counted of sequences is
+    counted over the ranks that have others. Every `tensor`-th of them shares their tokens with it. Collective; 1 and 1
+    is how it begins."""
+    world, together = dist.get_world_size(), sequence * tensor
+    _Data.group, _Data.ranks, _Data.sequence = None, None, None
+    if together > 1:
+        _Data.group = _group_of_mine([list(range(first, world, together)) for first in range(together)])
+        _Data.ranks = world // together
+    if sequence > 1:
+        firsts = [start + t for start in range(0, world, together) for t in range(tensor)]
+        _Data.sequence = _group_of_mine([list(range(first, first + together, tensor)) for first in firsts])
+
+
+def _group_of_mine(groups: list[list[int]]) -> dist.ProcessGroup:
+    """Every process makes every group, in the same order."""
+    made = [dist.new_group(members) for members in groups]
+    (mine,) = (group for group, members in zip(made, groups, strict=True) if dist.get_rank() in members)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """The ranks that compute each pack together with this one; None where it has packs of its own."""
+    return _Data.sequence
 
 
 def data_ranks() -> int:

@@ -68,6 +68,9 @@ class LearnerConfig(CheckpointSettings):
     """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP): weights are then gathered
     within a copy's ranks alone, neighbours by rank, and a gradient's shards are added up over the copies. Divides the
     number of ranks; see docs/parallel.md."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that share every micro-batch, each with some of its tokens and, in attention, with some of its
+    heads (Ulysses). With `replicas` and `tensor_parallel` it divides the number of ranks; see docs/parallel.md."""
     tensor_parallel: int = 1
     """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
     same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see

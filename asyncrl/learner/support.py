@@ -56,6 +56,14 @@ class Support:
             inside[torch.from_numpy(wide).to(device)] = unpacked[:, :vocabulary]
         return inside
 
+    def of(self, tokens: Int[Tensor, " some"]) -> Support:
+        """Of some of the tokens, in ascending order."""
+        chosen = np.zeros(len(self.counts), dtype=bool)
+        chosen[tokens.cpu().numpy()] = True
+        listed = torch.from_numpy(np.repeat(chosen, np.maximum(self.counts, 0))).to(self.ids.device)
+        wide = torch.from_numpy(chosen[self.counts < 0]).to(self.bits.device)
+        return Support(counts=self.counts[chosen], ids=self.ids[listed], bits=self.bits[wide])
+
     @property
     def drawn_from(self) -> NDArray[np.int64]:
         """Sizes of the supports that are not the whole vocabulary."""

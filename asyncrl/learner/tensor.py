@@ -23,24 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from asyncrl.checks.architecture import not_together
 from asyncrl.checks.parallel import TENSOR
-from asyncrl.errors import ConfigError
 from asyncrl.learner.sharding import dim_size
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
 """What the plans of transformers call them: by what is left of the output."""
 PER_HEAD = ("q_norm", "k_norm")
 """Norms of single heads: each rank has seen its own, so their gradients are added up."""
-
-
-def refuse_tensor(config: PretrainedConfig, ranks: int, setting: str) -> None:
-    """Raises ConfigError where `ranks` cannot compute the layers of the model together."""
-    problem = not_together(config.to_dict(), ranks)
-    if problem:
-        raise ConfigError(f"{setting}: {problem}")
 
 
 def plan_of(hf: PreTrainedModel) -> dict[str, str]:

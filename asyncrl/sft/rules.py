@@ -80,6 +80,7 @@ def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
         "data.max_tokens": (given.data.max_tokens, 2),
         "learner.ranks": (given.learner.ranks, 1),
         "learner.replicas": (given.learner.replicas, 1),
+        "learner.sequence_parallel": (given.learner.sequence_parallel, 1),
         "learner.tensor_parallel": (given.learner.tensor_parallel, 1),
         "learner.rows_per_step": (given.learner.rows_per_step, 1),
         "learner.steps": (given.learner.steps, 0),
@@ -128,7 +129,8 @@ def known_words(given: SftConfig) -> Problems:
     if ":" in device and given.learner.ranks > 1:
         yield one_device_for_all(device, given.learner.ranks)
     yield from ranks_divide(given.learner, given.learner.ranks)
-    yield from proven_with(given.learner, {f"model.lora_rank={given.model.lora_rank}": given.model.lora_rank > 0})
+    unproven = {f"model.lora_rank={given.model.lora_rank}": given.model.lora_rank > 0}
+    yield from proven_with("learner.tensor_parallel", given.learner.tensor_parallel, unproven)
 
 
 def numbers_in_range(given: SftConfig) -> Problems:
@@ -186,7 +188,7 @@ def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
     """
     config = learner_config(given)
     problems = [*missing_model("model.path", given.model.path), *_too_long(given)]
-    problems += unfit_model(given.model.path, given.learner.tensor_parallel)
+    problems += unfit_model(given.model.path, given.learner)
     held_out = eval_source(given)
     for source in (*train_sources(given), *([held_out] if held_out else [])):
         try:

@@ -63,6 +63,9 @@ class SftLearnerConfig(CheckpointSettings):
     """FSDP2 ranks that `asyncrl sft` starts; under your own torchrun its world size rules."""
     replicas: int = 1
     """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP), see docs/parallel.md."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that share every micro-batch, each with some of its tokens and, in attention, with some of its
+    heads (Ulysses). With `replicas` and `tensor_parallel` it divides the number of ranks; see docs/parallel.md."""
     tensor_parallel: int = 1
     """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
     same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see

@@ -1,10 +1,10 @@
-"""What `config.json` says against computing the layers of a model on several ranks together."""
+"""What `config.json` says against computing the layers of a model, or sharing its sequences, on several ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from asyncrl.checks.architecture import not_together
+from asyncrl.checks.architecture import not_shared, not_together
 
 QWEN = {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
 
@@ -27,3 +27,25 @@ def test_what_cannot_be_cut_is_refused_with_its_number_and_a_way_out(change: dic
     problem = not_together(QWEN | change, ranks)
     assert said in problem and "Set " in problem
     assert not_together({"model_type": "llava", "text_config": QWEN | change}, ranks) == problem
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
+def test_sequences_are_shared_where_heads_are_even_or_repeat(ranks: int, together: int):
+    assert not_shared(QWEN, ranks, together) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "together", "said"),
+    [
+        ({"model_type": "mamba"}, 2, 1, "is proven for apertus, cohere2"),
+        ({}, 3, 1, "must divide its 8 attention heads"),
+        ({}, 8, 2, "its 4 attention heads, and divide its 2 key-value heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, 1, "Set it to one of 1, 2, 4, 12"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, 2, 1, "(longrope) depends on the longest sequence"),
+    ],
+)
+def test_sequences_that_cannot_be_shared_are_refused_with_the_arithmetic(
+    change: dict, ranks: int, together: int, said: str
+):
+    problem = not_shared(QWEN | change, ranks, together)
+    assert said in problem and "Set " in problem

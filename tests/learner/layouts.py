@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 class Cell:
     family: str
     replicas: int = 1
+    sequence: int = 1
     tensor: int = 1
     lora: int = 0
     keep: str = ""
@@ -38,16 +39,19 @@ class Cell:
 
     @property
     def name(self) -> str:
-        words = [self.family, f"{self.replicas} copies, tensor {self.tensor}", *(["LoRA"] * bool(self.lora))]
+        words = [
+            self.family,
+            f"{self.replicas} copies, sequence {self.sequence}, tensor {self.tensor}",
+            *(["LoRA"] * bool(self.lora)),
+        ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
     def config(self, folder: Path) -> Config:
         config = settings_for(folder / self.family)
         model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
         model.checkpoint_keep = self.keep or model.checkpoint_keep
-        return replace(
-            config, model=model, learner=replace(config.learner, replicas=self.replicas, tensor_parallel=self.tensor)
-        )
+        dims = {"sequence_parallel": self.sequence, "tensor_parallel": self.tensor}
+        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas, **dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Found:
     whole: int
     """Of all parameters."""
     shards: int
+    layout: str
 
 
 def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
@@ -95,7 +100,8 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
             largest=found.largest,
             held=sum(each.nbytes for each in held),
             whole=sum(each.numel() * each.element_size() for each in model.parameters()),
-            shards=dims.shard * dims.tensor,
+            shards=dims.shards * dims.tensor,
+            layout=model.layout.value,
         )
         (folder / f"{cell.name}-{rank}.json").write_text(json.dumps(asdict(of_rank)))
         if rank == 0:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl.checks.architecture import SHARED
 from asyncrl.learner.model import build_model
 from tests.learner.families import FAMILIES, scores_alone, siblings
 from tests.learner.layouts import CPU, Cell, Found, compute, in_a_direction, outcome
@@ -23,7 +25,10 @@ CELLS = [
     Cell(family="Llama", replicas=2, keep="nothing"),
     Cell(family="Qwen2", replicas=2, lora=2),
     Cell(family="Qwen3", tensor=2, keep="matmul"),
-    Cell(family="Llama", tensor=2),
+    Cell(family="Llama", sequence=2, tensor=2),
+    Cell(family="Qwen3", sequence=2, keep="matmul"),
+    Cell(family="Qwen3-MoE", sequence=4),
+    Cell(family="Mistral", sequence=2, replicas=2, lora=2),
 ]
 
 
@@ -66,7 +71,7 @@ def agrees(cell: Cell, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "replicas": 2}], ids=str)
-def test_so_they_are_of_every_family_that_ranks_compute_together(family: str, layout: dict[str, int], tmp_path: Path):
+def test_so_they_are_of_every_family_that_ranks_compute_together(family: str, layout: dict[str, Any], tmp_path: Path):
     cell = Cell(family=family, **layout)
     compute(tmp_path, [cell], 2 * cell.replicas)
     agrees(cell, tmp_path)
@@ -78,6 +83,20 @@ def test_so_they_are_on_two_ranks_of_every_family(family: str, tmp_path: Path):
     cell = Cell(family=family)
     compute(tmp_path, [cell], 2)
     agrees(cell, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [name for name, (kind, _) in FAMILIES.items() if kind in SHARED])
+def test_so_they_are_on_two_ranks_that_share_the_sequences_of_every_family_that_is_packed(family: str, tmp_path: Path):
+    cell = Cell(family=family, sequence=2)
+    compute(tmp_path, [cell], 2)
+    agrees(cell, tmp_path)
+
+
+def test_a_model_is_packed_on_several_ranks_as_on_one(folder: Path):
+    cells = [cell.name for cell in CELLS]
+    packed = [Found(**json.loads((folder / f"{name}-0.json").read_text())).layout for name in cells]
+    assert packed == ["packed"] * len(cells)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

@@ -85,6 +85,13 @@ def test_ranks_that_compute_layers_together_learn_report_and_export_the_same(fol
     is_exported(folder, "together")
 
 
+def test_ranks_that_share_sequences_learn_report_and_export_the_same(folder: Path):
+    shared = train_on_ranks(make_config(folder, "shared", ranks=4, sequence_parallel=2), 4)
+    assert apart(published(folder, "one"), shared, first(folder, "one")) < EQUAL
+    is_reported(folder, "one", "shared")
+    is_exported(folder, "shared")
+
+
 LONG = pytest.mark.long
 
 
@@ -97,6 +104,10 @@ LONG = pytest.mark.long
         pytest.param({"ranks": 4, "tensor_parallel": 2}, {"ranks": 2}, id="computing together", marks=LONG),
         pytest.param({"ranks": 2}, {"ranks": 4, "tensor_parallel": 2}, id="to compute together", marks=LONG),
         pytest.param({"ranks": 2}, {"ranks": 4, "replicas": 2}, id="two copies of one", marks=LONG),
+        pytest.param({"ranks": 2, "sequence_parallel": 2}, {"ranks": 1}, id="sharing sequences", marks=LONG),
+        pytest.param(
+            {"ranks": 2}, {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2}, id="to both", marks=LONG
+        ),
     ],
 )
 def test_a_checkpoint_resumes_on_another_layout(

@@ -76,6 +76,12 @@ def test_ranks_that_compute_layers_together_have_a_reference_and_an_average(fold
     assert apart(learned(folder, "average"), learned(folder, "together"), begun(folder, "average")) < EQUAL
 
 
+def test_ranks_that_share_sequences_have_a_critic_and_an_average(folder: Path):
+    train_on_ranks(gae(folder, "shared", sequence_parallel=2), 2)
+    assert any(name.startswith("critic.") for name in learned(folder, "shared"))
+    assert apart(learned(folder, "gae_1"), learned(folder, "shared"), begun(folder, "gae_1")) < EQUAL
+
+
 def test_a_critic_and_an_average_resume_on_another_number_of_ranks(folder: Path):
     train_on_ranks(gae(folder, "cut", steps=2), 2)
     train_on_ranks(gae(folder, "cut"), 1, resume=True)

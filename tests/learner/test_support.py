@@ -98,6 +98,9 @@ def test_supports_are_picked_out_for_any_tokens_of_several_trajectories() -> Non
     assert support is not None
     parts = [support.narrow(torch.zeros(len(expected[part]), 203), part) for part in (slice(0, 3), slice(3, 7))]
     np.testing.assert_array_equal((torch.cat(parts) == 0).numpy(), expected)
+    some = np.array([1, 3, 4, 6])  # as a rank that shares the sequences has of them
+    mine = support.of(torch.from_numpy(some)).narrow(torch.zeros(4, 203), slice(0, 4))
+    np.testing.assert_array_equal((mine == 0).numpy(), expected[some])
     assert support_of([whole], np.arange(2), CPU) is None
     np.testing.assert_array_equal(support.drawn_from, [MANY, MANY, FEW, FEW, MANY])
 

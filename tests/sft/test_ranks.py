@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
-from asyncrl.learner.place import Place
+from asyncrl.learner.place import Place, mesh_of
 from asyncrl.sft import assembly
-from asyncrl.sft.settings import SftConfig
+from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import train_rows
 from tests.forked import forked_from
 from tests.learner.rank_process import whole
@@ -42,12 +41,13 @@ def _rank(rank: int, world: int, given: SftConfig) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
+    place = Place(rank=rank, world=world, device=CPU, restarted=False, run_id="ranks")
     with ExitStack() as opened:
         parts = assembly.assemble(
             given,
-            Place(rank=rank, world=world, device=CPU, restarted=False, run_id="ranks"),
+            place,
             opened,
-            mesh=init_device_mesh("cpu", (world,)),
+            mesh=mesh_of(learner_config(given), place),
             run_dir=folder,
             log=lambda _: log,
         )
@@ -76,7 +76,10 @@ def test_two_ranks_learn_the_same_weights_as_one_and_resume_each_other(tmp_path:
     trained(given("three", "learner.epochs=0.6"), 2)
     third = load_file(trained(given("three", "resume=auto"), 1) / "last.safetensors")
     assert apart(first, third, begun) < EQUAL, "the first half on two ranks, the second on one"
-    rows = [load_file(folder / "row.safetensors") for folder in (one, two)]
-    for name in rows[0]:
-        if not name.startswith(("time/", "perf/")):
-            assert rows[0][name].item() == pytest.approx(rows[1][name].item(), abs=1e-4, rel=1e-3), name
+    shared = trained(given("four", "learner.ranks=2", "learner.sequence_parallel=2"), 2)
+    assert apart(first, load_file(shared / "last.safetensors"), begun) < EQUAL
+    expected, *rows = (load_file(folder / "row.safetensors") for folder in (one, two, shared))
+    for row in rows:
+        for name in expected:
+            if not name.startswith(("time/", "perf/")):
+                assert expected[name].item() == pytest.approx(row[name].item(), abs=1e-4, rel=1e-3), name

@@ -111,7 +111,7 @@ REASONS = {
     "*max_token_len_per_gpu": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",
     "*use_dynamic_bsz": "micro-batches are always filled by tokens",
     "*use_remove_padding": "sequences are always packed, without padding",
-    "*ulysses_sequence_parallel_size": "there is no sequence parallelism",
+    "*ulysses_sequence_parallel_size": "learner.sequence_parallel, once learner.ranks is chosen: it divides them",
     "*use_torch_compile": "the learner runs eager",
     "*profiler*": "see benchmarks/, and spans in the telemetry",
     "actor_rollout_ref.rollout.multi_turn.*": "several turns and tools are environments: environment.name",
