@@ -282,6 +282,9 @@ class WeightsConfig:
     are gathered."""
     bucket_mb: int = 64
     """Tensors travel in buckets of at most this."""
+    senders: str = "rank0"
+    """Of the broadcast: `rank0` gathers all weights and sends them, or `all`: each learner rank sends what it holds,
+    nothing is gathered, and rank 0 keeps its share alone in memory."""
     delta: str = "never"
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
     faster. For bfloat16 on slow links: a small step changes few of its bits, and nearly all of float32's."""

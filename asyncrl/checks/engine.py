@@ -186,6 +186,20 @@ def transport_has_deltas(config: Config) -> Problems:
         )
 
 
+def all_ranks_can_send(config: Config) -> Problems:
+    weights = config.weights
+    if weights.senders == "all" and weights.transport != "broadcast":
+        yield (
+            f"weights.senders=all does nothing with weights.transport={weights.transport}: rank 0 writes the files. "
+            "Use weights=broadcast, or remove it"
+        )
+    elif weights.senders == "all" and weights.delta != "never":
+        yield (
+            f"weights.senders=all sends whole shares; got weights.delta={weights.delta}. Set weights.delta=never, or "
+            "weights.senders=rank0"
+        )
+
+
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     likeliest_tokens_are_recorded,
@@ -197,4 +211,5 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
     transport_has_deltas,
+    all_ranks_can_send,
 )

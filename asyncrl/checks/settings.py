@@ -49,6 +49,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "replay.journal.retain": (config.replay.journal.retain, ("none", "window", "all")),
         "telemetry.on_alarm": (config.telemetry.on_alarm, ("continue", "stop")),
         "weights.transport": (config.weights.transport, ("broadcast", "files")),
+        "weights.senders": (config.weights.senders, ("rank0", "all")),
         "weights.delta": (config.weights.delta, ("never", "always", "auto")),
         "weights.backend": (config.weights.backend, ("auto", "nccl", "gloo")),
         "placement.mode": (config.placement.mode, MODES),

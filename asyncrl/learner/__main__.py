@@ -86,7 +86,7 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
     opened.enter_context(lived_in(run_dir))
 
     def publisher(roles: Roles) -> ProvingPublisher:
-        sender = make_publisher(config, replay, run_dir, place.rank, place.device)
+        sender = make_publisher(config, replay, run_dir, place.rank, place.device, place.world)
         return ProvingPublisher(sender, config, roles.policy, place.device)
 
     asked = StopRequest(run_dir)
@@ -115,8 +115,9 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
 
 def choices(config: Config, place: Place, layout: str) -> str:
     """What `auto` has become here, in one line."""
-    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu"
+    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu" or config.weights.senders == "all"
     over = f" over {backend_of(config, place.device)}" if weights.transport == "broadcast" else ""
+    over += f" from {place.world} ranks" if weights.senders == "all" and place.world > 1 else ""
     return (
         f"computes on {place.device} in {config.model.dtype}, sequences {layout}; weights by {weights.transport}{over} "
         f"in {weights.wire_dtype}, copied {'beside training' if beside else 'between steps'}"

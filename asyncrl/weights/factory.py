@@ -15,6 +15,7 @@ from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Su
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.together import ShareSender, agree
 from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files import FilesSender, FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
@@ -25,12 +26,14 @@ _PHASES = 10
 
 
 def make_publisher(
-    config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device
+    config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device, world: int = 1
 ) -> Publisher:
-    """The learner's end. Only rank 0 sends; `rendezvous` and `run_dir` are not used on other ranks.
+    """The learner's end, collective over its `world` ranks. Only rank 0 sends, unless `weights.senders=all`;
+    `rendezvous` and `run_dir` are not used on other ranks.
 
     Raises:
         ConfigError: unknown transport or wire dtype.
+        WeightsError: this rank does not reach rank 0's store.
     """
     weights = with_dtypes(config, learner=device.type).weights
     if weights.wire_dtype not in _DTYPES:
@@ -38,6 +41,7 @@ def make_publisher(
     backend = backend_of(config, device)
     sender: Sender | None = None
     wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport == "files" else 0)
+    shared = weights.senders == "all" and world > 1
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(
             rendezvous,
@@ -48,17 +52,25 @@ def make_publisher(
             device=device,
             interface=weights.interface,
             delta=weights.delta,
+            senders=world if shared else 1,
         )
     elif rank == 0 and weights.transport == "files":
         sender = FilesSender(rendezvous, Path(run_dir) / "weights", patience=disk_patience(config))
     elif weights.transport not in ("broadcast", "files"):
         raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
+    if shared:
+        meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
+        if rank > 0:
+            sender = ShareSender(
+                meeting, rank, timeout_s=weights.timeout_s, backend=backend, device=device, interface=weights.interface
+            )
     return BackgroundPublisher(
         sender,
         wire_dtype=_DTYPES[weights.wire_dtype],
         bucket_bytes=weights.bucket_mb << 20,
         wait_s=wait_s,
         device=device if backend == "nccl" and weights.transport == "broadcast" else "cpu",
+        ranks=(rank, world) if shared else None,
     )
 
 

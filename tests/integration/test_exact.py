@@ -28,7 +28,11 @@ def asyncrl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "settings",
-    [["replay=sync"], ["replay=sync", "learner.ranks=2"], ["rollout.temperature=0.8", "rollout.top_p=0.9"]],
+    [
+        ["replay=sync"],
+        ["replay=sync", "learner.ranks=2", "weights.senders=all"],
+        ["rollout.temperature=0.8", "rollout.top_p=0.9"],
+    ],
     ids=["sync", "ranks", "async"],
 )
 def test_ratios_of_fresh_tokens_are_one_and_the_canary_finds_nothing(settings: list[str], tmp_path: Path) -> None:

@@ -31,23 +31,29 @@ WORKER_PHASES = (
     "before load", "mid load", "after load", "before ack", "after ack",
 )  # fmt: skip
 LEARNER_PHASES = ("after invite", "before go", "after event", "bucket 0", "bucket 3", "after prints")
+SENDER_PHASES = ("before sender", "after sender", "bucket 1")
 INJECTIONS = (
     *(Injection("kill", "worker", phase) for phase in WORKER_PHASES),
     *(Injection("stop", "worker", phase) for phase in WORKER_PHASES if not phase.startswith("after a")),
     *(Injection("kill", "learner", phase) for phase in LEARNER_PHASES),
     Injection("kill", "worker", "bucket 3", delta=True),
     Injection("kill", "learner", "bucket 3", delta=True),
+    *(Injection(action, "sender", phase, shared=True) for action in ("kill", "stop") for phase in SENDER_PHASES),
+    Injection("kill", "learner", "bucket 1", shared=True),
+    Injection("kill", "learner", "before prints", shared=True),
+    Injection("kill", "worker", "bucket 3", shared=True),
+    Injection("stop", "worker", "bucket 3", shared=True),
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
-    "kill@worker: bucket 3 (delta)",
+    "kill@worker: bucket 3 (delta)", "kill@sender: bucket 1 (two senders)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
 
 
 class Cluster:
-    def __init__(self, board: Any, delta: str, limit_s: float) -> None:
-        self.board, self._delta, self._limit_s = board, delta, limit_s
+    def __init__(self, board: Any, delta: str, ranks: int, limit_s: float) -> None:
+        self.board, self._delta, self._ranks, self._limit_s = board, delta, ranks, limit_s
         self._context = forked_from("tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
@@ -57,9 +63,19 @@ class Cluster:
     def start_worker(self, name: str, incarnation: str, injection: Injection | None) -> Any:
         return self._start(worker_process, self.board, name, incarnation, injection)
 
-    def start_learner(self, injection: Injection | None) -> Any:
+    def start_learner(self, injection: Injection | None) -> list[Any]:
+        """All its ranks; those that it had are killed, as torchrun does when one ends."""
+        for process in getattr(self, "learner", []):
+            process.kill()
+            process.join(30)
         first = max(self.board.notes("published"), default=-1) + 3  # what was being sent has no note yet
-        self.learner = self._start(learner_process, self.board, first, injection, self._delta)
+        self.learner = []
+        for rank in range(self._ranks):
+            met = len(self.board.notes("meeting"))
+            args = (self.board, first, injection, self._delta, rank, self._ranks)
+            self.learner.append(self._start(learner_process, *args))
+            if rank == 0:
+                self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
         return self.learner
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> Any:
@@ -92,12 +108,13 @@ class Cluster:
         if injection.who == "worker":
             victim = self.start_worker(name, "1", injection)
         else:
-            self.learner.kill()
             self.start_learner(injection)
         self.wait(lambda: len(self.board.notes("fired")) > before, 120.0, f"{injection.name} came to pass")
         fired = self.board.notes("fired")[-1]
         if victim is None:
-            self.learner.join(30)
+            if injection.who == "sender":  # nobody tells rank 0, which cannot go on without it
+                self.learner[0].join(self._limit_s)
+                assert self.board.notes("ended/0"), f"{injection.name}: rank 0 waits for ever"
             self.start_learner(None)
             return self.wait_newer(STEADY, fired, self._limit_s)
         took = self.wait_newer(STEADY, fired, self._limit_s)
@@ -135,9 +152,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(delta: str, limit_s: float) -> Iterator[Cluster]:
+def cluster(delta: str, ranks: int, limit_s: float) -> Iterator[Cluster]:
     with BoardManager() as manager:
-        running = Cluster(manager.Board(), delta, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
+        running = Cluster(manager.Board(), delta, ranks, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             running.wait_newer(STEADY, time.time(), 120.0)
             yield running
@@ -147,15 +164,16 @@ def cluster(delta: str, limit_s: float) -> Iterator[Cluster]:
 
 def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None], limit_s: float = LIMIT_S) -> None:
     """Raises AssertionError for the first that does not recover within `limit_s`."""
-    for delta in (False, True):
-        chosen = [injection for injection in injections if injection.delta == delta]
+    for delta, shared in ((False, False), (True, False), (False, True)):
+        chosen = [injection for injection in injections if (injection.delta, injection.shared) == (delta, shared)]
         if not chosen:
             continue
-        with cluster("always" if delta else "never", limit_s) as running:
+        with cluster("always" if delta else "never", 2 if shared else 1, limit_s) as running:
             for number, injection in enumerate(chosen):
                 took = running.inject(injection, number)
                 report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": limit_s})
-            report({"transfers": "delta" if delta else "full", **running.check()})
+            kind = "delta" if delta else "shares" if shared else "full"
+            report({"transfers": kind, **running.check()})
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.weights.broadcast import protocol, staging
+from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast import protocol, staging, together
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.together import Meeting, ShareSender
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
@@ -23,8 +25,9 @@ from tests.weights.trap import Injection, Trap
 TIMEOUT_S = 3.0
 PAUSE_S = 0.05
 LAYERS = 6
+RANK_OF = {"learner": 0, "sender": 1}
 PROBES = random_probes(1000, seed=0)
-_OF_A_JOIN = ("hello", "accept", "invite", "go")
+_OF_A_JOIN = ("hello", "accept", "invite", "go", "sender")
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -127,22 +130,52 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     subscriber.close()
 
 
-def learner_process(board: Any, first: int, injection: Injection | None, delta: str) -> None:
+def sender_of(board: Any, rank: int, ranks: int, delta: str, trap: Trap) -> BroadcastSender | ShareSender:
+    if rank == 0:
+        broadcast_publisher.post = trap.post
+        broadcast_publisher.WeightGroup = trap.group()
+        sender = BroadcastSender(
+            board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta, senders=ranks
+        )
+        board.note("meeting", (sender.meeting.host, sender.meeting.port, sender.meeting.publisher))
+        return sender
+    together.post = trap.post
+    together.WeightGroup = trap.group()
+    send_whole = together.send_whole
+
+    def send_share(*arguments: Any) -> int:
+        trap.bucket = 0
+        return send_whole(*arguments)
+
+    together.send_whole = send_share
+    host, port, publisher = board.notes("meeting")[-1]
+    return ShareSender(Meeting(host=host, port=port, publisher=publisher), rank, timeout_s=TIMEOUT_S)
+
+
+def learner_process(board: Any, first: int, injection: Injection | None, delta: str, rank: int, ranks: int) -> None:
+    """A rank of the learner; with several, each holds all weights and sends its part of them."""
     torch.set_num_threads(1)
     trap = Trap()
-    armed = ArmedWhen(board, trap, injection)
-    broadcast_publisher.post = trap.post
-    broadcast_publisher.WeightGroup = trap.group()
-    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.2, delta=delta)
+    armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)
     publisher = BackgroundPublisher(
-        sender, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=60 * TIMEOUT_S, idle_s=0.005
+        sender_of(board, rank, ranks, delta, trap),
+        wire_dtype=torch.float32,
+        bucket_bytes=1 << 12,
+        wait_s=60 * TIMEOUT_S,
+        idle_s=0.005,
+        ranks=(rank, ranks) if ranks > 1 else None,
     )
     version = first
     while not board.notes("stop/learner"):
         tensors = weights(version)
         canary = Canary(sequences=PROBES, logprobs=tuple(score(tensors)), learner_dtype="float32", wire_dtype="float32")
-        publisher.publish(version, tensors.items(), canary)
-        board.note("published", version)
+        try:
+            publisher.publish(version, tensors.items(), canary)
+        except WeightsError as error:
+            board.note(f"ended/{rank}", str(error))
+            raise
+        if rank == 0:
+            board.note("published", version)
         armed.update(version >= first + 3)
         version += 1
         time.sleep(PAUSE_S)

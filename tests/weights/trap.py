@@ -21,14 +21,18 @@ class Injection:
     action: str
     """A key of `SIGNALS`."""
     who: str
-    """`worker` (the process that owns the engine), `core` (vLLM's own process) or `learner`."""
+    """`worker` (the process that owns the engine), `core` (vLLM's own process), `learner` (its rank 0) or `sender`,
+    another rank of it."""
     phase: str
     """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`..."""
     delta: bool = False
+    shared: bool = False
+    """Two learner ranks send, each its share."""
 
     @property
     def name(self) -> str:
-        return f"{self.action}@{self.who}: {self.phase}{' (delta)' if self.delta else ''}"
+        kind = f"{' (delta)' if self.delta else ''}{' (two senders)' if self.shared else ''}"
+        return f"{self.action}@{self.who}: {self.phase}{kind}"
 
 
 class Trap:

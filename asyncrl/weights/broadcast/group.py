@@ -55,7 +55,7 @@ STRETCH = 64 << 20
 
 
 class WeightGroup:
-    """One epoch of the group: rank 0 is the publisher, ranks 1.. its subscribers.
+    """One epoch of the group: rank 0 sends, ranks 1.. are the subscribers. With several senders each has its own.
 
     Joining, every buffer (of a long one each 64 MiB, all their pieces together) and leaving are bounded by `timeout_s`;
     any of them raises RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then
@@ -74,12 +74,13 @@ class WeightGroup:
         timeout_s: float,
         device: torch.device | None = None,
         interface: str = "",
+        sender: int = 0,
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
         self.timeout_s = timeout_s
         self._deadline = 0.0
         """By `time.monotonic()`, of the stretch that is on its way."""
-        prefixed = dist.PrefixStore(f"group/{epoch}", store)
+        prefixed = dist.PrefixStore(f"group/{epoch}/{sender}", store)
         prefixed.set_timeout(timedelta(seconds=timeout_s))
         place = Place(
             store=prefixed, host=host, rank=rank, world=world, timeout_s=timeout_s, interface=interface, device=device

@@ -31,8 +31,8 @@ from asyncrl.weights.broadcast.protocol import (
     wait_key,
 )
 from asyncrl.weights.broadcast.sending import Deltas, encode_deltas, send_deltas, send_whole
+from asyncrl.weights.broadcast.together import Meeting, OtherSenders
 from asyncrl.weights.delta import DeltaChoice
-from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class BroadcastSender:
         backend: `gloo` or `nccl`; subscribers learn it from the board.
         interface: `weights.interface`, of this end.
         delta: `weights.delta`.
+        senders: learner ranks that send, this one among them.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class BroadcastSender:
         interface: str = "",
         poll_members_s: float = 1.0,
         delta: str = "never",
+        senders: int = 1,
     ) -> None:
         self._rendezvous = rendezvous
         self._host, self._timeout_s = host, timeout_s
@@ -83,6 +85,7 @@ class BroadcastSender:
         """Version that every member of this epoch has staged, whole."""
         self._store, self._port = host_store(host, timeout_s, port)
         self._publisher = secrets.token_hex(8)
+        self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
         self._event = 0
         self._group: WeightGroup | None = None
@@ -98,12 +101,18 @@ class BroadcastSender:
     def keeps_previous(self) -> bool:
         return self._delta.possible
 
+    @property
+    def meeting(self) -> Meeting:
+        """Where the other learner ranks find this one."""
+        return Meeting(host=self._host, port=self._port, publisher=self._publisher)
+
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        self._others.take(snapshot.policy_version)
         live = self._live()
         if not set(self._members) <= set(live) or self._waiting(live):
             self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
-            if self._group is None and not self._form(snapshot.manifest):
+            if self._group is None and not self._form(snapshot):
                 self._stats["engines"] = 0.0
                 return
             broken = ""
@@ -138,6 +147,7 @@ class BroadcastSender:
         return {f"weights/{key}": value for key, value in self._stats.items()}
 
     def close(self) -> None:
+        self._others.end()
         if self._group is not None:
             self._post_event({"kind": "bye"})
             # Waits for members to hang up, briefly: a store that vanishes under them fills their logs with traces.
@@ -170,6 +180,7 @@ class BroadcastSender:
         if self._group is None:
             return
         self._post_event({"kind": "next"})
+        self._others.leave()
         self._group.abort()
         self._group = self._base = None
         expected, self._members = set(self._members) & set(self._live()), []
@@ -180,37 +191,49 @@ class BroadcastSender:
             time.sleep(POLL_S)
         self._drop(expected)
 
-    def _form(self, manifest: Manifest) -> bool:
-        """Next epoch with everyone who said hello; false when that is nobody."""
+    def _form(self, snapshot: Snapshot) -> bool:
+        """Next epoch with everyone who said hello; false when that is nobody.
+
+        Raises:
+            WeightsError: another learner rank that has to send is silent.
+        """
         peers = self._waiting(self._live())
         while peers:
             self._epoch += 1
             self._event = 0
-            accepted, world = self._invite(peers, manifest)
+            accepted, world = self._invite(peers, snapshot)
             together = accepted == peers
+            if together:
+                self._others.form(self._epoch, world)
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
                 peers = self._rejoined(accepted)
                 continue
+            group = None
             try:
-                self._group = WeightGroup(
+                group = WeightGroup(
                     self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0,
                     world=world, timeout_s=self._timeout_s, device=self._device, interface=self._interface,
                 )  # fmt: skip
+                self._others.formed(self._epoch, snapshot)
             except RuntimeError as error:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
+                if group is not None:
+                    group.abort()
                 peers = self._rejoined(peers)
                 continue
-            self._members = peers
+            self._group, self._members = group, peers
             self._stats["epoch"] = float(self._epoch)
             self._announce()
             return True
         return False
 
-    def _invite(self, peers: Sequence[Peer], manifest: Manifest) -> tuple[list[Peer], int]:
+    def _invite(self, peers: Sequence[Peer], snapshot: Snapshot) -> tuple[list[Peer], int]:
         """Invite all; those who accepted within the grace, and the size of the group."""
-        wire = manifest.to_wire()
+        plan = {"manifest": snapshot.whole.to_wire()}
+        if snapshot.shares is not None:
+            plan["shares"] = snapshot.shares.to_wire()
         hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
         world, self._seats = 1, {}
         for peer, hello in hellos.items():
@@ -218,7 +241,7 @@ class BroadcastSender:
             world += int(hello["width"])
         for peer, hello in hellos.items():
             self._store.delete_key(hello_key(*peer))
-            message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, "manifest": wire}
+            message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan}
             post(self._store, invite_key(*peer, hello["hello"]), message)
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
         keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in peers}
@@ -278,7 +301,7 @@ class BroadcastSender:
         for name in REPORTED:
             values = [float(report[name]) for report in reports if name in report]
             found |= {name: max(values)} if values else {}
-        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes), "delta_s": deltas.encode_s}
+        found |= {"engines": float(served), "bytes": float(snapshot.whole.nbytes), "delta_s": deltas.encode_s}
         found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
         complete = served == len(answers)
         if complete:
@@ -302,8 +325,11 @@ class BroadcastSender:
         snapshot.filling.wait(1)  # the deadlines of the members begin with the event
         started = time.perf_counter()
         self._post_event(event)
+        self._others.send(self._epoch, self._event, snapshot.policy_version)
         nbytes = send_deltas(group, deltas.buckets) if deltas.buckets else send_whole(group, snapshot)
         prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
+        for theirs in self._others.sent(self._epoch, self._event):
+            prints += theirs
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
         if deltas.buckets:
@@ -311,4 +337,6 @@ class BroadcastSender:
             self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
         else:
             self._delta.sent_full(seconds)
+        if snapshot.shares is not None:
+            nbytes = snapshot.whole.nbytes
         return {"wire_s": seconds, "wire_bytes": float(nbytes)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,11 @@ def encode_deltas(snapshot: Snapshot, previous: Snapshot) -> Deltas:
     return Deltas(buckets=encoded, copied_s=copied - began, encode_s=time.perf_counter() - copied)
 
 
-def send_whole(group: WeightGroup, snapshot: Snapshot) -> int:
+def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], None] = lambda: None) -> int:
     """Each piece as soon as it has been copied; returns the bytes sent.
+
+    Args:
+        through: called whenever a piece is.
 
     Raises:
         RuntimeError: a member is gone or too slow; WeightsError where the copy had taken half of its time or all of it.
@@ -44,6 +47,7 @@ def send_whole(group: WeightGroup, snapshot: Snapshot) -> int:
     copied = _Copied(group, snapshot)
     try:
         for index in passed(group, copied):
+            through()
             if snapshot.on_device:
                 snapshot.fingerprint(index)  # while the next one is on the wire
     except WeightsError:

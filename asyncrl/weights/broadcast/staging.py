@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,11 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import StagedTensors
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, passed
+from asyncrl.weights.broadcast.landing import ShareLanding
 from asyncrl.weights.delta import Encoded, apply, payload_limit
 from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.shares import Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Seat:
     """As from `Manifest.to_wire`."""
     interface: str = ""
     """`weights.interface` of the member."""
+    shares: list[Any] = field(default_factory=list)
+    """As from `Shares.to_wire`, where several learner ranks send: each in a group of its own."""
 
 
 class Receiver(Protocol):
@@ -85,7 +90,9 @@ class Staging:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._group: WeightGroup | None = None
+        self._groups: list[WeightGroup] = []
+        self._parts: list[ShareLanding] = []
+        """Of each sender, where there are several."""
         self._manifest: Manifest | None = None
         self._place: torch.device | str = "cpu"
         self._buffers: list[torch.Tensor] = []
@@ -109,21 +116,29 @@ class Staging:
                 # The engine stands still while it loads: from pinned memory that is several times shorter.
                 self._buffers = [buffer.pin_memory() for buffer in self._buffers]
             self._views = manifest.views(self._buffers)
-        self._group = WeightGroup(
-            connect_store(seat.host, seat.port, seat.timeout_s), backend=seat.backend, host=seat.host,
-            epoch=seat.epoch, rank=seat.rank, world=seat.world, timeout_s=seat.timeout_s, device=self._device,
-            interface=seat.interface,
-        )  # fmt: skip
+        self._parts = []
+        if seat.shares:
+            self._parts = [ShareLanding(share, place) for share in Shares.from_wire(seat.shares, manifest).of]
+        for sender in range(max(len(seat.shares), 1)):
+            self._groups.append(WeightGroup(
+                connect_store(seat.host, seat.port, seat.timeout_s), backend=seat.backend, host=seat.host,
+                epoch=seat.epoch, rank=seat.rank, world=seat.world, timeout_s=seat.timeout_s, device=self._device,
+                interface=seat.interface, sender=sender,
+            ))  # fmt: skip
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:
-        group = self._group
-        if group is None:
+        if not self._groups:
             raise RuntimeError("the group was left")
         base, self._complete = self._complete, None
         if event.get("delta") and base != event["base"]:
             raise RuntimeError(f"a delta came for version {event['base']}, and {base} is what is staged here")
         self._leave_to_the_engine(bool(event.get("delta")))
-        prints = self._receive_delta(group, event["delta"]) if event.get("delta") else self._receive_full(group)
+        if self._parts:
+            prints = self._receive_shares()
+        elif event.get("delta"):
+            prints = self._receive_delta(self._groups[0], event["delta"])
+        else:
+            prints = self._receive_full(self._groups[0])
         self._complete = int(event["policy_version"])
         return prints
 
@@ -151,6 +166,23 @@ class Staging:
                 piece.copy_(landed)
             prints[index].update(piece)  # the next one is arriving
         return [fingerprint.hex() for fingerprint in prints]
+
+    def _receive_shares(self) -> list[str]:
+        """From all senders at once, a thread for each; fingerprints of their buckets, sender after sender."""
+        groups, views = list(self._groups), self._views
+        with ThreadPoolExecutor(len(groups), thread_name_prefix="weights-share") as threads:
+            works = [
+                threads.submit(part.receive, group, views) for part, group in zip(self._parts, groups, strict=True)
+            ]
+            broken = ""
+            for work in as_completed(works):  # each is bounded by its group; the first that breaks ends the others
+                if (error := work.exception()) is not None and not broken:
+                    broken = str(error).splitlines()[0]
+                    self.leave()
+        if broken:
+            # Another error: those that are there would be held by this frame, and hold groups with open sockets.
+            raise RuntimeError(broken)
+        return [fingerprint for work in works for fingerprint in work.result()]
 
     def _places(self, group: WeightGroup) -> Iterator[tuple[tuple[int, torch.Tensor, torch.Tensor], torch.Tensor]]:
         """Bucket, piece and where it lands; and where it lands."""
@@ -183,6 +215,6 @@ class Staging:
         return self._offered
 
     def leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
+        groups, self._groups = self._groups, []
+        for group in groups:
             group.abort()

@@ -127,6 +127,7 @@ class BroadcastSubscriber(SubscriberThread):
             host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
             epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
             timeout_s=self._timeout_s, manifest=invite["manifest"], interface=self._interface,
+            shares=invite.get("shares") or [],
         )  # fmt: skip
         try:
             self._receiver.join(seat)

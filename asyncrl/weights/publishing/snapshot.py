@@ -28,6 +28,8 @@ from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.copying import BackgroundCopy
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.sharding import OwnShare
+from asyncrl.weights.shares import Shares
 
 _GATHER_S = 60.0
 """What the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
@@ -42,12 +44,19 @@ class Snapshot:
     buffers: Sequence[torch.Tensor]
     canary: Canary | None = None
     filling: Filling
+    shares: Shares | None = None
+    """Where every learner rank sends its own: this is what one of them does."""
     fingerprints: list[str] = field(default_factory=list)
     """Per bucket, taken while it was copied; of buckets on a device while they are sent. Kept for re-sends."""
 
     @property
+    def whole(self) -> Manifest:
+        """Of what the engines get."""
+        return self.shares.whole if self.shares is not None else self.manifest
+
+    @property
     def on_device(self) -> bool:
-        return self.buffers[0].device.type != "cpu"
+        return any(buffer.device.type != "cpu" for buffer in self.buffers)
 
     def fingerprint(self, bucket: int) -> str:
         """Of one bucket; those before it are taken too."""
@@ -81,9 +90,11 @@ class Sender(Protocol):
 
 
 class BackgroundPublisher:
-    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather.
+    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather,
+    unless every rank sends its own share.
 
     Args:
+        ranks: this learner rank and how many there are, where each sends its share; nothing is gathered then.
         wire_dtype: floating-point tensors are cast to it before they are gathered.
         bucket_bytes: cap of one bucket.
         wait_s: longest that `publish` waits for the sender to take the version before.
@@ -100,8 +111,11 @@ class BackgroundPublisher:
         wait_s: float,
         device: torch.device | str = "cpu",
         idle_s: float = 0.02,
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         self._sender = sender
+        self._ranks = ranks
+        self._own: OwnShare | None = None
         self._wire_dtype = wire_dtype
         self._bucket_bytes = bucket_bytes
         self._wait_s = wait_s
@@ -133,6 +147,8 @@ class BackgroundPublisher:
         waited = self._copy.wait()
         named = unique_tensors(tensors)
         manifest = self._manifest_of(named)
+        if self._own is not None:
+            named = self._own.parts(named)
         buffers = None
         if self._sender is not None:
             started = time.perf_counter()
@@ -145,7 +161,8 @@ class BackgroundPublisher:
             self._copy.start(policy_version, work, device)
         else:
             work()
-        return PublishStats(wait_previous_s=waited, nbytes=manifest.nbytes)
+        whole = self._own.shares.whole if self._own is not None else manifest
+        return PublishStats(wait_previous_s=waited, nbytes=whole.nbytes)
 
     def wait_copied(self) -> float:
         seconds = self._copy.wait()
@@ -177,7 +194,12 @@ class BackgroundPublisher:
         started = time.perf_counter()
         self._filling = filling = Filling(self._wait_s + _GATHER_S)
         snapshot = Snapshot(
-            policy_version=policy_version, manifest=manifest, buffers=buffers or [], canary=canary, filling=filling
+            policy_version=policy_version,
+            manifest=manifest,
+            buffers=buffers or [],
+            canary=canary,
+            filling=filling,
+            shares=self._own.shares if self._own is not None else None,
         )
         if buffers is not None:
             with self._condition:
@@ -197,9 +219,13 @@ class BackgroundPublisher:
     def _manifest_of(self, named: list[tuple[str, torch.Tensor]]) -> Manifest:
         names = [name for name, _ in named]
         if self._manifest is None:
-            self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
             self._names = names
-            self._route = choose_route(named, self._wait_s + _GATHER_S)
+            if self._ranks is not None:
+                self._own = OwnShare.of(named, *self._ranks, self._wire_dtype, self._bucket_bytes)
+                self._manifest, self._route = self._own.share.manifest, Route(background=True)
+            else:
+                self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
+                self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
                 sets = 3 if self._sender.keeps_previous else 2
                 self._free = [self._manifest.allocate(self._device) for _ in range(sets)]

@@ -1,0 +1,260 @@
+"""Several learner ranks send one version: rank 0 conducts, each sends its share in a group of its own.
+
+    rank 0   take(v) -> form(epoch) -> send(event) -> all prints are there -> what subscribers wait for before they load
+    others     |          accept, join     share of v, then its prints
+
+Orders are a numbered sequence in the publisher's store (`order/k`), so a rank that comes late to one misses none. The
+subscribers see one publisher: they join one group per sender, and hear of fingerprints only when all have sent.
+"""
+
+# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+import xxhash
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast.group import WeightGroup, connect_store
+from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
+from asyncrl.weights.broadcast.sending import send_whole
+from asyncrl.weights.publishing.snapshot import Snapshot
+from asyncrl.weights.shares import RANK0
+
+log = logging.getLogger(__name__)
+
+_KEPT_ORDERS = 256
+_LOOK_S = 60.0
+_BEAT_S = 1.0
+_GRACE = 2.0
+"""Times `weights.timeout_s`: what the word to go may take after an order to form, which waits for other ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Rank 0's store, and which publisher it is."""
+
+    host: str
+    port: int
+    publisher: str
+
+
+_MEETING_BYTES = 1024
+
+
+def agree(meeting: Meeting | None, device: torch.device) -> Meeting:
+    """Rank 0's, on every rank: collective over torch's default group, whose backend sends from `device`."""
+    said = torch.zeros(_MEETING_BYTES, dtype=torch.uint8)
+    if meeting is not None:
+        packed = msgpack.packb([meeting.host, meeting.port, meeting.publisher])
+        assert packed is not None
+        said[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    said = said.to(device)
+    dist.broadcast(said, 0)
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(bytes(said.tolist()))
+    host, port, publisher = unpacker.unpack()
+    return Meeting(host=host, port=port, publisher=publisher)
+
+
+def _peer(rank: int, publisher: str) -> Peer:
+    return f"learner rank {rank}", publisher
+
+
+class OtherSenders:
+    """Rank 0's view of the ranks 1.. that send with it; does nothing where there are none."""
+
+    def __init__(self, store: dist.Store, senders: int, publisher: str, timeout_s: float) -> None:
+        self._store, self._timeout_s = store, timeout_s
+        self._peers = [_peer(rank, publisher) for rank in range(1, senders)]
+        self._number = 0
+
+    def take(self, policy_version: int) -> None:
+        """The version before is needed no more."""
+        self._order({"kind": "take", "policy_version": policy_version})
+
+    def form(self, epoch: int, world: int) -> None:
+        """Raises WeightsError when one of them does not come: without it no version is whole."""
+        self._order({"kind": "form", "epoch": epoch, "world": world})
+        deadline = time.monotonic() + self._timeout_s
+        for rank, (name, _) in enumerate(self._peers, 1):
+            if not wait_key(self._store, _accept_key(epoch, rank), max(deadline - time.monotonic(), 0.0)):
+                post(self._store, f"{epoch}/go", False)
+                raise WeightsError(
+                    f"{name} did not come to send its share within weights.timeout_s={self._timeout_s:g}: see its log"
+                )
+
+    def formed(self, epoch: int, snapshot: Snapshot) -> None:
+        """Until all groups are. Raises RuntimeError when one is not, or a rank has another plan of who sends what."""
+        own = _digest(snapshot) if self._peers else ""
+        for (name, _), digest in zip(self._peers, self._collect(epoch, 0), strict=True):
+            if digest != own:
+                raise RuntimeError(f"{name} has made another plan of who sends what. {RANK0}")
+
+    def send(self, epoch: int, event: int, policy_version: int) -> None:
+        self._order({"kind": "send", "epoch": epoch, "event": event, "policy_version": policy_version})
+
+    def sent(self, epoch: int, event: int) -> list[list[str]]:
+        """Fingerprints of each, when all have sent. Raises RuntimeError when one could not, or is silent."""
+        return self._collect(epoch, -event)
+
+    def leave(self) -> None:
+        self._order({"kind": "leave"})
+
+    def end(self) -> None:
+        self._order({"kind": "end"})
+
+    def _order(self, message: Mapping[str, Any]) -> None:
+        if not self._peers:
+            return
+        self._number += 1
+        post(self._store, f"order/{self._number}", message)
+        if self._number > _KEPT_ORDERS:
+            self._store.delete_key(f"order/{self._number - _KEPT_ORDERS}")
+
+    def _collect(self, epoch: int, event: int) -> list[Any]:
+        """Their events have numbers below those of the subscribers."""
+        answers = collect(
+            self._store, self._peers, epoch=epoch, event=event, timeout_s=self._timeout_s,
+            live=lambda: self._peers, meanwhile=lambda: None,
+        )  # fmt: skip
+        for (name, _), (verdict, detail) in zip(self._peers, answers, strict=True):
+            if verdict != "ok":
+                raise RuntimeError(f"{name}: {detail}")
+        return [detail for _, detail in answers]
+
+
+class ShareSender:
+    """Implements `snapshot.Sender` on the other ranks: sends what this rank holds when rank 0 says so.
+
+    Raises:
+        WeightsError: rank 0's store does not answer.
+    """
+
+    keeps_previous = False
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        *,
+        timeout_s: float,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        interface: str = "",
+    ) -> None:
+        self._meeting, self._rank, self._timeout_s = meeting, rank, timeout_s
+        self._backend, self._device, self._interface = backend, device, interface
+        self._store = connect_store(meeting.host, meeting.port, timeout_s)
+        self._me = _peer(rank, meeting.publisher)
+        self._number = 1
+        self._over = False
+        self._never = threading.Event()
+        self._group: WeightGroup | None = None
+        self._beat_at = 0.0
+        introduce(self._store, self._me)
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        """All that rank 0 wants of this version, until it takes the next one.
+
+        Waits for rank 0 as long as that lives: unblocked by its next order, or by its store, which goes with it.
+        """
+        while (order := self._next_order()) is not None:
+            if order["kind"] == "take" and order["policy_version"] > snapshot.policy_version:
+                return
+            if order["kind"] == "form":
+                self._form(int(order["epoch"]), int(order["world"]), snapshot)
+            elif order["kind"] == "send":
+                self._transmit(int(order["epoch"]), int(order["event"]), int(order["policy_version"]), snapshot)
+            elif order["kind"] in ("leave", "end"):
+                self._leave()
+                self._over = order["kind"] == "end"
+
+    def idle(self, newest: Snapshot | None) -> None:
+        """Orders for a version are read when it is there."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._leave()
+
+    def _next_order(self) -> Mapping[str, Any] | None:
+        """None when rank 0 has ended, or died."""
+        try:
+            while not self._over:
+                order = pushed(self._store, f"order/{self._number}", _LOOK_S, self._never)
+                if order is not None:
+                    self._number += 1
+                    return order
+        except dist.DistError as error:
+            log.warning("weights: rank 0, which conducts, is gone: %s", str(error).splitlines()[0])
+            self._over = True
+        return None
+
+    def _form(self, epoch: int, world: int, snapshot: Snapshot) -> None:
+        self._leave()
+        post(self._store, _accept_key(epoch, self._rank), True)
+        if not pushed(self._store, f"{epoch}/go", _GRACE * self._timeout_s, self._never):
+            return
+        try:
+            self._group = WeightGroup(
+                connect_store(self._meeting.host, self._meeting.port, self._timeout_s), backend=self._backend,
+                host=self._meeting.host, epoch=epoch, rank=0, world=world, timeout_s=self._timeout_s,
+                device=self._device, interface=self._interface, sender=self._rank,
+            )  # fmt: skip
+        except RuntimeError as error:
+            answer(self._store, self._me, epoch, 0, "failed", str(error).splitlines()[0])
+        else:
+            answer(self._store, self._me, epoch, 0, "ok", _digest(snapshot))
+
+    def _transmit(self, epoch: int, event: int, policy_version: int, snapshot: Snapshot) -> None:
+        why, group = "", self._group
+        try:
+            if group is None or policy_version != snapshot.policy_version:
+                raise WeightsError(
+                    f"asked for version {policy_version} in epoch {epoch}: it has {snapshot.policy_version}"
+                    + (", and no group" if group is None else "")
+                )
+            send_whole(group, snapshot, self._beat)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+        group = None  # an exception's frames would hold the group, and its sockets stay open
+        if why:
+            self._leave()
+            answer(self._store, self._me, epoch, -event, "failed", why)
+        else:
+            prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
+            answer(self._store, self._me, epoch, -event, "ok", prints)
+
+    def _beat(self) -> None:
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + _BEAT_S
+            beat(self._store, self._me)
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def _digest(snapshot: Snapshot) -> str:
+    """Of who sends what: a rank that cut its share otherwise would send bytes to wrong places."""
+    assert snapshot.shares is not None
+    packed = msgpack.packb([snapshot.whole.to_wire(), snapshot.shares.to_wire()])
+    assert packed is not None
+    return xxhash.xxh3_128_hexdigest(packed)
+
+
+def _accept_key(epoch: int, rank: int) -> str:
+    return f"{epoch}/sender/{rank}"

@@ -1,0 +1,87 @@
+"""Which box of each tensor every learner rank holds: read off the DTensors, the same on all ranks, nothing is sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.plan import Box, Split, box_of, whole
+from asyncrl.weights.publishing.gather import plan
+from asyncrl.weights.shares import RANK0, Share, Shares, divide, slices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnShare:
+    """What this rank sends, and where in its shards it lies."""
+
+    shares: Shares
+    """Of all ranks."""
+    share: Share
+    _held: Mapping[str, Box | None]
+
+    @classmethod
+    def of(
+        cls, named: Sequence[tuple[str, torch.Tensor]], rank: int, world: int, wire_dtype: torch.dtype, cap_bytes: int
+    ) -> OwnShare:
+        """The plan of `world` learner ranks: every one computes the same.
+
+        Raises:
+            WeightsError: a tensor is cut in a way that is not understood here, or not all of it is on the ranks.
+        """
+        held = {name: held_boxes(name, tensor, world) for name, tensor in named}
+        for name, tensor in named:
+            box, local = held[name][rank], _local(tensor)
+            if box is not None and tuple(stop - start for start, stop in box) != tuple(local.shape):
+                raise WeightsError(
+                    f"rank {rank} holds {tuple(local.shape)} of {name} {tuple(tensor.shape)}, expected {box}. {RANK0}"
+                )
+        shares = divide(plan(named, wire_dtype, cap_bytes), held, world, cap_bytes)
+        return cls(shares=shares, share=shares.of[rank], _held={name: boxes[rank] for name, boxes in held.items()})
+
+    def parts(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """`(name, view of this rank's shard)`, in the order of its buckets."""
+        by_name, found = dict(named), []
+        for name, box in self.share.boxes.items():
+            held = self._held[name]
+            assert held is not None  # the plan takes from a rank only what it holds
+            inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(box, held, strict=True))
+            found.append((name, _local(by_name[name])[slices(inside)]))
+        return found
+
+
+def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
+    """By rank; a tensor that is no DTensor is whole on all of them.
+
+    FSDP2 over tensor parallelism cuts what that has cut: its placement says so (`_StridedShard`) where its dimension
+    of the mesh stands before the other's.
+    """
+    if not isinstance(tensor, DTensor):
+        return [whole(tensor.shape)] * world
+    mesh = tensor.device_mesh
+    if mesh.size() != world:
+        raise WeightsError(
+            f"{name} is on {mesh.size()} of {world} ranks, and what is on the others is not known. {RANK0}"
+        )
+    kinds = (Shard, _StridedShard, Replicate)
+    if not all(isinstance(placement, kinds) for placement in tensor.placements):
+        raise WeightsError(f"{name} is placed as {tensor.placements}, which has no boxes. {RANK0}")
+    order = sorted(range(mesh.ndim), key=lambda i: isinstance(tensor.placements[i], _StridedShard))
+    held: list[Box | None] = [None] * world
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        splits = [
+            Split(dim=placement.dim, parts=mesh.size(i), index=coordinate[i])
+            for i in order
+            if isinstance(placement := tensor.placements[i], (Shard, _StridedShard))
+        ]
+        held[int(mesh.mesh[coordinate])] = box_of(tensor.shape, splits)
+    return held
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]

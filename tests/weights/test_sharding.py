@@ -1,0 +1,199 @@
+"""What each learner rank sends where all send: of real DTensors, put together again and over real groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast.landing import ShareLanding, write_flat
+from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.sharding import OwnShare
+from asyncrl.weights.shares import Shares, divide, slices
+from tests.forked import forked_from
+
+LAYOUTS = ("fsdp", "copies", "tensor")
+SIZES = {"embed": (101, 6), "wide": (7, 50), "norm": (6,), "scale": (1,), "step": ()}
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+    return found | {"ids": torch.arange(9, dtype=torch.int64)}
+
+
+def halves_by_columns(senders: int) -> tuple[Manifest, Shares]:
+    """Tensors of two dimensions by columns, the others on all."""
+    named = list(model().items())
+    manifest = plan(named, torch.float32, 1 << 12)
+    held = {}
+    for name, tensor in named:
+        whole = tuple((0, n) for n in tensor.shape)
+        each = -(-tensor.shape[1] // senders) if tensor.ndim == 2 else 0
+        held[name] = [
+            (whole[0], (min(i * each, whole[1][1]), min((i + 1) * each, whole[1][1]))) if each else whole
+            for i in range(senders)
+        ]
+    return manifest, divide(manifest, held, senders, 256)
+
+
+class Loopback:
+    """In the place of a `WeightGroup`, at both ends: what is to be received is there, piece by piece."""
+
+    def __init__(self, bucket_bytes: list[torch.Tensor], piece: int) -> None:
+        self._bytes, self._piece, self._done = torch.cat(bucket_bytes), piece, 0
+
+    def pieces(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return buffer.split(self._piece) if len(buffer) else ()
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        buffer.copy_(self._bytes[self._done : self._done + len(buffer)])
+        self._done += len(buffer)
+
+    def wait(self, work: None) -> None: ...
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3])
+@pytest.mark.parametrize("piece", [16, 48, 1 << 20])
+def test_shares_by_columns_land_where_they_belong_in_pieces_of_any_size(senders, piece):
+    manifest, shares = halves_by_columns(senders)
+    expected, buffers = model(), manifest.allocate()
+    views = manifest.views(buffers)
+    for share in Shares.from_wire(shares.to_wire(), Manifest.from_wire(manifest.to_wire())).of:
+        cut = [(name, expected[name][slices(box)]) for name, box in share.boxes.items()]
+        sent = share.manifest.allocate()
+        prints = gather_into(share.manifest, cut, sent)
+        got = ShareLanding(share, "cpu").receive(Loopback(sent, piece), views)  # pyright: ignore[reportArgumentType]
+        assert got == prints == [bucket_fingerprint(buffer) for buffer in sent]
+    for name, tensor in expected.items():
+        assert torch.equal(views[name], tensor), name
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_run_of_elements_is_written_to_a_box_that_does_not_lie_together(data):
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    box = tuple(slice(a := data.draw(st.integers(0, n - 1)), data.draw(st.integers(a + 1, n))) for n in shape)
+    target, expected = torch.zeros(shape), torch.zeros(shape)
+    count = expected[box].numel()
+    start = data.draw(st.integers(0, count - 1))
+    values = torch.arange(1.0, data.draw(st.integers(1, count - start)) + 1)
+    flat = expected[box].flatten().clone()
+    flat[start : start + len(values)] = values
+    expected[box] = flat.view(expected[box].shape)
+    write_flat(target[box], start, values)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda wire: wire.pop(), "do not put it together"),
+        (lambda wire: wire.append(wire[0]), "do not put it together"),
+        (lambda wire: wire[0][0][0].__setitem__(2, 10**6), "has box"),
+        (lambda wire: wire[0][0][0].__setitem__(0, 99), "names tensor 99"),
+        (lambda wire: wire[0][0][0].pop(), "has box|zip"),
+    ],
+)
+def test_shares_of_a_peer_that_do_not_put_the_tensors_together_are_refused(spoil, match):
+    manifest, shares = halves_by_columns(2)
+    wire = shares.to_wire()
+    spoil(wire)
+    with pytest.raises((WeightsError, ValueError), match=match):
+        Shares.from_wire(wire, manifest)
+
+
+class Net(nn.Module):
+    """Odd sizes (uneven shards, some smaller than the world), a tie, and a buffer-like tensor that nobody cuts."""
+
+    def __init__(self, columns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 6)])
+        self.scale = nn.Parameter(torch.randn(1))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        if columns:
+            self.columns = nn.Linear(10, 9, bias=False)
+            self.rows = nn.Linear(3, 11, bias=False)
+
+
+def shard(net: Net, layout: str, world: int) -> None:
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    elif layout == "copies":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
+        for module in [module for module in net.modules() if module._parameters]:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                how = Shard(1) if module is net.columns else Shard(0) if module is net.rows else Replicate()
+                part = nn.Parameter(distribute_tensor(parameter.data, both["tensor"], [how]))
+                module._parameters[name] = part
+        net.head.weight = net.embed.weight
+        mesh = both["shard"]
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def _rank(rank: int, world: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    for layout in LAYOUTS:
+        net = Net(layout == "tensor")
+        shard(net, layout, world)
+        named = unique_tensors((name, p.detach()) for name, p in net.named_parameters())
+        own = OwnShare.of(named, rank, world, torch.bfloat16, 64)
+        parts = own.parts(named)
+        buffers = own.share.manifest.allocate()
+        gather_into(own.share.manifest, parts, buffers)
+        views = own.share.manifest.views(buffers)
+        save_file({name: view.clone() for name, view in views.items()}, Path(folder, f"{layout}-{rank}.safetensors"))
+        if rank == 0:
+            Path(folder, f"{layout}.json").write_text(json.dumps([share.boxes for share in own.shares.of]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.unhurried
+@pytest.mark.timeout(900)
+def test_what_the_ranks_of_fsdp_copies_and_tensor_parallelism_send_is_the_model(tmp_path):
+    world = 4
+    context = forked_from("tests.weights.chaos_processes")
+    ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 500
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * world
+    for layout in LAYOUTS:
+        boxes = json.loads(Path(tmp_path, f"{layout}.json").read_text())
+        expected = {name: p.detach().bfloat16() for name, p in Net(layout == "tensor").named_parameters()}
+        found = {name: torch.full_like(tensor, float("nan")) for name, tensor in expected.items()}
+        for rank in range(world):
+            parts = load_file(tmp_path / f"{layout}-{rank}.safetensors")
+            for name, box in boxes[rank].items():
+                assert found[name][slices(box)].isnan().all()  # once
+                found[name][slices(box)] = parts[name]
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), layout
+        assert all(boxes), f"{layout}: a rank sends nothing"
