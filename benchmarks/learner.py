@@ -1,6 +1,6 @@
 """What does the learner cost beside transformers alone: padded or packed, on the same batches and as a whole system?
 
-    python -m benchmarks.learner [--rounds 3] [--steps 60] [--pairs 3]
+    python -m benchmarks.learner [--rounds 3] [--quick 25] [--steps 60] [--pairs 3]
 
 `batches`: CPU seconds, one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
 512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens a micro-batch, for prompts of 64 and 1,024 tokens in
@@ -9,6 +9,10 @@ as it runs. `padded_over_ours`: transformers on rows of like length; `by_arithme
 operations (layers, head, attention), which nobody who computes the same can pass. `packed_over_ours`: transformers on
 sequences end to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts
 differ.
+
+`quick`: the same of the quickstart's steps: its model of 149 k parameters, 32 groups of 8, prompts of 7 tokens and
+completions of 4 to 10, 1,024 tokens a micro-batch; also `fsdp2_over_ours`, of transformers on rows under FSDP2, as its
+hooks are in a loop that is written for several ranks.
 
 `system`: optimizer steps per second of the quickstart (no evaluations) over those of a loop of generate, score and
 train in one process with two threads, of the same model, task, batch and lengths. Run after one another, in pairs; on
@@ -20,23 +24,27 @@ Figures are medians. Prints one JSON line.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from asyncrl.cli.quickstart import prepare
 from asyncrl.config import load_config
+from asyncrl.data.byte_tokenizer import VOCAB_SIZE
 from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.learner.batch import pack
 from asyncrl.learner.flops import operations
@@ -45,15 +53,17 @@ from asyncrl.learner.place import Place, joined_ranks
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step import train_step
+from asyncrl.learner.warmup import build_model
 from asyncrl.replay.core.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader
 from benchmarks.parts.answer import ROOT, answer, parse
-from benchmarks.parts.bare_training import bare_step, end_to_end, padded
+from benchmarks.parts.bare_training import Part, bare_step, end_to_end, padded
 from benchmarks.parts.quickstart import run_quickstart
 
 SEQUENCES, BUDGET, VOCABULARY = 32, 4096, 4096
+QUICK_GROUPS, QUICK_SIZE, QUICK_PROMPT, QUICK_BUDGET = 32, 8, 7, 1024
 SHAPES = [(prompt, size) for prompt in (64, 1024) for size in (8, 16)]
 WARM = 8
 """Steps left out of the speed of a whole run."""
@@ -85,18 +95,30 @@ class Batch:
         return [(each, rewards[place] - means[place[0]]) for place, each in self.lease.trajectories.items()]
 
 
-def batch(prompt: int, size: int, sequences: int, *, shared: bool) -> Batch:
+def log_normal(rng: np.random.Generator) -> int:
+    return int(np.clip(rng.lognormal(np.log(128), 0.8), 8, 512))
+
+
+def batch(
+    prompt: int,
+    size: int,
+    sequences: int,
+    *,
+    shared: bool,
+    vocabulary: int = VOCABULARY,
+    drawn: Callable[[np.random.Generator], int] = log_normal,
+) -> Batch:
     rng = np.random.default_rng(0)
     groups, trajectories = [], {}
     for g in range(sequences // size):
-        asked = rng.integers(0, VOCABULARY, prompt)
+        asked = rng.integers(0, vocabulary, prompt)
         headers = []
         for t in range(size):
-            length = int(np.clip(rng.lognormal(np.log(128), 0.8), 8, 512))
+            length = drawn(rng)
             mine = asked if shared else np.append(t, asked[1:])
             mask = np.arange(prompt + length) >= prompt
             made = Trajectory(
-                token_ids=np.concatenate([mine, rng.integers(0, VOCABULARY, length)]).astype(np.int32),
+                token_ids=np.concatenate([mine, rng.integers(0, vocabulary, length)]).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=np.where(mask, -8.3, 0.0).astype(np.float32),
                 policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
@@ -124,11 +146,11 @@ class Ours:
         train_step(self.config, self.roles, self.guard, given.lease, rank=0, world=1, device=cpu)
 
 
-def begin_ours(folder: Path, opened: ExitStack) -> Ours:
+def begin_ours(folder: Path, opened: ExitStack, budget: int = BUDGET) -> Ours:
     config = load_config(
         [
             *(f"model.path={folder}", "data.path=none", "reward=exact_match", "learner.lr=1e-6"),
-            *(f"learner.max_tokens_per_microbatch={BUDGET}", "learner.max_attention_per_microbatch=65536"),
+            *(f"learner.max_tokens_per_microbatch={budget}", "learner.max_attention_per_microbatch=65536"),
         ]
     )
     place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="benchmark")
@@ -160,6 +182,15 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def medians(rounds: int, contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """CPU seconds of each, by turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, work in contenders.items():
+            times[name].append(cpu_seconds(work))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     bare = model_of_20m(small)
@@ -178,19 +209,53 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
                 "ours": lambda g=given: ours.step(g),
                 "unshared": lambda g=unshared: ours.step(g),
             }
-            times = {name: [] for name in contenders}
-            for _ in range(rounds):
-                for name, work in contenders.items():
-                    times[name].append(cpu_seconds(work))
-            medians = {name: statistics.median(each) for name, each in times.items()}
+            took = medians(rounds, contenders)
             found[f"prompt={prompt} size={size}"] = {
-                "padded_over_ours": round(medians["padded"] / medians["ours"], 2),
+                "padded_over_ours": round(took["padded"] / took["ours"], 2),
                 "by_arithmetic": round(arithmetic_of_rows(ours, given) / arithmetic_of_packs(ours, given), 2),
-                "packed_over_ours": round(medians["packed"] / medians["ours"], 2),
-                "packed_over_unshared": round(medians["packed"] / medians["unshared"], 2),
-                "ours_cpu_s": round(medians["ours"], 3),
+                "packed_over_ours": round(took["packed"] / took["ours"], 2),
+                "packed_over_unshared": round(took["packed"] / took["unshared"], 2),
+                "ours_cpu_s": round(took["ours"], 3),
             }
     return found
+
+
+def compare_quick(rounds: int, folder: Path) -> dict[str, float]:
+    torch.set_num_threads(1)
+    bare, given = build_model(WarmupRecipe()).eval(), quick_batch()
+    bare.save_pretrained(folder)
+    with ExitStack() as opened:
+        ours = begin_ours(folder, opened, QUICK_BUDGET)
+        sharded = copy.deepcopy(bare)
+        for layer in sharded.model.layers:
+            fully_shard(layer)
+        fully_shard(sharded)
+
+        def step(model: PreTrainedModel, layout: Callable[[], Iterable[Part]]) -> Callable[[], object]:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+            return lambda: bare_step(model, optimizer, list(layout()))
+
+        rows = partial(padded, given.members, given.prompt, QUICK_BUDGET)
+        contenders = {
+            "padded": step(bare, rows),
+            "fsdp2": step(sharded, rows),
+            "packed": step(bare, partial(end_to_end, given.members, QUICK_BUDGET)),
+            "ours": lambda: ours.step(given),
+        }
+        took = medians(rounds, contenders)
+    ratios = {f"{name}_over_ours": round(took[name] / took["ours"], 2) for name in contenders if name != "ours"}
+    return ratios | {"ours_cpu_s": round(took["ours"], 4)}
+
+
+def quick_batch() -> Batch:
+    return batch(
+        QUICK_PROMPT,
+        QUICK_SIZE,
+        QUICK_GROUPS * QUICK_SIZE,
+        shared=True,
+        vocabulary=VOCAB_SIZE,
+        drawn=lambda rng: int(rng.integers(4, 11)),
+    )
 
 
 def compare_systems(pairs: int, steps: int, folder: Path) -> dict[str, float]:
@@ -221,12 +286,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each contender on each batch")
     parser.add_argument("--pairs", type=int, default=3, help="of whole runs; 0 leaves them out")
     parser.add_argument("--steps", type=int, default=60, help="of a whole run")
-    given = parse(parser, {"rounds": 1, "pairs": 1, "steps": WARM + 4})
+    parser.add_argument("--quick", type=int, default=25, help="rounds of the quickstart's steps; 0 leaves them out")
+    given = parse(parser, {"rounds": 1, "quick": 1, "pairs": 1, "steps": WARM + 4})
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         result: dict[str, object] = {}
         if given.rounds:
             result["batches"] = compare_batches(given.rounds, given.smoke, folder / "model")
+        if given.quick:
+            result["quick"] = compare_quick(given.quick, folder / "quick")
         if given.pairs:
             result["system"] = compare_systems(given.pairs, given.steps, folder)
     answer("learner", result, smoke=given.smoke)
