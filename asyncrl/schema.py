@@ -246,7 +246,7 @@ class RolloutConfig:
     max_new_tokens: int = 256
     """Longest completion; what is cut there is `truncated` and has its reward all the same."""
     max_in_flight: int = 64
-    """Groups being generated at once, over all workers."""
+    """Groups being generated at once, over all workers; with `replay.admission=sample`, their members."""
     min_group_size: int = 0
     """Members that failed are made again alone, `max_attempts` times in all. A group that has this many by then is
     trained without the rest; with fewer it is dropped as `incomplete`. 0 asks for all members."""

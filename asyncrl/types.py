@@ -290,6 +290,8 @@ class Assignment:
     seed: int
     policy_version: int
     """The published version when it was issued; the worker's engine serves it or is allowed to lag (see admission)."""
+    single: bool = False
+    """One member of a group that is admitted by sample: its id is the member's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ The real core of the replay in virtual time: a train step takes 1 s, weights are
 are decoded side by side, so fast that a group takes 2.5 s on average. Lengths are log-normal; half of the variance of
 their logarithm is the prompt's, and none is over 32 times the median; `sigma` is that logarithm's standard deviation.
 Rows: `mask`, `drop`, `wait`; `window=W`, windowed FIFO: strictly in order, of one batch, and the widest that the bound
-allows; `reuse=2`: `mask` with `replay.max_times_sampled=2`.
+allows; `reuse=2`: `mask` with `replay.max_times_sampled=2`. Of engines that decode no more than the members of one
+batch at once, a quarter more waiting in them: the same policies, each with `replay.admission=sample` too (`by sample`).
 
 Of the groups admitted after the first tenth of the steps and before the last 30: `waste`, share of the generated tokens
 that no step trained; `length_bias`, mean length of the trajectories of which something was trained over the mean length
@@ -22,8 +23,10 @@ from __future__ import annotations
 import argparse
 import heapq
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -64,9 +67,13 @@ class Made:
 
 
 class World:
-    """Workers and a learner around a core; what happens next is the earliest of `events`."""
+    """Workers and a learner around a core; what happens next is the earliest of `events`.
 
-    def __init__(self, settings: AdmissionSettings, sigma: float) -> None:
+    Args:
+        rows: members that all engines together decode at once; the others wait in them, first in first out. 0: all.
+    """
+
+    def __init__(self, settings: AdmissionSettings, sigma: float, rows: int = 0) -> None:
         self.settings, self.sigma = settings, sigma
         self.now = 0.0
         self.core = core = ReplayCore(settings, lambda: self.now, heartbeat_timeout_s=float("inf"))
@@ -85,6 +92,9 @@ class World:
         core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         core.publish(policy_version=0, parent=NO_VERSION)
         self.workers = [f"w{number}" for number in range(WORKERS)]
+        self.rows = dict.fromkeys(self.workers, -(-rows // WORKERS) if rows else 1 << 30)
+        """Free ones of each engine."""
+        self.queues: dict[str, deque[Callable[[], None]]] = {worker: deque() for worker in self.workers}
         for worker in self.workers:
             core.hello(worker, worker, 0)
 
@@ -99,7 +109,7 @@ class World:
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), happens))
 
     def ask(self) -> None:
-        slots = -(-self.settings.max_in_flight // WORKERS)
+        slots = -(-self.settings.max_in_flight * self.settings.orders_per_group // WORKERS)
         while self.core.has_work():
             given = 0
             for worker in self.workers:
@@ -112,15 +122,40 @@ class World:
                 return
 
     def begin(self, worker: str, order: Assignment) -> None:
-        lengths = draw_lengths(order.group_id, self.sigma, self.settings.group_size)
-        self.groups[order.group_id] = Made(lengths, self.step)
-        began = self.now
-        self.later(self.token_s * float(lengths.max()), lambda: self.finish(worker, order, lengths, began))
+        size = self.settings.group_size
+        lengths = draw_lengths(order.prompt_index, self.sigma, size)
+        self.groups.setdefault(order.prompt_index, Made(lengths, self.step))
+        if order.single:
+            lengths = lengths[order.group_id % size :][:1]
+        order_began: dict[int, float] = {}
+        left = len(lengths)
 
-    def finish(self, worker: str, order: Assignment, lengths: np.ndarray, began: float) -> None:
+        def start(member: int) -> None:
+            order_began[member] = self.now
+            self.later(self.token_s * float(lengths[member]), ended)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            self.rows[worker] += 1
+            if not left:
+                self.finish(worker, order, lengths, order_began)
+            self.decode(worker)
+
+        self.queues[worker].extend(partial(start, member) for member in range(len(lengths)))
+        self.decode(worker)
+
+    def decode(self, worker: str) -> None:
+        while self.rows[worker] and self.queues[worker]:
+            self.rows[worker] -= 1
+            self.queues[worker].popleft()()
+
+    def finish(self, worker: str, order: Assignment, lengths: np.ndarray, began: dict[int, float]) -> None:
         members = tuple(
-            TrajectoryHeader(length=1 + int(n), prompt_length=1, reward=0.0, version_tokens=self.runs(began, int(n)))
-            for n in lengths
+            TrajectoryHeader(
+                length=1 + int(n), prompt_length=1, reward=0.0, version_tokens=self.runs(began[member], int(n))
+            )
+            for member, n in enumerate(lengths)
         )
         header = GroupHeader(
             group_id=order.group_id,
@@ -161,7 +196,7 @@ class World:
 
     def trained(self, plan: StepPlan) -> None:
         for group in plan.groups:
-            made = self.groups[group.group_id]
+            made = self.groups[group.prompt_index]
             fresh = np.array([plan.fresh_tokens(member) for member in group.trajectories])
             made.trained = np.maximum(made.trained, fresh)
             self.early += made.lengths.tolist() if self.step < EARLY else []
@@ -206,6 +241,15 @@ def policies(base: AdmissionSettings, widest: int) -> dict[str, AdmissionSetting
     }
 
 
+def both_ways(base: AdmissionSettings) -> dict[str, AdmissionSettings]:
+    """Each stale policy, by group and by sample."""
+    found = {}
+    for policy in StalePolicy:
+        given = replace(base, stale_policy=policy)
+        found |= {policy.value: given, f"{policy.value}, by sample": replace(given, by_sample=True)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -225,10 +269,16 @@ def main() -> None:
     widest = (options.max_staleness - options.pipeline_depth) * options.groups + 1
     result: dict[str, object] = {"steps": options.steps, "groups": options.groups, "size": options.size}
     result |= {"max_staleness": options.max_staleness, "pipeline_depth": options.pipeline_depth}
+    few, rows_of_all = (
+        replace(base, max_in_flight=options.groups + -(-options.groups // 4)),
+        options.groups * options.size,
+    )
     for sigma in SIGMAS[:1] if options.smoke else SIGMAS:
         rows = {}
-        for name, settings in policies(base, widest).items():
-            world = World(settings, sigma)
+        free = {name: (settings, 0) for name, settings in policies(base, widest).items()}
+        full = {f"{rows_of_all} rows, {name}": (settings, rows_of_all) for name, settings in both_ways(few).items()}
+        for name, (settings, engines) in (free | full).items():
+            world = World(settings, sigma, engines)
             world.run(options.steps)
             rows[name] = world.found()
         result[f"sigma={sigma}"] = rows

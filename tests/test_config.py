@@ -197,6 +197,11 @@ REFUSED = [
         ["replay.order=ess goes by what the learner measured", "replay.max_times_sampled=2 or more"],
     ),
     (["replay.window=-1"], ["replay.window must be at least 0", "-1"]),
+    (["replay.admission=prompt"], ["replay.admission", "prompt", "group, sample"]),
+    (
+        ["replay.admission=sample", "replay.window=9", "rollout.drop_zero_variance=true"],
+        ["replay.window=9, rollout.drop_zero_variance=true want the group", "replay.admission=group"],
+    ),
     (["replay.window=66"], ["replay.window must be at most", "= 65", "that 65 others pass", "Set replay.window=65"]),
     (["replay.window=9", "replay.stale_policy=wait"], ["replay.window=9 trains groups about as", "stale_policy=wait"]),
     (

@@ -101,6 +101,30 @@ def order_can_be_kept(config: Config) -> Problems:
         )
 
 
+def samples_need_no_group(config: Config) -> Problems:
+    """With `replay.admission=sample` nobody but the learner has a group whole."""
+    if config.replay.admission != "sample":
+        return
+    replay, rollout = config.replay, config.rollout
+    wants_groups = {
+        f"replay.window={replay.window}": replay.window > 0,
+        f"replay.max_times_sampled={replay.max_times_sampled}": replay.max_times_sampled > 1,
+        f"replay.order={replay.order}": replay.order in ("prioritized", "ess"),
+        f"replay.shards={replay.shards}": replay.shards > 0,
+        f"data.curriculum={config.data.curriculum}": bool(config.data.curriculum),
+        f"advantage.baseline={config.advantage.baseline}": config.advantage.baseline == "greedy",
+        "rollout.drop_zero_variance=true": rollout.drop_zero_variance,
+        f"rollout.drop_truncated={rollout.drop_truncated}": rollout.drop_truncated != "never",
+        f"rollout.filters={rollout.filters}": bool(rollout.filters),
+    }
+    found = [setting for setting, asked in wants_groups.items() if asked]
+    if found:
+        yield (
+            "replay.admission=sample orders, stores and judges each member of a group by itself, and "
+            f"{', '.join(found)} want the group before it is trained. Leave that out, or use replay.admission=group"
+        )
+
+
 def bytes_per_token(config: Config) -> int:
     return BYTES_PER_TOKEN + (4 if config.reference.from_rollout else 0)
 
@@ -211,6 +235,7 @@ RULES = (
     filters_leave_something,
     small_groups_teach_something,
     order_can_be_kept,
+    samples_need_no_group,
     store_holds_a_batch,
     memory_keeps_no_journal,
     shards_keep_what_they_take,

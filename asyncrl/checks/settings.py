@@ -44,6 +44,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "rollout.host": (config.rollout.host, ("ray", "process")),
         "rollout.drop_truncated": (config.rollout.drop_truncated, ("never", "any", "all")),
         "replay.stale_policy": (config.replay.stale_policy, ("mask", "drop", "wait")),
+        "replay.admission": (config.replay.admission, ("group", "sample")),
         "replay.order": (config.replay.order, ("fifo", "freshest", "prioritized", "uniform", "ess")),
         "replay.durability": (config.replay.durability, ("journal", "memory")),
         "replay.journal.retain": (config.replay.journal.retain, ("none", "window", "all")),

@@ -63,7 +63,9 @@ class Simulation:
         self.setup, self.costs, self.seed = setup, costs, seed
         self.now = 0.0
         self.steps: list[Step] = []
-        settings = replace(setup.settings, group_size=1, min_group_size=0, group_timeout_s=0.0, curriculum=None)
+        settings = replace(setup.settings, min_group_size=0, group_timeout_s=0.0, curriculum=None)
+        if not settings.by_sample:
+            settings = replace(settings, group_size=1)  # what is inserted has one trajectory, of all tokens
         self.core = ReplayCore(settings, lambda: self.now, seed=seed, max_bytes=1 << 62, heartbeat_timeout_s=math.inf)
         self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         self.core.publish(policy_version=0, parent=NO_VERSION)
@@ -151,7 +153,11 @@ class Simulation:
         return self._block[1][place].tolist()
 
     def _begin(self, engine: SimulatedEngine, order: Assignment, *, foretell: bool = True) -> None:
-        lengths = self._lengths(order.group_id)
+        if order.single:
+            group_id, place = divmod(order.group_id, self.setup.settings.group_size)
+            lengths = self._lengths(group_id)[place : place + 1]
+        else:
+            lengths = self._lengths(order.group_id)
         group = Making(order, len(lengths))
         for length in lengths:
             engine.add(Member(group, in_turns(length, self.costs.turns)), self.now)

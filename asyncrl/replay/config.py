@@ -37,6 +37,10 @@ class ReplayConfig:
     """`mask` over-age tokens, `drop` the whole group, or `wait` so that none gets over-age."""
     readmit_dropped: bool = False
     """Put the prompt of a group dropped as stale back in the stream."""
+    admission: str = "group"
+    """`group`: all members of a group are ordered of one worker and inserted at once. `sample`: each is ordered,
+    inserted and stored by itself, so that one that takes long holds only its own place; a group is trained when all are
+    there."""
     order: str = "fifo"
     """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards),
     `uniform` (at random), or, with `max_times_sampled` above 1, `ess` (new ones, then those whose importance weights

@@ -2,8 +2,8 @@
 
     rollout.max_in_flight   groups of the whole run. Owner: the replay server, which admits no more
                             (`replay/core/admission.py`), however many workers ask
-    slots_per_worker        groups that one worker holds. Derived: its share of them, and no more than keep its engine
-                            full; a group beyond that would only wait, and age
+    slots_per_worker        groups that one worker holds, or members of groups (`replay.admission=sample`). Derived: its
+                            share of them, and no more than keep its engine full; more would only wait, and age
     engine.max_sequences    sequences that one engine decodes together. Owner: the engine, for its memory (vLLM's
                             `max_num_seqs`, the rows of the built-in engine's cache). More wait in it, oldest first
     vLLM's AdmissionWindow  how many of those vLLM is given just now: from its KV cache, never above the setting
@@ -18,9 +18,12 @@ from asyncrl.schema import Config
 
 
 def slots_per_worker(config: Config) -> int:
-    """Groups one worker makes at once: its share of `rollout.max_in_flight`, and no more than keep its engine full."""
-    share = -(-config.rollout.max_in_flight // config.rollout.workers)
-    return max(1, min(share, prompts_that_fill(config.engine.max_sequences, config.rollout.group_size)))
+    """Orders that one worker works on at once: its share of `rollout.max_in_flight`, and no more than keep its engine
+    full."""
+    size = config.rollout.group_size
+    members = 1 if config.replay.admission == "sample" else size
+    share = -(-config.rollout.max_in_flight * (size // members) // config.rollout.workers)
+    return max(1, min(share, prompts_that_fill(config.engine.max_sequences, members)))
 
 
 def prompts_that_fill(sequences: int, completions: int) -> int:
@@ -32,4 +35,5 @@ def prompts_that_fill(sequences: int, completions: int) -> int:
 
 def sequences_per_engine(config: Config) -> int:
     """Sequences that one engine decodes together when its worker has work for every slot."""
-    return min(config.engine.max_sequences, slots_per_worker(config) * config.rollout.group_size)
+    members = 1 if config.replay.admission == "sample" else config.rollout.group_size
+    return min(config.engine.max_sequences, slots_per_worker(config) * members)

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncrl.data.prompts import PromptSource
@@ -60,7 +61,7 @@ class RolloutWorker:
         check: raises what stopped the weight subscriber, if anything did.
         proven: false while the weights in the engine wait for their canary; nothing leaves the worker meanwhile.
         filters: what drops finished groups; see `filters.py`.
-        slots: groups made at once.
+        slots: orders worked on at once: groups, or members with `replay.admission=sample`.
         rows: of each source of `prompts`, where the server chooses by what was measured; else empty.
         wait_timeout_s: longest time with work at hand and no progress.
     """
@@ -146,8 +147,9 @@ class RolloutWorker:
             await self._replay.fail(assignment, DropReason.OVER_LENGTH, str(error))
             return
         try:
+            shape = replace(self._shape, size=1, fewest=1) if assignment.single else self._shape
             group = await self._runner.run_group(
-                assignment, prompt, shape=self._shape, sampling=self._sampling, worker=self._name
+                assignment, prompt, shape=shape, sampling=self._sampling, worker=self._name
             )
         except IncompleteGroupError as error:
             self._failures_in_row = 0  # some members were generated
@@ -165,7 +167,8 @@ class RolloutWorker:
             return
         self._failures_in_row = 0
         await self._wait_proven()
-        if not await self._passes(assignment, prompt, group):
+        # Filters judge groups, and of one that a resume found half admitted no worker has all.
+        if not assignment.single and not await self._passes(assignment, prompt, group):
             return
         reply = await self._told(self._replay.insert(group))
         self._report.count(f"groups_{reply.status}")

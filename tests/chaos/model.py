@@ -75,18 +75,32 @@ class Model:
             place = (*newest[:-1], depth) if self.again else (*line, (event.policy_version, depth), depth)
         self.places[event.policy_version], self.version = place, event.policy_version
 
+    def _begun(self, event: ev.Begun) -> None:
+        """Members of a group, of one prompt."""
+        assert event.first == self.next_id, "a group id was used twice"
+        self._draw(event.prompt_index)
+        for member in range(event.first, event.first + event.members):
+            self._admit(member, event.prompt_index)
+
+    def _draw(self, prompt_index: int) -> None:
+        if self.readmitted:
+            assert self.readmitted.pop(0) == prompt_index
+        else:
+            assert prompt_index == self.cursor
+            self.cursor += 1
+
+    def _admit(self, group_id: int, prompt_index: int) -> dict[str, Any]:
+        self.next_id += 1
+        group = self.groups[group_id] = {"prompt": prompt_index, "attempt": -1}
+        group |= {"state": "in_flight", "held": False, "step": None, "tokens": None}
+        return group
+
     def _issued(self, event: ev.Issued) -> None:
         group = self.groups.get(event.group_id)
         if group is None:
             assert event.group_id == self.next_id, "a group id was used twice"
-            self.next_id += 1
-            if self.readmitted:
-                assert self.readmitted.pop(0) == event.prompt_index
-            else:
-                assert event.prompt_index == self.cursor
-                self.cursor += 1
-            group = self.groups[event.group_id] = {"prompt": event.prompt_index, "attempt": -1}
-            group |= {"state": "in_flight", "held": False, "step": None, "tokens": None}
+            self._draw(event.prompt_index)
+            group = self._admit(event.group_id, event.prompt_index)
         assert group["state"] == "in_flight" and not group["held"] and event.attempt == group["attempt"] + 1
         group |= {"attempt": event.attempt, "held": True}
 

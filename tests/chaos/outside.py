@@ -1,7 +1,7 @@
 """Chaos from outside: kill -9 over every kind of process of `asyncrl local`, by somebody who knows pids and the run
 folder and nothing else.
 
-    python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--uses K] [--folder DIR]
+    python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--uses K] [--folder DIR] [KEY=VALUE ...]
 
 The quickstart's task and model at default staleness; with `--uses K` (`replay.max_times_sampled`) at a bound of 16,
 which nothing reaches: then every group is trained in exactly K steps, unless the run is over before. A killed process
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -113,8 +114,8 @@ def kill(process: Found) -> bool:
 class Outside:
     """One run folder, and whoever works on it just now."""
 
-    def __init__(self, folder: Path, host: str, seed: int, uses: int = 1) -> None:
-        self.folder, self.host, self.uses = folder, host, uses
+    def __init__(self, folder: Path, host: str, seed: int, uses: int = 1, more: Sequence[str] = ()) -> None:
+        self.folder, self.host, self.uses, self.more = folder, host, uses, more
         self.bound = BOUND if uses == 1 else BOUND_OF_REUSE
         self.random = random.Random(seed)
         self.tally = Tally()
@@ -139,7 +140,7 @@ class Outside:
         self.tally.starts += 1
         with (self.folder.parent / "local.log").open("ab") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={value}" for key, value in settings.items())],
+                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{k}={v}" for k, v in settings.items()), *self.more],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -256,10 +257,11 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--uses", type=int, default=1, metavar="K", help="steps that each group is trained in")
     arguments.add_argument("--folder", type=Path, default=None)
+    arguments.add_argument("more", nargs="*", metavar="KEY=VALUE", help="further settings of the run")
     given = arguments.parse_args()
     root = given.folder or Path(tempfile.mkdtemp(prefix="asyncrl-outside-"))
     root.mkdir(parents=True, exist_ok=True)
-    outside = Outside(root / "run", given.host, given.seed, given.uses)
+    outside = Outside(root / "run", given.host, given.seed, given.uses, given.more)
     started, steps = time.monotonic(), 1_000_000
     try:
         outside.start(steps)

@@ -53,6 +53,9 @@ class World(VirtualServer):
             readmit_dropped=rng.random() < 0.5,
             max_attempts=rng.choice((1, 2, 3)),
         )
+        self.lots = Random(f"{seed} by sample")
+        """Of their own, or every schedule would be another since there is admission by sample."""
+        settings = replace(settings, by_sample=self.lots.random() < 0.3)
         super().__init__(settings, rng.choice((4, 1000)), rng)
         self.cut = 0.0
         self.acked: set[int] = set()
@@ -151,7 +154,7 @@ class World(VirtualServer):
             prompt_index=assignment.prompt_index,
             attempt=assignment.attempt,
             worker=worker.name,
-            trajectories=(trajectory,) * self.settings.group_size,
+            trajectories=(trajectory,) * (1 if assignment.single else self.settings.group_size),
             nbytes=1,
         )
 
@@ -272,6 +275,7 @@ class World(VirtualServer):
             groups_per_step=self.random.choice((1, 2, 3)),
             max_staleness=bound,
             pipeline_depth=self.random.randint(0, bound),
+            by_sample=self.lots.random() < 0.3,
         )
         self.core.run.settings = self.settings
         self.core.configure(plain(self.settings))

@@ -236,10 +236,12 @@ class VirtualServer:
             plan = core.lease(arguments[0])
             if plan is None:
                 return None
-            entries = [core.state.ledger.entry(group.group_id) for group in plan.groups]
+            entries = [entry for group in plan.groups for entry in core.state.ledger.together(group.group_id)]
             core.bring_back(entries)
             assert all(isinstance(entry.payload, bytes) for entry in entries), "a batch came without its payloads"
-            return tuple(group.group_id for group in plan.groups), tuple(sorted(plan.staleness.items()))
+            trajectories = sum(len(group.trajectories) for group in plan.groups)
+            assert trajectories == sum(len(entry.header.trajectories) for entry in entries if entry.header)
+            return tuple(entry.group_id for entry in entries), tuple(sorted(plan.staleness.items()))
         if request.verb == "commit":
             return core.commit(arguments[0])
         names = {"publish": ("policy_version", "parent"), "trained": ("step", "policy_version")}[request.verb]

@@ -50,6 +50,10 @@ class Oracle:
         self.admitted = len(states) + trained + dropped
         self.trajectories: dict[int, int] = {}
         """Of inserted groups that are open."""
+        self.siblings: dict[int, list[int]] = {}
+        """Members of groups that are admitted by sample -> the first of them, and how many they were."""
+        self.members: dict[int, tuple[int, ...]] = {}
+        """Step -> what it was sealed with."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
 
     def publish(self, version: int, parent: int, *, trained: bool, again: bool = False) -> None:
@@ -102,7 +106,9 @@ class Oracle:
 
     def watch(self, event: ev.Event) -> None:
         """Called with each event before it is applied."""
-        if isinstance(event, ev.Issued):
+        if isinstance(event, ev.Begun):
+            self.begun_by_sample(event)
+        elif isinstance(event, ev.Issued):
             self.issued[event.group_id] = self.steps
             if event.group_id not in self.states:
                 self.admitted += 1
@@ -110,7 +116,10 @@ class Oracle:
         elif isinstance(event, ev.Inserted):
             self.trajectories[event.header.group_id] = len(event.header.trajectories)
             members = sum(not trajectory.branch for trajectory in event.header.trajectories)
-            assert (self.settings.min_group_size or self.settings.group_size) <= members <= self.settings.group_size
+            if event.header.group_id in self.siblings:
+                assert members == 1, "a member came with others"
+            else:
+                assert (self.settings.min_group_size or self.settings.group_size) <= members <= self.settings.group_size
             self.move(event.header.group_id, "inserted")
         elif isinstance(event, ev.Returned):
             self.returned(event)
@@ -122,7 +131,10 @@ class Oracle:
                 assert self.rolled_back, "policy wait, or a window, dropped a group"
             self.move(event.group_id, "dropped")
         elif isinstance(event, ev.Sealed):
-            assert len(set(event.members)) == len(event.members) == self.settings.groups_per_step
+            assert len(set(event.members)) == len(event.members)
+            assert len({self.whose(member) for member in event.members}) == self.settings.groups_per_step
+            self.members[event.step] = event.members
+            self.whole(event)
             self.windowed(event)
             for group_id in event.members:
                 self.move(group_id, "leased")
@@ -133,6 +145,35 @@ class Oracle:
         elif isinstance(event, ev.Retired):
             assert self.steps_of[event.group_id], "a group was retired that was never trained"
             self.move(event.group_id, "trained")
+
+    def begun_by_sample(self, event: ev.Begun) -> None:
+        """A place and a slot for each member, all at once."""
+        settings, tally = self.settings, self.tally
+        assert event.members == settings.group_size and (event.first == self.admitted or self.rolled_back)
+        assert tally["in_flight"] + event.members <= settings.max_in_flight * event.members
+        if not self.rolled_back:
+            untrained = tally["in_flight"] + tally["inserted"] + tally["leased"]
+            window = (1 + settings.pipeline_depth) * settings.groups_per_step
+            assert untrained + event.members <= window * event.members
+        for member in range(event.first, event.first + event.members):
+            assert member not in self.states
+            self.siblings[member] = [event.first, event.members]
+            self.admitted += 1
+            self.move(member, "in_flight")
+
+    def whose(self, member: int) -> int:
+        return self.siblings[member][0] if member in self.siblings else member
+
+    def whole(self, event: ev.Sealed) -> None:
+        """All that is left of each group is in the step, side by side in the order of its ids, and enough of it."""
+        may_lack = self.settings.group_size - (self.settings.min_group_size or self.settings.group_size)
+        for first, begun_with in {tuple(self.siblings[m]) for m in event.members if m in self.siblings}:
+            mine = [member for member in event.members if self.whose(member) == first]
+            at = event.members.index(mine[0])
+            assert list(event.members[at : at + len(mine)]) == sorted(mine), "siblings are apart"
+            everybody = [member for member in range(first, first + begun_with) if member in self.states]
+            assert mine == everybody, f"step {event.step} has {mine} of the open members {everybody}"
+            assert begun_with - len(mine) <= may_lack, "a group with too few members is trained"
 
     def windowed(self, event: ev.Sealed) -> None:
         """At most `window - 1` younger groups pass one, and it is trained soon after it was given out."""
@@ -155,11 +196,14 @@ class Oracle:
         assert len(plan.groups) == settings.groups_per_step
         fresh_total = 0
         for group in plan.groups:
-            assert len(group.trajectories) == self.trajectories[group.group_id], "a group lost or gained some"
-            steps = self.steps_of.setdefault(group.group_id, [])
-            assert plan.step not in steps, f"group {group.group_id} is in step {plan.step} twice"
-            steps.append(plan.step)
-            assert len(steps) <= settings.max_times_sampled, f"group {group.group_id} trained in steps {steps}"
+            whose = self.whose(group.group_id)
+            mine = [member for member in self.members[plan.step] if self.whose(member) == whose]
+            assert len(group.trajectories) == sum(map(self.trajectories.__getitem__, mine)), "it lost or gained some"
+            for member in mine:
+                steps = self.steps_of.setdefault(member, [])
+                assert plan.step not in steps, f"group {member} is in step {plan.step} twice"
+                steps.append(plan.step)
+                assert len(steps) <= settings.max_times_sampled, f"group {member} trained in steps {steps}"
             fresh_of_group = 0
             for trajectory in group.trajectories:
                 for token_version, count in trajectory.version_tokens:

@@ -16,7 +16,7 @@ from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.errors import FencedError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.order import SELECTORS
 from asyncrl.replay.core.rollouts import UnknownPeer
@@ -53,9 +53,17 @@ class SimWorker:
 
 class Simulation:
     def __init__(
-        self, seed: int, policy: StalePolicy | None = None, rollbacks: bool = True, window: bool | None = None
+        self,
+        seed: int,
+        policy: StalePolicy | None = None,
+        rollbacks: bool = True,
+        window: bool | None = None,
+        by_sample: bool | None = None,
     ) -> None:
         self.random = rng = Random(seed)
+        self.lots = Random(f"{seed} by sample")
+        """Of their own, or every schedule would be another since there is admission by sample."""
+        self.by_sample = by_sample
         max_staleness = rng.choice((0, 1, 2, 3))
         group_size = rng.choice((1, 1, 2, 3))
         self.settings = AdmissionSettings(
@@ -76,6 +84,7 @@ class Simulation:
             self.settings = replace(self.settings, order=order, max_times_sampled=1 if window else uses)
             if window or (window is None and self.settings.max_times_sampled == 1 and rng.random() < 0.4):
                 self.settings = replace(self.settings, window=self._a_window(self.settings))
+        self.settings = self._perhaps_by_sample(self.settings)
         self.rollbacks = rollbacks
         self.now = 0.0
         self.stragglers = rng.choice((0.0, 0.5, 0.95))
@@ -97,6 +106,14 @@ class Simulation:
         self._start_learner()
 
     # ---- parts
+
+    def _perhaps_by_sample(self, settings: AdmissionSettings) -> AdmissionSettings:
+        """Where the settings allow it; of a schedule that is all about it always."""
+        if self.by_sample:
+            order = settings.order if settings.order in SAMPLE_ORDERS else "fifo"
+            return replace(settings, by_sample=True, window=0, max_times_sampled=1, order=order)
+        can = not settings.window and settings.max_times_sampled == 1 and settings.order in SAMPLE_ORDERS
+        return replace(settings, by_sample=can and self.by_sample is None and self.lots.random() < 0.4)
 
     def _a_window(self, settings: AdmissionSettings) -> int:
         """Any that the settings allow."""
@@ -225,7 +242,9 @@ class Simulation:
 
     def _header(self, worker: SimWorker, assignment: Assignment, versions: list[int]) -> GroupHeader:
         trajectories = []
-        for _ in range(self.random.randint(self.settings.fewest_members, self.settings.group_size)):
+        settings = self.settings
+        fewest, most = (1, 1) if assignment.single else (settings.fewest_members, settings.group_size)
+        for _ in range(self.random.randint(fewest, most)):
             # A sibling may have ended before the last update.
             kept = versions[: self.random.randint(1, len(versions))]
             runs = tuple((version, self.random.randint(1, 3)) for version in kept)
@@ -392,6 +411,7 @@ class Simulation:
             open_groups = dict.fromkeys((row[0] for row in snapshot["open"]), "in_flight")
             tries = {group_id: failures for group_id, _, _, failures in snapshot["open"]}
             self.oracle.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
+            self.oracle.siblings = {group_id: row for group_id, *row in snapshot["siblings"]}
             self.oracle.places = {v: p for v, p in self.oracle.places.items() if v <= self.checkpoint[1]}
             # Numbers given since are forgotten, and so are the lines that began with them.
             del self.oracle.forks[1 + max(line for line, _ in self.oracle.places.values()) :]
@@ -421,9 +441,11 @@ class Simulation:
             max_staleness=bound,
             pipeline_depth=self.random.randint(0, bound),
             window=0,
+            by_sample=False,
         )
         if windowed:
             self.settings = replace(self.settings, window=self._a_window(self.settings))
+        self.settings = self._perhaps_by_sample(self.settings)
         self.oracle.settings = self.core.run.settings = self.settings
         self.core.configure(plain(self.settings))
 

@@ -36,6 +36,15 @@ def test_a_worker_holds_its_share_and_no_more_than_keep_its_engine_full(
     assert (slots_per_worker(made), sequences_per_engine(made)) == (slots, sequences)
 
 
+def test_by_sample_a_worker_holds_members() -> None:
+    made = config(64, 2, 256, 8)
+    made.replay.admission = "sample"
+    assert (slots_per_worker(made), sequences_per_engine(made)) == (256, 256)
+    made = config(1000, 2, 256, 8)
+    assert (slots_per_worker(made), sequences_per_engine(made)) == (320, 256)
+    made.replay.admission = "group"
+
+
 def test_all_that_is_admitted_has_a_slot_unless_the_engines_are_full() -> None:
     for numbers in itertools.product((1, 7, 64, 500), (1, 3, 8), (1, 16, 256), (1, 4, 8)):
         made = config(*numbers)

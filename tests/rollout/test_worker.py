@@ -115,6 +115,18 @@ def test_a_group_carries_its_assignment_and_the_engine_s_own_tokens(rows):
         assert trajectory.reward == len(text) == trajectory.rewards["letters"]
 
 
+def test_one_member_of_a_group_is_made_alone_and_no_filter_judges_it(rows):
+    class Members(ScriptedReplay):
+        async def acquire(self, **asked):
+            acquired = await super().acquire(**asked)
+            singles = tuple(dataclasses.replace(order, single=True) for order in acquired.assignments)
+            return dataclasses.replace(acquired, assignments=singles)
+
+    every = Filters([(DropReason.FILTERED_ZERO_VARIANCE, lambda group: True)])
+    replay = run(lambda: Members(3), rows, filters=every)
+    assert [len(group.trajectories) for group in replay.inserted] == [1, 1, 1]
+
+
 def test_no_more_groups_are_in_flight_than_slots_and_requests_are_batched(rows):
     replay = run(lambda: ScriptedReplay(200), rows, slots=16)
     assert replay.most_in_flight <= 16

@@ -25,6 +25,10 @@ class Group:
     retired: bool = False
     """It was trained, waited for another step, and is used no more: over-age, or the run is over."""
     header: GroupHeader | None = None
+    first: int = -1
+    """Of a member of a group that was admitted by sample: the id of the first; -1: a whole group."""
+    siblings: int = 0
+    """How many that group was begun with."""
 
     @property
     def tokens(self) -> int:

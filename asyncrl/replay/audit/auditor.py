@@ -4,6 +4,7 @@ that was tampered with, breaks a rule here. Nothing is raised; violations are co
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ class Auditor:
             ev.Snapshotted: self.books.take_over,
             ev.Configured: self.books.configure,
             ev.Published: self._published,
+            ev.Begun: self._begun,
             ev.Issued: self._issued,
             ev.Returned: self._returned,
             ev.Inserted: self._inserted,
@@ -59,6 +61,15 @@ class Auditor:
         self.books.version = version
 
     # ---- rollouts
+
+    def _begun(self, event: ev.Begun) -> None:
+        last = event.first + event.members
+        self._rule(event.first >= self.books.next_id, f"group {event.first} was admitted before")
+        self.books.next_id = max(self.books.next_id, last)
+        for member in range(event.first, last):
+            self.books.admitted += 1
+            group = self.books.groups[member] = Group(prompt_index=event.prompt_index, attempt=-1, held=False)
+            group.first, group.siblings = event.first, event.members
 
     def _issued(self, event: ev.Issued) -> None:
         group = self.books.groups.get(event.group_id)
@@ -103,6 +114,7 @@ class Auditor:
         members = header.members
         most = self.books.settings.get("group_size", members)
         fewest = self.books.settings.get("min_group_size", 0) or most
+        fewest, most = (1, 1) if group.siblings else (fewest, most)
         self._rule(fewest <= members <= most, f"group {header.group_id} is split: {members}")
         group.state, group.held, group.header = "inserted", False, header
 
@@ -126,8 +138,10 @@ class Auditor:
         self._rule(right, f"step {event.step} is sealed {event.ahead} ahead of step {self.books.trained_steps}")
         same = self.books.bound in (None, event.max_staleness)
         self._rule(same, f"step {event.step} is sealed for a bound of {event.max_staleness}, not {self.books.bound}")
-        size = self.books.settings.get("groups_per_step", len(event.members))
-        self._rule(len(event.members) == size, f"step {event.step} has {len(event.members)} groups, not {size}")
+        held = len({self._whose(member) for member in event.members})
+        size = self.books.settings.get("groups_per_step", held)
+        self._rule(held == size, f"step {event.step} has {held} groups, not {size}")
+        self._whole(event)
         self._rule(len(set(event.members)) == len(event.members), f"step {event.step} has a group twice")
         planned = self.books.steps.get(event.step)
         self._rule(planned is None, f"step {event.step} is sealed again: its plan stands")
@@ -136,11 +150,28 @@ class Auditor:
             if group is not None:
                 free = group.before + len(group.steps) < self.books.uses
                 self._rule(free, f"group {group_id} is in step {group.steps} and in step {event.step}")
-                self._gate(group_id, group, event)
                 group.steps.append(event.step)
                 group.state = "leased"
+        for _, members in itertools.groupby(event.members, key=self._whose):
+            self._gate(list(members), event)
         self.books.steps[event.step] = Step(members=event.members, version=event.policy_version, ahead=event.ahead)
         self._window(event)
+
+    def _whose(self, member: int) -> int:
+        group = self.books.groups.get(member)
+        return group.first if group is not None and group.siblings else member
+
+    def _whole(self, event: ev.Sealed) -> None:
+        """No member of a group that was admitted by sample is left behind, and enough of them are there."""
+        size = self.books.settings.get("group_size", 1)
+        may_lack = size - (self.books.settings.get("min_group_size", 0) or size)
+        there = [self.books.groups[member] for member in event.members if member in self.books.groups]
+        for first, begun in {(group.first, group.siblings) for group in there if group.siblings}:
+            open_ = [member for member in range(first, first + begun) if member in self.books.groups]
+            left = [member for member in open_ if member not in event.members]
+            self._rule(not left, f"step {event.step} has group {first} without its members {left[:5]}")
+            lost = begun - len(open_)
+            self._rule(lost <= may_lack, f"step {event.step} has group {first}, which lacks {lost} of {begun} members")
 
     def _window(self, event: ev.Sealed) -> None:
         """Windowed FIFO: no group of the step came from beyond the window of the oldest one that it left behind."""
@@ -156,15 +187,20 @@ class Auditor:
         text = f"step {event.step} has groups {beyond[:5]}, beyond the window of {window} from group {self._oldest} on"
         self._rule(not beyond, text)
 
-    def _gate(self, group_id: int, group: Group, event: ev.Sealed) -> None:
-        """The consumption gate, judged again. What is unknown is a violation already, where it was inserted."""
-        known = [v for v in _versions([group.header] if group.header else ()) if v in self.books.tree]
+    def _gate(self, members: list[int], event: ev.Sealed) -> None:
+        """The consumption gate, judged again, of all that is one group. What is unknown is a violation already, where
+        it was inserted."""
+        there = [self.books.groups[member] for member in members if member in self.books.groups]
+        headers = [group.header for group in there if group.header is not None]
+        known = [v for v in _versions(headers) if v in self.books.tree]
         if self.books.bound is None or not known or self.books.version not in self.books.tree:
             return
         ages = [self.books.tree.distance(version, self.books.version, event.ahead) for version in known]
         judged = max(ages) if self.books.settings.get("stale_policy") == StalePolicy.DROP.value else min(ages)
         fresh = judged <= self.books.bound
-        self._rule(fresh, f"group {group_id} is in step {event.step} with tokens of staleness {judged} over the bound")
+        self._rule(
+            fresh, f"group {members[0]} is in step {event.step} with tokens of staleness {judged} over the bound"
+        )
 
     def _trained(self, event: ev.Trained) -> None:
         self._rule(

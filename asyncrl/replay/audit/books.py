@@ -117,6 +117,7 @@ class Books:
             group = Group(prompt_index=entry.prompt_index, attempt=entry.attempt, state=entry.state.value, held=held)
             group.steps, group.header = [*entry.kept, *entry.planned], entry.header
             group.before = entry.trained - len(entry.kept)
+            group.first, group.siblings = entry.first, entry.siblings
             self.groups[entry.group_id] = group
         for trained, steps in ((False, state.buffer.untrained), (True, state.buffer.trained)):
             for number, sealed in steps.items():
@@ -150,8 +151,10 @@ class Books:
             group.state, group.steps = "trained", [number for number in group.steps if number in kept]
         self.steps, self.groups = kept, named
         self._before = Counter({"trained": snapshot["trained"] - len(named)})
+        members = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
         for group_id, prompt_index, attempt, *_ in snapshot["open"]:
-            self.groups[group_id] = Group(prompt_index=prompt_index, attempt=attempt, held=False)
+            group = self.groups[group_id] = Group(prompt_index=prompt_index, attempt=attempt, held=False)
+            group.first, group.siblings = members.get(group_id, (-1, 0))
             self.next_id = max(self.next_id, group_id + 1)
         self.dropped = Counter({name: count for name, count in snapshot["dropped"].items() if count})
         self.admitted = sum(self.counts().values()) + sum(self.dropped.values())

@@ -118,6 +118,9 @@ class LedgerFile:
         match event:
             case ev.Published(policy_version=version, parent=parent):
                 return {"event": "published", "policy_version": version, "parent": parent}
+            case ev.Begun():
+                begun = {"event": "begun", "group": event.first, "prompt": event.prompt_index}
+                return begun | {"members": event.members}
             case ev.Issued():
                 issued = {"event": "issued", "group": event.group_id, "prompt": event.prompt_index}
                 return issued | {"attempt": event.attempt, "worker": event.worker}

@@ -44,6 +44,8 @@ class Audit:
     """Restores that undid trained steps."""
     versions: int
     lineages: int
+    by_sample: bool
+    """Groups are admitted by sample: then counts are of their members."""
     max_times_sampled: int
     """In so many steps a group may be trained."""
     trained_in: dict[int, int]
@@ -106,6 +108,7 @@ def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
         rollbacks=books.rollbacks,
         versions=len(books.tree),
         lineages=1 + books.tree.forks if len(books.tree) else 0,
+        by_sample=books.settings.get("by_sample", False),
         max_times_sampled=books.uses,
         trained_in=trained_in,
         retired=sum(groups for (_, retired), groups in uses.items() if retired),
@@ -136,7 +139,7 @@ def table(found: Audit) -> str:
         f"run {found.run_id or '?'}, {found.events:,} events {start}; "
         + ("finished" if found.finished else "not finished"),
         "",
-        f"groups     {found.admitted:>10,}  admitted",
+        f"groups     {found.admitted:>10,}  admitted" + (" (members of groups, here and below)" * found.by_sample),
         f"         = {found.trained:>10,}  trained, each in " + _uses(found),
         f"         + {lost:>10,}  dropped" + _listed(found.dropped),
         f"         + {found.leased:>10,}  leased",

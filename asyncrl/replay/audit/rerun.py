@@ -6,6 +6,7 @@ planned again is served as it was trained.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +14,19 @@ from typing import Any
 
 from asyncrl.errors import JournalError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
+from asyncrl.replay.codec.apart import join_texts
 from asyncrl.replay.codec.columns import decode
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.siblings import joined
 from asyncrl.replay.core.versions import VersionTree, tree_edges
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import decode_record, read_journal
 from asyncrl.replay.journal.segments import read_at
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.replay.shards.archive import ShardArchive
-from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, TrajectoryGroup
+from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
 
@@ -33,8 +36,19 @@ class TrainedStep:
     """One step of the surviving history."""
 
     sealed: ev.Sealed
-    places: tuple[int, ...]
-    """Journal positions of the members' payloads, in order."""
+    places: tuple[tuple[int, ...], ...]
+    """Of each group in order: the journal positions of its payload, or of those of its members."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was inserted at once: a group, or a member of one."""
+
+    header: GroupHeader
+    stored: StoredGroup
+
+    def whole(self) -> list[Trajectory]:
+        return self.stored.trajectories(self.header.trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,8 @@ def read_surviving(journal: Path) -> History:
     sealed: dict[int, TrainedStep] = {}
     trained: dict[int, TrainedStep] = {}
     settings: dict[str, Any] = {}
+    whose: dict[int, int] = {}
+    """Members of groups that were admitted by sample -> the first of them."""
     for position, event in read_journal(journal):
         match event:
             case ev.Snapshotted(previous_end=end) if end >= 0:
@@ -66,10 +82,13 @@ def read_surviving(journal: Path) -> History:
                 settings = run["settings"]
             case ev.Configured(settings=settings):
                 pass
+            case ev.Begun(first=first, members=count):
+                whose |= dict.fromkeys(range(first, first + count), first)
             case ev.Inserted(header=header):
                 places[header.group_id] = position
             case ev.Sealed(step=step, members=members):
-                sealed[step] = TrainedStep(event, tuple(places[group] for group in members))
+                groups = itertools.groupby(members, key=lambda member: whose.get(member, member))
+                sealed[step] = TrainedStep(event, tuple(tuple(places[each] for each in group) for _, group in groups))
             case ev.Published(policy_version=number, parent=parent):
                 tree.publish(number, parent, length=0, again=again)
                 version = number
@@ -81,6 +100,7 @@ def read_surviving(journal: Path) -> History:
                 trained = {step: what for step, what in trained.items() if step <= last}
             case ev.Reloaded(snapshot=snapshot):
                 trained = {step: what for step, what in trained.items() if step <= snapshot["step"]}
+                whose |= {member: first for member, first, _ in snapshot.get("siblings", ())}
                 known = VersionTree.restore(tree_edges(snapshot["tree"]))
                 tree = known if known.newest >= tree.newest else tree
     steps = tuple(trained[step] for step in sorted(trained))
@@ -122,7 +142,7 @@ class RetainedReplay:
         plan = replace(plan, shards=shard_step(plan, world, *self._split))
         samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
         wanted = {g for g, _ in plan.shards[rank]}
-        decoded = {g: stored[g].trajectories(plan.groups[g].trajectories) for g in wanted}
+        decoded = {g: [each for part in stored[g] for each in part.whole()] for g in wanted}
         return Lease(
             plan=plan,
             trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},
@@ -133,12 +153,12 @@ class RetainedReplay:
         """Every batch is whole."""
         return None
 
-    def _read(self, step: int) -> tuple[StepPlan, list[StoredGroup]]:
+    def _read(self, step: int) -> tuple[StepPlan, list[list[Part]]]:
         if step >= len(self._history.steps):
             raise ReplayError(f"step {step} was never trained: the journal has {len(self._history.steps)} steps")
         what = self._history.steps[step]
-        inserted = [self._inserted(position) for position in what.places]
-        headers = tuple(event.header for event in inserted)
+        inserted = [[self._inserted(position) for position in group] for group in what.places]
+        headers = tuple(joined([event.header for event in group]) for group in inserted)
         versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
         distance, at = self._history.tree.distance, what.sealed.policy_version
         plan = StepPlan(
@@ -149,7 +169,7 @@ class RetainedReplay:
             max_staleness=self._bound,
             shards=(),
         )
-        return plan, [self._shards.payload(event) for event in inserted]
+        return plan, [[Part(event.header, self._shards.payload(event)) for event in group] for group in inserted]
 
     def _inserted(self, position: int) -> ev.Inserted:
         record = read_at(self._disk, position)
@@ -190,14 +210,15 @@ class RetainedReplay:
         self._shards.close()
 
 
-def _sample(header: GroupHeader, stored: StoredGroup) -> TrajectoryGroup:
-    prompt_text, completion_texts, started_at, finished_at = decode_texts(stored.texts)
+def _sample(header: GroupHeader, parts: Sequence[Part]) -> TrajectoryGroup:
+    texts = join_texts([part.stored.texts for part in parts])
+    prompt_text, completion_texts, started_at, finished_at = decode_texts(texts)
     return TrajectoryGroup(
         group_id=header.group_id,
         prompt_index=header.prompt_index,
         attempt=header.attempt,
         worker=header.worker,
-        trajectories=tuple(decode(header.trajectories, stored.columns)),
+        trajectories=tuple(each for part in parts for each in decode(part.header.trajectories, part.stored.columns)),
         prompt_text=prompt_text,
         completion_texts=completion_texts,
         started_at=started_at,

@@ -15,6 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, DataConfig
 from asyncrl.types import GroupHeader, StalePolicy, TrajectoryHeader
 
+SAMPLE_ORDERS = ("fifo", "freshest", "uniform")
+"""Those of `replay.order` that look at no rewards: siblings have them apart."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
@@ -36,6 +39,8 @@ class AdmissionSettings:
     """After so long an order is given to another worker; 0: never."""
     min_group_size: int = 0
     """Members that are enough when the others have failed for good; 0: all of them."""
+    by_sample: bool = False
+    """New groups are admitted member by member."""
     curriculum: Curriculum | None = None
     """How prompts are chosen by what was measured; None: each at its turn."""
 
@@ -55,6 +60,11 @@ class AdmissionSettings:
             raise ConfigError(
                 f"window={self.window} lets a group be passed for {self.bypass_steps} steps, which with "
                 f"pipeline_depth={self.pipeline_depth} is over max_staleness={self.max_staleness}. Lower it"
+            )
+        if self.by_sample and (self.window or self.max_times_sampled > 1 or self.order not in SAMPLE_ORDERS):
+            raise ConfigError(
+                f"admission by sample knows no window={self.window}, max_times_sampled={self.max_times_sampled} or "
+                f"order={self.order}: they are about groups that have one id. Leave them out"
             )
         if self.min_group_size > self.group_size:
             raise ConfigError(f"min_group_size={self.min_group_size} is above group_size={self.group_size}. Lower it")
@@ -76,12 +86,18 @@ class AdmissionSettings:
             max_times_sampled=config.replay.max_times_sampled,
             group_timeout_s=config.replay.group_timeout_s,
             min_group_size=config.rollout.min_group_size,
+            by_sample=config.replay.admission == "sample",
             curriculum=curriculum_of(config.data),
         )
 
     @property
     def fewest_members(self) -> int:
         return self.min_group_size or self.group_size
+
+    @property
+    def orders_per_group(self) -> int:
+        """How many orders to workers a new group takes, each with a slot and a place of its own."""
+        return self.group_size if self.by_sample else 1
 
     @property
     def bypass_steps(self) -> int:
@@ -119,9 +135,13 @@ def may_admit(settings: AdmissionSettings, *, untrained: int, in_flight: int) ->
     `admitted - dropped < (trained_steps + 1 + depth) * B` with the trained batches taken off both sides. The caller
     leaves out groups that a restore has planned for steps beyond the window; counting them could stop admission
     while the next step is short of a group.
+
+    By sample both are counts of members, and a group is begun when there is room for all of its own: begun in part it
+    could wait for room that is free only once it is trained.
     """
+    orders = settings.orders_per_group
     window = (1 + settings.pipeline_depth) * settings.groups_per_step
-    return untrained < window and in_flight < settings.max_in_flight
+    return untrained + orders <= window * orders and in_flight + orders <= settings.max_in_flight * orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from asyncrl.replay.core.admission import AdmissionSettings, Verdict, judge, may_train, over_committed
 from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.core.order import SELECTORS, Waiting, most_urgent, within_window
+from asyncrl.replay.core.siblings import Group, is_short, whole_groups
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import NO_VERSION, StalePolicy
 
@@ -18,8 +19,10 @@ from asyncrl.types import NO_VERSION, StalePolicy
 class Choice:
     batch: list[Entry] | None = None
     """The members in order; None: not yet."""
-    stale: list[Entry] = field(default_factory=list)
+    stale: list[Group] = field(default_factory=list)
     """To be dropped (retired, if trained before), whether or not there is a batch."""
+    short: list[Group] = field(default_factory=list)
+    """Likewise, as incomplete: too many of their members were lost."""
     waiting_for: str = ""
     """`generation`: too few groups. `stale_wait`: policy `wait`, or the window, holds the learner for groups still in
     flight."""
@@ -43,22 +46,22 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
     """The batch of `step`, to be trained `ahead` publications after the current version."""
     if state.version == NO_VERSION:
         return Choice(waiting_for="publication")
-    waiting = list(state.buffer.waiting.values())
-    if len(waiting) < settings.groups_per_step:
+    if len(state.buffer.waiting) < settings.groups_per_step:
         return Choice(waiting_for="generation")
     ages = _Ages(state, ahead)
     bound = settings.max_staleness
-    verdicts, fresh = _judged(waiting, settings, ages)
-    chosen = {entry.group_id for entry in fresh}
-    choice = Choice(stale=[entry for entry in waiting if entry.group_id not in chosen])
-    if len(fresh) < settings.groups_per_step:
+    whole, parts = _waiting(state)
+    judged = _Judged(whole, settings, ages)
+    choice = Choice(stale=judged.stale, short=judged.short)
+    if len(judged.fresh) < settings.groups_per_step:
         choice.waiting_for = "generation"
         return choice
 
-    candidates = []
-    for entry in sorted(fresh, key=lambda entry: entry.group_id) if settings.window else fresh:
-        age = verdicts[entry.group_id].staleness
-        candidates.append(Waiting(entry=entry, staleness=age, slack=bound - age))
+    candidates, groups = [], {}
+    for group in sorted(judged.fresh, key=lambda group: group[0].group_id) if settings.window else judged.fresh:
+        age = judged.verdicts[group[0].whose].staleness
+        groups[group[0].whose] = group
+        candidates.append(Waiting(entry=group[0], staleness=age, slack=bound - age))
     select = most_urgent if settings.stale_policy is StalePolicy.WAIT else SELECTORS[settings.order]
     order = select(candidates, seed=seed, step=step)
     if settings.window:
@@ -68,11 +71,11 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
         return choice
     if settings.stale_policy is StalePolicy.WAIT:
         left = [group.slack for group in order[settings.groups_per_step :]]
-        in_flight = [bound - ages[entry.served_version] for entry in state.held.values()]
+        in_flight = _slacks_in_flight(state, parts, ages, bound)
         if _must_wait(left, in_flight, settings.groups_per_step):
             choice.waiting_for = "stale_wait"
             return choice
-    choice.batch = [group.entry for group in order[: settings.groups_per_step]]
+    choice.batch = [entry for group in order[: settings.groups_per_step] for entry in groups[group.entry.whose]]
     return choice
 
 
@@ -82,21 +85,57 @@ def certain_members(state: ReplayState, settings: AdmissionSettings) -> list[Ent
     in_turn = settings.order == "fifo" and not settings.window and settings.stale_policy is not StalePolicy.WAIT
     if not in_turn or state.version == NO_VERSION:
         return []
-    _, fresh = _judged(list(state.buffer.waiting.values()), settings, _Ages(state, ahead=0))
-    return fresh[: settings.groups_per_step]
+    judged = _Judged(_waiting(state)[0], settings, _Ages(state, ahead=0))
+    return [entry for group in judged.fresh[: settings.groups_per_step] for entry in group]
 
 
-def _judged(waiting: list[Entry], settings: AdmissionSettings, ages: _Ages) -> tuple[dict[int, Verdict], list[Entry]]:
-    """The verdict on each, by group id, and those that may be trained."""
-    verdicts = {entry.group_id: _judge(entry, ages, settings.max_staleness) for entry in waiting}
-    # A run that is resumed with a lower limit may have groups waiting that have reached it.
-    usable = [entry for entry in waiting if entry.trained < settings.max_times_sampled]
-    return verdicts, [entry for entry in usable if may_train(verdicts[entry.group_id], settings.stale_policy)]
+def _waiting(state: ReplayState) -> tuple[list[Group], list[Group]]:
+    return whole_groups(state.buffer.waiting.values(), [*state.held.values(), *state.pending.values()])
 
 
-def _judge(entry: Entry, ages: _Ages, bound: int) -> Verdict:
-    assert entry.header is not None  # Waiting and leased groups were inserted.
-    return judge(entry.header, ages, bound)  # type: ignore[arg-type]
+class _Judged:
+    """Groups that are whole, in their order: which may be trained, and why the others may not."""
+
+    def __init__(self, whole: list[Group], settings: AdmissionSettings, ages: _Ages) -> None:
+        self.verdicts: dict[int, Verdict] = {}
+        """By what the members of a group have in common."""
+        self.fresh: list[Group] = []
+        self.stale: list[Group] = []
+        self.short: list[Group] = []
+        for group in whole:
+            verdict = self.verdicts[group[0].whose] = _judge(group, ages, settings.max_staleness)
+            # A run that is resumed with a lower limit may have groups waiting that have reached it.
+            usable = group[0].trained < settings.max_times_sampled
+            if is_short(group, settings.group_size - settings.fewest_members):
+                self.short.append(group)
+            elif usable and may_train(verdict, settings.stale_policy):
+                self.fresh.append(group)
+            else:
+                self.stale.append(group)
+
+
+def _judge(group: Group, ages: _Ages, bound: int) -> Verdict:
+    """Of all its members together: it is one group for both gates."""
+    verdicts = [judge(entry.header, ages, bound) for entry in group if entry.header is not None]  # type: ignore[arg-type]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    return Verdict(
+        fresh_tokens=sum(verdict.fresh_tokens for verdict in verdicts),
+        stale_tokens=sum(verdict.stale_tokens for verdict in verdicts),
+        staleness=max(verdict.staleness for verdict in verdicts),
+    )
+
+
+def _slacks_in_flight(state: ReplayState, parts: list[Group], ages: _Ages, bound: int) -> list[int]:
+    """Of each group that is not whole and has tokens already, perhaps: how many steps its oldest can still wait."""
+    slacks: dict[int, int] = {}
+    for entry in state.held.values():
+        slack = bound - ages[entry.served_version]
+        slacks[entry.whose] = min(slack, slacks.get(entry.whose, slack))
+    for group in parts:
+        slack = bound - _judge(group, ages, bound).staleness
+        slacks[group[0].whose] = min(slack, slacks.get(group[0].whose, slack))
+    return list(slacks.values())
 
 
 def _must_wait(left: list[int], in_flight: list[int], groups_per_step: int) -> bool:

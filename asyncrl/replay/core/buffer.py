@@ -47,6 +47,14 @@ class Buffer:
         self.waiting[entry.group_id] = entry
         self.nbytes += entry.header.nbytes if entry.header else 0
 
+    def stand_last(self, first: int, siblings: int) -> None:
+        """What waits of these ids goes behind all that waits: a group stands where it became whole, and this one did by
+        losing a member."""
+        for group_id in range(first, first + siblings):
+            entry = self.waiting.pop(group_id, None)
+            if entry is not None:
+                self.waiting[group_id] = entry
+
     def forget(self, entry: Entry) -> None:
         """Give up a group that was never trained, wherever it is."""
         self._take_out(entry)
@@ -146,9 +154,9 @@ class Buffer:
         entry.payload = payload
         self.nbytes += entry.header.nbytes if entry.header else 0
 
-    def within(self, first: int, last: int) -> int:
-        """Groups sealed for the steps `first` to `last`."""
-        return sum(len(sealed.members) for step, sealed in self.untrained.items() if first <= step <= last)
+    def within(self, first: int, last: int) -> list[list[Entry]]:
+        """What is sealed for the steps `first` to `last`."""
+        return [sealed.members for step, sealed in self.untrained.items() if first <= step <= last]
 
     def _take_out(self, entry: Entry) -> None:
         self.waiting.pop(entry.group_id, None)

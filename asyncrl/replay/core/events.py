@@ -21,6 +21,16 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A group was admitted by sample (`replay.admission=sample`): its members have the ids from `first` on, a life of
+    their own each, and wait to be issued. What else is said of groups is said of each of them."""
+
+    first: int
+    members: int
+    prompt_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Issued:
     """A new group was admitted, or a returned one handed out again (`group_id` is then known)."""
 
@@ -219,6 +229,7 @@ class Finished:
 
 Event = (
     Published
+    | Begun
     | Issued
     | Returned
     | Inserted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.replay.core.siblings import whole_groups
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.core.workers import Worker, Workers
 from asyncrl.types import NO_VERSION
@@ -36,8 +37,9 @@ def fair_share(settings: AdmissionSettings, member: Worker, capacity: int, unask
 
 
 def window_of(settings: AdmissionSettings) -> int:
-    """Most groups that may be under way."""
-    return min(settings.max_in_flight, (1 + settings.pipeline_depth) * settings.groups_per_step)
+    """Most orders that may be under way."""
+    groups = min(settings.max_in_flight, (1 + settings.pipeline_depth) * settings.groups_per_step)
+    return groups * settings.orders_per_group
 
 
 def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Workers) -> str:
@@ -48,13 +50,19 @@ def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Wo
         return "no_workers"
     if not state.held and not any(_is_ready(worker, state, settings) for worker in workers.live.values()):
         return "weights"
-    return "stale_wait" if len(state.buffer.waiting) >= settings.groups_per_step else "generation"
+    enough = len(state.buffer.waiting) >= settings.groups_per_step
+    if enough and settings.by_sample:
+        in_flight = [*state.held.values(), *state.pending.values()]
+        enough = len(whole_groups(state.buffer.waiting.values(), in_flight)[0]) >= settings.groups_per_step
+    return "stale_wait" if enough else "generation"
 
 
 def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Workers, step: int) -> str:
     """The same in a sentence that names every worker."""
     inserted = len(state.buffer.waiting)
     have = f"step {step} needs {settings.groups_per_step} groups, {inserted} are inserted, {state.in_flight} in flight"
+    if settings.by_sample:
+        have += f" (members, {settings.group_size} to a group)"
     dropped = state.ledger.dropped_by_name()
     if dropped:
         have += "; dropped so far: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items())

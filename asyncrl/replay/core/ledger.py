@@ -17,6 +17,10 @@ The life of a slot. A slot is the right to have one group under way that is not 
     place     admission; a restore, if the payload is gone  inserted; dropped
     memory    inserted                                      committed; dropped; given up (the journal has it)
 
+By sample (`replay.admission=sample`) all this is the life of one member, and of each by itself: a straggler keeps its
+own place, not those of its siblings that have ended. A group charges a slot and a place for each of its members, all at
+once, and its members are leased, trained and found too old together: see `siblings.py`.
+
 A group that failed keeps both until its next attempt ends; one that is to be trained once more keeps its slot. What a
 restore has planned for steps beyond the window charges nothing: it is trained without anything being generated.
 
@@ -61,6 +65,7 @@ In numbers: two groups per step, one step ahead, so four slots; three groups may
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -119,6 +124,15 @@ class Entry:
     """As the learner measured it when it was trained last; 1 before that."""
     header: GroupHeader | None = None
     payload: Any = None
+    first: int = -1
+    """Of a member of a group that is admitted by sample: the id of the first; -1: this is a whole group."""
+    siblings: int = 0
+    """How many members that group was begun with."""
+
+    @property
+    def whose(self) -> int:
+        """What the members of a group have in common."""
+        return self.first if self.siblings else self.group_id
 
 
 class Ledger:
@@ -128,6 +142,8 @@ class Ledger:
         self.entries: dict[int, Entry] = {}
         self.admitted = 0
         self.committed = 0
+        self.sizes: Counter[int] = Counter()
+        """Open entries by `siblings`."""
         self.counts = dict.fromkeys(GroupState, 0)
         self.dropped = dict.fromkeys(DropReason, 0)
 
@@ -136,8 +152,25 @@ class Ledger:
         if entry.group_id in self.entries:
             raise LedgerError(f"group {entry.group_id} was admitted twice")
         self.entries[entry.group_id] = entry
+        self.sizes[entry.siblings] += 1
         self.admitted += 1
         self.counts[GroupState.IN_FLIGHT] += 1
+
+    def begin(self, first: int, siblings: int, prompt_index: int) -> dict[int, Entry]:
+        """Admit the members of a group, none of which was tried yet. Raises LedgerError when an id was used before."""
+        entries: dict[int, Entry] = {}
+        for each in range(first, first + siblings):
+            entry = Entry(group_id=each, prompt_index=prompt_index, attempt=-1, first=first, siblings=siblings)
+            self.admit(entry)
+            entries[each] = entry
+        return entries
+
+    def together(self, group_id: int) -> list[Entry]:
+        """All that is left of the group of this entry, by id. Raises LedgerError when it is not open."""
+        entry = self.entry(group_id)
+        if not entry.siblings:
+            return [entry]
+        return [self.entries[each] for each in range(entry.first, entry.first + entry.siblings) if each in self.entries]
 
     def entry(self, group_id: int) -> Entry:
         """Raises LedgerError when the group is not open."""
@@ -164,14 +197,22 @@ class Ledger:
             raise LedgerError(f"group {entry.group_id} was trained {entry.trained} times; it cannot be dropped")
         self.counts[entry.state] -= 1
         self.dropped[reason] += 1
-        del self.entries[entry.group_id]
+        self._forget(entry)
 
     def commit(self, entry: Entry) -> None:
         """Forget a trained group; it stays counted as trained."""
         if entry.state is not GroupState.TRAINED:
             raise LedgerError(f"group {entry.group_id} is {entry.state.value}, not trained; it cannot be committed")
         self.committed += 1
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
         del self.entries[entry.group_id]
+        self.sizes[entry.siblings] -= 1
+
+    def all_of(self, siblings: int) -> bool:
+        """Whether every open entry was begun as one of so many."""
+        return self.sizes[siblings] == len(self.entries)
 
     def check(self, *, in_flight: int, inserted: int, leased: int, trained: int) -> None:
         """The conservation law, against the sizes of the structures that really hold the groups.

@@ -79,10 +79,13 @@ class Meter:
         used again at its first time. Committed steps are added up under one number."""
         self._rollouts = RolloutRates(now)
 
-    def insert(self, header: GroupHeader, missing: int = 0) -> None:
-        self.inserted_groups += 1
+    def whole(self, rewards: Sequence[float], missing: int) -> None:
+        """All of a group that will come has come."""
         self.missing_members += missing
-        self.measured(header.member_rewards)
+        self.measured(rewards)
+
+    def insert(self, header: GroupHeader) -> None:
+        self.inserted_groups += 1
         for trajectory in header.trajectories:
             self._inserted[0] += 1
             self._inserted[1] += trajectory.loss_tokens

@@ -112,8 +112,7 @@ class Rollouts:
             return False
         if state.replays(self._run.settings.pipeline_depth):
             return False
-        untrained = state.untrained_in_window(self._run.settings.pipeline_depth)
-        return bool(state.pending) or may_admit(self._run.settings, untrained=untrained, in_flight=state.in_flight)
+        return bool(state.pending) or self._may_begin()
 
     def may_take(self, worker: str, incarnation: str) -> bool:
         """Whether this worker could get some of the work there is, or has to be told something. Cheap, like `has_work`:
@@ -142,7 +141,9 @@ class Rollouts:
             return InsertReply(status="rejected", reason=problem)
         self._retries.let_go(entry)
         self._run.record(ev.Inserted(header, payload, self._measured(header.member_rewards)))
-        self._run.meter.insert(header, missing=self._run.settings.group_size - header.members)
+        self._run.meter.insert(header)
+        if not entry.siblings:
+            self._run.meter.whole(header.member_rewards, missing=self._run.settings.group_size - header.members)
         self._space.make_room()
         return InsertReply(status="accepted")
 
@@ -307,21 +308,38 @@ class Rollouts:
 
     def _issue(self, member: Worker, request: int) -> Assignment | None:
         state = self._state
+        if not state.pending:
+            if not self._may_begin():
+                return None
+            settings = self._run.settings
+            group_id, prompt_index, attempt = state.next_group_id, state.next_prompt(settings.curriculum), 0
+            if settings.by_sample:
+                self._run.record(ev.Begun(group_id, settings.group_size, prompt_index))
         returned = next(iter(state.pending.values()), None)
         if returned is not None:
             group_id, prompt_index, attempt = returned.group_id, returned.prompt_index, returned.attempt + 1
-        else:
-            untrained = state.untrained_in_window(self._run.settings.pipeline_depth)
-            if not may_admit(self._run.settings, untrained=untrained, in_flight=state.in_flight):
-                return None
-            prompt = state.next_prompt(self._run.settings.curriculum)
-            group_id, prompt_index, attempt = state.next_group_id, prompt, 0
         name, incarnation = member.name, member.incarnation
         self._run.record(
             ev.Issued(group_id, prompt_index, attempt, name, incarnation, state.version, member.served, request)
         )
         member.held.add(group_id)
         return self._assignment(state.held[group_id])
+
+    def _may_begin(self) -> bool:
+        """Whether the gate lets one more group in."""
+        state, settings = self._state, self._run.settings
+        orders, depth = settings.orders_per_group, settings.pipeline_depth
+        untrained, places = state.untrained_in_window(depth), state.in_flight
+        alike = state.ledger.all_of(settings.group_size if settings.by_sample else 0)
+        if alike and (not settings.by_sample or not may_admit(settings, untrained=untrained, in_flight=places)):
+            return may_admit(settings, untrained=untrained, in_flight=places)
+        # Counted by groups, for one that has lost members is one all the same. And where a resume changed how groups
+        # are admitted, or their size, what is left of before could else fill the window with less than a batch.
+        in_flight = [*state.held.values(), *state.pending.values()]
+        places = sum(1 if entry.siblings else orders for entry in in_flight)
+        if not settings.by_sample:
+            places = len({entry.whose for entry in in_flight})
+        return may_admit(settings, untrained=state.groups_in_window(depth) * orders, in_flight=places)
 
     def _answered(self, member: Worker, request: int) -> tuple[Assignment, ...]:
         """Orders that this request brought already."""
@@ -337,12 +355,14 @@ class Rollouts:
             attempt=entry.attempt,
             seed=assignment_seed(self._run.seed, entry.group_id, entry.attempt),
             policy_version=entry.issued_version,
+            single=entry.siblings > 0,
         )
 
     def _refuse(self, entry: Entry, header: GroupHeader) -> str:
         if header.prompt_index != entry.prompt_index:
             return f"group {entry.group_id} is of prompt {entry.prompt_index}, not {header.prompt_index}"
-        fewest, most = self._run.settings.fewest_members, self._run.settings.group_size
+        settings = self._run.settings
+        fewest, most = (1, 1) if entry.siblings else (settings.fewest_members, settings.group_size)
         if not fewest <= header.members <= most:
             wanted = f"{fewest} to {most}" if fewest < most else f"{most}"
             return f"a group has {wanted} members, not {header.members}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,10 +13,12 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.core.buffer import Buffer, Step
 from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.peers import Peers
+from asyncrl.replay.core.siblings import headers_of
 from asyncrl.replay.core.versions import VersionTree, tree_edges
 from asyncrl.types import DropReason, StepPlan
 
-_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in ("state", "ess", "header", "payload"))
+_APART = ("state", "ess", "header", "payload", "first", "siblings")
+_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +50,7 @@ def encode_image(parts: Parts) -> dict[str, Any]:
         "dropped": {key.value: count for key, count in ledger.dropped.items()},
         "entries": [_entry_row(entry) for entry in ledger.entries.values()],
         "ess": [[entry.group_id, entry.ess] for entry in ledger.entries.values() if entry.ess != 1],
+        "siblings": [[e.group_id, e.first, e.siblings] for e in ledger.entries.values() if e.siblings],
         "pending": list(parts.pending),
         "held": list(parts.held),
         "waiting": list(buffer.waiting),
@@ -89,6 +92,9 @@ def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
     for group, ess in image.get("ess", ()):  # an image of before it was measured has none
         ledger.entries[group].ess = ess
+    for group, first, siblings in image.get("siblings", ()):
+        ledger.entries[group].first, ledger.entries[group].siblings = first, siblings
+    ledger.sizes = Counter(entry.siblings for entry in ledger.entries.values())
     ledger.admitted, ledger.committed = image["admitted"], image["committed"]
     ledger.counts.update({GroupState(name): count for name, count in image["counts"].items()})
     ledger.dropped.update({DropReason(name): count for name, count in image["dropped"].items()})
@@ -127,7 +133,7 @@ def _step(row: list[Any], ledger: Ledger) -> Step:
     plan = StepPlan(
         step=number,
         policy_version=version,
-        groups=tuple(entry.header for entry in members if entry.header is not None),
+        groups=headers_of(members),
         staleness=dict(zip(ages[::2], ages[1::2], strict=True)),
         max_staleness=bound,
         shards=(),

@@ -17,13 +17,14 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.buffer import Buffer
 from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.peers import Peers
+from asyncrl.replay.core.siblings import headers_of
 from asyncrl.replay.core.snapshot import Parts, decode_image, encode_image
 from asyncrl.replay.core.versions import VersionTree, tree_edges
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
-SNAPSHOT_SCHEMA = 3
-READ_SCHEMAS = (2, SNAPSHOT_SCHEMA)
-"""2 is the same, of runs without a curriculum."""
+SNAPSHOT_SCHEMA = 4
+READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
+"""2 is of runs without a curriculum, 3 of those before there was admission by sample."""
 _PLAIN = (
     *("cursor", "next_group_id", "trained_steps", "committed_step", "version"),
     *("learner_settings", "again", "forking", "finished", "applied"),
@@ -65,6 +66,7 @@ class ReplayState:
         self.applied = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Published: self._published,
+            ev.Begun: self._begun,
             ev.Issued: self._issued,
             ev.Returned: self._returned,
             ev.Inserted: self._inserted,
@@ -112,9 +114,15 @@ class ReplayState:
         return len(self.pending) + len(self.held)
 
     def untrained_in_window(self, pipeline_depth: int) -> int:
-        """Open groups that will be trained in the next `1 + pipeline_depth` steps."""
+        """Open entries that will be trained in the next `1 + pipeline_depth` steps."""
         buffer, first = self.buffer, self.trained_steps
-        return self.in_flight + len(buffer.waiting) + buffer.within(first, first + pipeline_depth)
+        return self.in_flight + len(buffer.waiting) + sum(map(len, buffer.within(first, first + pipeline_depth)))
+
+    def groups_in_window(self, pipeline_depth: int) -> int:
+        """Of how many groups they are."""
+        planned = self.buffer.within(self.trained_steps, self.trained_steps + pipeline_depth)
+        places = (self.pending.values(), self.held.values(), self.buffer.waiting.values(), *planned)
+        return len({entry.whose for place in places for entry in place})
 
     def replays(self, pipeline_depth: int) -> bool:
         """Whether the learner has more steps to train again than rollouts run ahead of it: a group made now would be
@@ -142,18 +150,26 @@ class ReplayState:
         self.tree.publish(event.policy_version, event.parent, length=0, again=self.again)
         self.version, self.forking = event.policy_version, False
 
+    def _begun(self, event: ev.Begun) -> None:
+        self.pending |= self.ledger.begin(event.first, event.members, event.prompt_index)
+        self.next_group_id = event.first + event.members
+        self._take_prompt(event.prompt_index)
+
+    def _take_prompt(self, prompt_index: int) -> None:
+        if self.readmitted:
+            self.readmitted.popleft()
+            return
+        self.cursor += 1
+        if self.draws is not None:
+            self.draws.take(prompt_index)
+
     def _issued(self, event: ev.Issued) -> None:
         entry = self.pending.pop(event.group_id, None)
         if entry is None:
             entry = Entry(group_id=event.group_id, prompt_index=event.prompt_index)
             self.ledger.admit(entry)
             self.next_group_id = event.group_id + 1
-            if self.readmitted:
-                self.readmitted.popleft()
-            else:
-                self.cursor += 1
-                if self.draws is not None:
-                    self.draws.take(event.prompt_index)
+            self._take_prompt(event.prompt_index)
         entry.attempt = event.attempt
         entry.worker, entry.incarnation = event.worker, event.incarnation
         entry.served_version, entry.issued_version = event.served_version, event.policy_version
@@ -182,6 +198,7 @@ class ReplayState:
         if entry.state is GroupState.IN_FLIGHT:
             self.pending.pop(entry.group_id, None)
             self.held.pop(entry.group_id, None)
+            self.buffer.stand_last(entry.first, entry.siblings)
         else:
             self.buffer.forget(entry)
         self.ledger.drop(entry, event.reason)
@@ -199,7 +216,7 @@ class ReplayState:
 
     def plan_of(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
         """Of these groups, sealed with `event`."""
-        headers = tuple(entry.header for entry in members if entry.header is not None)
+        headers = headers_of(members)
         versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
         return StepPlan(
             step=event.step,
@@ -332,6 +349,7 @@ class ReplayState:
             "next_group_id": self.next_group_id,
             "tree": self.tree.snapshot(),
             "open": open_groups,
+            "siblings": [[e.group_id, e.first, e.siblings] for e in entries if e.siblings and not e.trained],
             "trained": self.ledger.counts[GroupState.TRAINED] + used,
             "dropped": {reason.value: count for reason, count in self.ledger.dropped.items()},
         }
@@ -350,10 +368,12 @@ class ReplayState:
                 )
             tree = VersionTree.restore(tree_edges(snapshot["tree"]))
             ledger, pending = Ledger(), {}
+            siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
             for group_id, prompt_index, attempt, failures in snapshot["open"]:
                 known = self.ledger.entries.get(group_id)
                 attempt = max(attempt, known.attempt if known else 0)
                 entry = Entry(group_id=group_id, prompt_index=prompt_index, attempt=attempt, failures=failures)
+                entry.first, entry.siblings = siblings.get(group_id, (-1, 0))
                 ledger.admit(entry)
                 pending[group_id] = entry
             ledger.committed = ledger.counts[GroupState.TRAINED] = snapshot["trained"]

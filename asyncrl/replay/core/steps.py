@@ -15,6 +15,7 @@ from asyncrl.replay.core.fair_share import what_is_missing, who_is_silent, why_n
 from asyncrl.replay.core.ledger import Entry, GroupState
 from asyncrl.replay.core.retries import Retries
 from asyncrl.replay.core.run import Run
+from asyncrl.replay.core.siblings import Group, groups_of
 from asyncrl.replay.core.space import Space
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.protocol import Restored, TrainedReply
@@ -287,24 +288,37 @@ class Steps:
         if ahead and self._seal(step - 1, ahead - 1) is None:
             return None  # Sealing out of order would let a later step take the older groups.
         choice = choose_batch(self._state, self._run.settings, step=step, ahead=ahead, seed=self._run.seed)
-        for entry in choice.stale:
-            if entry.trained:
-                self._run.record(ev.Retired(entry.group_id))
-                continue
-            left = self._left_behind(entry)
-            reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
-            if entry.header is not None:
-                self._run.meter.drop_stale(entry.header, reason)
-            self._retries.drop(entry, reason, readmit=left or self._run.settings.readmit_dropped)
+        for group in choice.short:
+            for entry in group:
+                self._retries.drop(entry, DropReason.INCOMPLETE)
+        for group in choice.stale:
+            self._drop_stale(group)
         if choice.batch is None:
             if ahead == 0:
                 self._run.meter.idle.note(
                     self._run.clock(), what_is_missing(self._state, self._run.settings, self._run.workers)
                 )
             return None
+        for group in groups_of(choice.batch):
+            if group[0].siblings:
+                rewards = [reward for entry in group if entry.header for reward in entry.header.member_rewards]
+                self._run.meter.whole(rewards, missing=group[0].siblings - len(group))
         members = tuple(entry.group_id for entry in choice.batch)
         self._run.record(ev.Sealed(step, self._state.version, ahead, members, self._run.settings.max_staleness))
         return buffer.untrained[step].plan
+
+    def _drop_stale(self, group: Group) -> None:
+        """All of it, and its prompt goes back once."""
+        left = any(map(self._left_behind, group))
+        reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
+        for entry in group:
+            if entry.trained:
+                self._run.record(ev.Retired(entry.group_id))
+                continue
+            if entry.header is not None:
+                self._run.meter.drop_stale(entry.header, reason)
+            readmit = (left or self._run.settings.readmit_dropped) and entry is group[0]
+            self._retries.drop(entry, reason, readmit=readmit)
 
     def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
         if snapshot is None:

@@ -14,6 +14,7 @@ from asyncrl.checks.replay import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
@@ -279,10 +280,16 @@ class Handlers:
         sampled = list(range(min(samples, len(plan.groups))))
         places = set(plan.shards[rank])
         wanted = {group for group, _ in places}.union(sampled)
-        entries = {group: self.core.state.ledger.entry(plan.groups[group].group_id) for group in wanted}
-        self.core.bring_back(entries.values())
-        kept = {group: entry.payload for group, entry in entries.items()}
-        body, forwarded = self.payloads.hand_out(kept, places, sampled)
+        together = self.core.state.ledger.together
+        entries = {group: together(plan.groups[group].group_id) for group in wanted}
+        self.core.bring_back(entry for group in entries.values() for entry in group)
+        kept = {group: [entry.payload for entry in parts] for group, parts in entries.items()}
+        if all(len(parts) == 1 for parts in kept.values()):
+            body, forwarded = self.payloads.hand_out({group: only for group, (only,) in kept.items()}, places, sampled)
+        else:
+            apart = Apart(kept)
+            body, forwarded = self.payloads.hand_out(apart.stored, apart.places(places), apart.parts(sampled))
+            body, forwarded = apart.joined(body, forwarded, sampled)
         return Answer([encoded, *body], forwarded)
 
     # ---- learner

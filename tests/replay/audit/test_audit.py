@@ -216,6 +216,25 @@ def test_a_group_that_is_used_too_often_is_found() -> None:
     assert not checked(retired).balances
 
 
+def test_a_group_admitted_by_sample_is_sealed_whole_and_large_enough() -> None:
+    def history(sealed: tuple[int, ...], lost: int, fewest: int) -> list[ev.Event]:
+        events = [begun(groups_per_step=1, group_size=3, min_group_size=fewest), restored(-1, NO_VERSION)]
+        events += [ev.Published(0, NO_VERSION), ev.Begun(0, 3, 10)]
+        for member in range(3):
+            events.append(replace(issued(member), prompt_index=10))
+            made = inserted(member, (0, 3), size=1)
+            events.append(replace(made, header=replace(made.header, prompt_index=10)))
+        events += [ev.Dropped(member, DropReason.FAILED_REWARD) for member in range(3 - lost, 3)]
+        return [*events, ev.Sealed(0, 0, 0, sealed, 1), ev.Trained(0, 1)]
+
+    found = checked(history((0, 1, 2), 0, 0))
+    assert found.balances and (found.admitted, found.trained) == (3, 3), found.violations
+    assert "members of groups" in table(checked([replace(begun(), run={"settings": SETTINGS | {"by_sample": True}})]))
+    assert checked(history((0, 1), 1, 2)).balances
+    assert "without its members [1]" in checked(history((0, 2), 0, 0)).violations[0]
+    assert "lacks 1 of 3 members" in checked(history((0, 1), 1, 0)).violations[0]
+
+
 def test_histories_of_random_schedules_balance() -> None:
     for seed in range(400):
         simulation = run_schedule(seed)

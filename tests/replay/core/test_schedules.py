@@ -38,6 +38,14 @@ def test_no_schedule_of_many_with_a_window_breaks_a_promise(rollbacks: bool) -> 
     run_seeds("tests.replay.simulator:run_schedule", range(LONG), actions=100, window=True, rollbacks=rollbacks)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("rollbacks", [False, True])
+def test_no_schedule_of_many_by_sample_breaks_a_promise(rollbacks: bool) -> None:
+    run_seeds("tests.replay.simulator:run_schedule", range(LONG), actions=100, by_sample=True, rollbacks=rollbacks)
+
+
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
     kinds: set[type] = set()
     masked = ahead = held_back = short = begun = 0
@@ -68,6 +76,14 @@ def test_a_window_lets_no_token_get_over_age_and_few_groups_pass_one() -> None:
     trained too long after it was given out."""
     for seed in range(400):
         run_schedule(seed, window=True, rollbacks=seed % 4 == 0)
+
+
+def test_by_sample_no_promise_is_broken_and_no_group_is_sealed_without_a_member() -> None:
+    """The oracle fails on a member left behind or trained twice, on a token over the bound, on a group begun without
+    room for all its members, and, under policy `wait`, on the first that gets over-age."""
+    for seed in range(250):
+        run_schedule(seed, by_sample=True, rollbacks=seed % 2 == 0)
+        run_schedule(seed, by_sample=True, rollbacks=False, policy=StalePolicy.WAIT)
 
 
 def test_applying_the_events_again_gives_the_same_state() -> None:

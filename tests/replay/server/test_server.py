@@ -49,6 +49,31 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
     assert [member.worker for member in run.learner.members()] == ["w"]
 
 
+def test_members_that_come_one_by_one_reach_every_rank_as_groups() -> None:
+    config, admission = replay_config(), settings(by_sample=True, group_size=3)
+    with running_server(config, admission), contextlib.closing(Run(config, admission)) as run:
+        version = run.start()
+        client, sent = run.worker(), {}
+        run.learner.announce({EARLY: 1})
+
+        async def work() -> None:
+            for order in reversed(await ready(client, slots=12)):
+                sent[order.group_id] = group(order, [version] * 3, size=1)
+                assert (await client.insert(sent[order.group_id])).status == "accepted"
+
+        asyncio.run(work())
+        early = run.learner.early(step=0, rank=0, world=1, after=0, upto=0, wait_s=30)
+        lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
+        assert early.plan.groups == lease.plan.groups[:1]
+        assert [plan.group_id for plan in lease.plan.groups] == [9, 6], "as they became whole"
+        for (position, member), arrived in lease.trajectories.items():
+            first = lease.plan.groups[position].group_id
+            assert same_trajectory(sent[first + member].trajectories[0], arrived)
+        assert len(lease.trajectories) == 6
+        assert [len(sample.completion_texts) for sample in lease.samples] == [3, 3]
+        assert run.learner.trained(step=0, policy_version=1).metrics["replay/trained"] == 6
+
+
 def test_an_insert_sent_twice_is_stored_once(run) -> None:
     version = run.start()
     client = run.worker()
