@@ -31,9 +31,10 @@ def costs(**changed: object) -> Costs:
     return Costs(**({"decode": Decode(((1, 0.01),)), "lengths": FIXED, "step_s": 0.5} | changed))  # type: ignore[arg-type]
 
 
-def test_without_depth_the_phases_of_a_step_add_up() -> None:
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_without_depth_the_phases_of_a_step_add_up(by_sample: bool) -> None:
     told = costs(prefill_s=0.2, environment_s=0.3, deliver_s=0.1, sync_s=0.4, token_s=0.001)
-    found = simulate(setup(0, max_staleness=0, ranks=2), told, steps=20, warm_up=5)
+    found = simulate(setup(0, max_staleness=0, ranks=2, by_sample=by_sample), told, steps=20, warm_up=5)
     generated, trained, tokens = 0.2 + 100 * 0.01 + 0.3 + 0.1, 0.5 + 0.001 * 800 / 2, 4 * 2 * 100
     # A step's weights are served before the next group may begin: staleness is 0.
     assert found.step_s == pytest.approx(0.4 + generated + trained)
