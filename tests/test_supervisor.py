@@ -48,6 +48,13 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_output_and_errors_of_a_role_are_in_its_log(tmp_path: Path) -> None:
     with Supervisor(tmp_path / "logs") as supervisor:
         role = supervisor.start("learner", python("import sys; print('out'); print('err', file=sys.stderr)"), {})
@@ -96,7 +103,7 @@ def test_a_grandchild_in_its_own_session_does_not_outlive_a_stop(tmp_path: Path)
         until(lambda: role.log.read_text().endswith("\n"))
         child = int(role.log.read_text())
         assert psutil.pid_exists(child)
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: gone(child))
 
 
 def test_a_grandchild_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
@@ -109,7 +116,7 @@ def test_a_grandchild_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) 
         role.process.wait()
         assert supervisor.failed() == [role]
         assert psutil.pid_exists(child)
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: gone(child))
 
 
 def test_ctrl_c_is_noticed_and_the_old_handler_comes_back(tmp_path: Path) -> None:

@@ -42,4 +42,5 @@ def no_game() -> object:
     return object()
 
 
+gymnasium.registry.pop("Dig-v0", None)  # this file is loaded more than once
 gymnasium.register("Dig-v0", entry_point=Dig, max_episode_steps=3)

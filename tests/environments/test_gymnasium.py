@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,23 +101,37 @@ def test_a_game_has_a_deadline_that_nobody_has_to_set() -> None:
     assert config.environment.timeout_s == 600.0
 
 
-async def test_games_that_hang_take_no_thread_that_the_worker_needs() -> None:
-    stuck = Gymnasium(env=f"{FILE}:Dig", args={"slow_s": 3.0})
+async def test_games_that_hang_take_no_thread_that_the_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(Game, "step", lambda game, action: go_on.wait(100))
     pool = min(32, (os.cpu_count() or 1) + 4)  # threads of `asyncio.to_thread`
-    episodes, _ = await play(stuck, lambda text: dig(1), timeout_s=0.5, size=pool + AT_ONCE)
-    assert len(episodes.failures) == pool + AT_ONCE
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 1.5) == "free"
+    try:
+        episodes, _ = await play(Gymnasium(env=DIG), lambda text: dig(1), timeout_s=0.5, size=pool + AT_ONCE)
+        assert len(episodes.failures) == pool + AT_ONCE
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 60) == "free"
+    finally:
+        go_on.set()
 
 
 def test_a_game_that_is_given_up_is_closed_when_its_step_ends() -> None:
-    inner, closed = Dig(slow_s=0.3), []
-    inner.close = lambda: closed.append("closed")  # pyright: ignore[reportAttributeAccessIssue]
-    game = Game(inner, [])
+    begun, go_on, closed = threading.Event(), threading.Event(), []
+
+    class Slow(Dig):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            begun.set()
+            assert go_on.wait(60)
+            return super().step(action)
+
+        def close(self) -> None:
+            closed.append("closed")
+
+    game = Game(Slow(), [])
     game.begin(0, None)
     step = start_thread(lambda: game.step("dig 1"), "step")
-    time.sleep(0.1)
+    assert begun.wait(60)
     game.close()
     assert not closed
+    go_on.set()
     step.result(60.0)
     game.close()
     assert closed == ["closed"]

@@ -14,6 +14,7 @@ from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import EngineDiedError, HopelessRewardError, NoProgress, RewardError
 from asyncrl.evaluation.samples import Sample
+from asyncrl.evaluator import loop
 from asyncrl.evaluator.loop import EvalPlan, Evaluator
 from asyncrl.evaluator.run import FixedWeights
 from asyncrl.rewards.score import RewardScore
@@ -21,21 +22,25 @@ from asyncrl.rollout.episode import EpisodeRunner
 from asyncrl.rollout.report import WorkerReport
 from asyncrl.types import Completion, SamplingParams
 from tests.rollout.rollout_fakes import ByteTokenizer, encode_bytes, prompt_source, reward_length, rows_file
+from tests.rollout.test_worker import LateClock
 
 
 class LateEngine(FakeEngine):
-    """Row `n` of a `rows_file` waits `delays[n]` seconds first; for those in `dead`, for ever."""
+    """Row `n` of a `rows_file` waits `delays[n]` seconds first; for those in `dead`, for ever, and a minute of the
+    evaluator's `clock` is a moment."""
 
-    def __init__(self, delays: Sequence[float] = (), dead: Sequence[int] = ()) -> None:
+    def __init__(self, delays: Sequence[float] = (), dead: Sequence[int] = (), clock: LateClock | None = None) -> None:
         super().__init__(vocabulary=128)
-        self.delays, self.dead = delays, dead
+        self.delays, self.dead, self.clock = delays, dead, clock
         self.asked: list[int] = []
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         row = int(bytes(request.prompt_ids.astype("uint8").tolist()).partition(b">")[0])
         self.asked.append(row)
-        if row in self.dead:
-            await asyncio.Event().wait()
+        while row in self.dead:
+            assert self.clock is not None
+            self.clock.ahead_s += 60.0
+            await asyncio.sleep(0.1)
         await asyncio.sleep(self.delays[row] if row < len(self.delays) else 0)
         return await super().generate(request)
 
@@ -121,17 +126,24 @@ def test_a_row_that_cannot_be_used_is_named_and_the_others_go_on(tmp_path: Path)
     assert kept.rows[0][0].reward is not None and kept.rows[2][0].reward is not None
 
 
-def test_rows_that_stay_silent_are_given_up_and_the_others_are_evaluated(tmp_path: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> LateClock:
+    made = LateClock()
+    monkeypatch.setattr(loop, "time", made)
+    return made
+
+
+def test_rows_that_stay_silent_are_given_up_and_the_others_are_evaluated(tmp_path: Path, clock: LateClock) -> None:
     path, kept = rows_file(tmp_path / "r.jsonl", 6), Kept()
-    evaluate(path, range(6), kept, LateEngine(dead=(0, 1)), together=2, wait_timeout_s=0.5)
+    evaluate(path, range(6), kept, LateEngine(dead=(0, 1), clock=clock), together=2, wait_timeout_s=100.0)
     assert all("no token and no environment step" in sample.failed for row in (0, 1) for sample in kept.rows[row])
     assert all(sample.reward is not None for row in (2, 3, 4, 5) for sample in kept.rows[row])
 
 
-def test_an_engine_that_stays_silent_for_the_next_rows_too_ends_it(tmp_path: Path) -> None:
+def test_an_engine_that_stays_silent_for_the_next_rows_too_ends_it(tmp_path: Path, clock: LateClock) -> None:
     path, kept = rows_file(tmp_path / "r.jsonl", 8), Kept()
     with pytest.raises(NoProgress, match=r"2 rows are open.*so it was with those before"):
-        evaluate(path, range(8), kept, LateEngine(dead=range(8)), together=2, wait_timeout_s=0.5)
+        evaluate(path, range(8), kept, LateEngine(dead=range(8), clock=clock), together=2, wait_timeout_s=100.0)
     assert sorted(kept.rows) == [0, 1]
 
 

@@ -79,9 +79,10 @@ def test_nodes_follow_the_one_whose_ranks_died_into_the_next_round() -> None:
 
 def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while_others_wait() -> None:
     port = free_port()
-    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=0.5), node(2, 3, port)
+    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=3.0), node(2, 3, port)
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(first.next_rendezvous)]
+        until(lambda: seated(first))
         with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 2 of 3"):
             dies.next_rendezvous()
         again = node(1, 3, port)  # knows nothing of the rounds before
@@ -96,9 +97,10 @@ def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while
 
 def test_who_met_in_a_round_with_a_dead_node_follows_the_one_that_replaces_it() -> None:
     port = free_port()
-    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=0.5), node(2, 3, port)
+    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=3.0), node(2, 3, port)
     with ThreadPoolExecutor(3) as threads:
         met = threads.submit(first.next_rendezvous)
+        until(lambda: seated(first))
         with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 2 of 3"):
             dies.next_rendezvous()
         assert [last.next_rendezvous().rank, met.result(60).rank] == [2, 0]
@@ -106,6 +108,10 @@ def test_who_met_in_a_round_with_a_dead_node_follows_the_one_that_replaces_it() 
         until(lambda: first.num_nodes_waiting() and last.num_nodes_waiting())
         waiting = [threads.submit(first.next_rendezvous), replaced, threads.submit(last.next_rendezvous)]
         assert [each.result(60).rank for each in waiting] == [0, 1, 2]
+
+
+def seated(node: BoundRendezvous) -> bool:
+    return node._meeting is not None and node._meeting.check([node._seat(node._node)])
 
 
 def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -117,7 +123,7 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 def test_who_is_missing_is_said_and_so_is_an_address_of_another_machine() -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 1, 2 of 3"):
-        node(0, 3, free_port(), timeout_s=0.2).next_rendezvous()
+        node(0, 3, free_port(), timeout_s=1.0).next_rendezvous()
     elsewhere = BoundRendezvous(host="192.0.2.77", port=0, node=0, nodes=1, run_id="r", timeout_s=1.0)
     with pytest.raises(RendezvousConnectionError, match="address of node 0's own machine"):
         elsewhere.next_rendezvous()

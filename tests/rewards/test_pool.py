@@ -27,7 +27,7 @@ DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 pytestmark = pytest.mark.timeout(150)
 
 
-HANG_S = 4.0
+HANG_S = 8.0
 """Deadline that a test sits out: longer than a busy machine stands still, or good calls would be killed too."""
 
 SAT_OUT: list[Callable[[], Coroutine[Any, Any, Any]]] = []
@@ -109,7 +109,8 @@ async def two_hang():
 def test_calls_that_hang_in_python_or_in_c_are_killed_alone_at_their_deadline(came):
     results = came[two_hang]
     for number in (5, 10):
-        assert isinstance(failure := results.pop(number), RewardError) and "reward.timeout_s=4" in str(failure)
+        assert isinstance(failure := results.pop(number), RewardError)
+        assert f"reward.timeout_s={HANG_S:g}" in str(failure)
     assert [scores[0].value for scores in results.values()] == [1.0] * 14
 
 
@@ -158,7 +159,7 @@ def test_a_reward_that_always_ends_its_process_is_given_up_before_it_has_cost_on
 @sits_out
 async def a_long_group():
     async with RewardPool(f"{FILE}:slowly", workers=1, timeout_s=HANG_S) as pool:
-        return await pool.score(["a"] * 5, row("", seconds=1.0))  # together longer than one may take
+        return await pool.score(["a"] * 5, row("", seconds=1.7))  # together longer than one may take
 
 
 def test_the_deadline_is_that_of_each_completion_and_not_of_the_group(came):
@@ -167,10 +168,9 @@ def test_the_deadline_is_that_of_each_completion_and_not_of_the_group(came):
 
 @sits_out
 async def a_patient_group():
-    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
-        started = time.monotonic()
-        together = await pool.score(["2.0"] * 8, row(""))  # 16 s one after the other, and past one deadline
-        return together, time.monotonic() - started
+    terms = [RewardTerm(function=f"{FILE}:crowd", args={"wanted": 8})]
+    async with RewardPool(terms, workers=1, timeout_s=60) as pool:
+        return await pool.score(["a"] * 8, row(""))
 
 
 @sits_out
@@ -186,9 +186,9 @@ async def one_that_cannot():
 
 
 def test_async_calls_of_a_group_run_side_by_side_each_with_its_deadline(came):
-    together, seconds = came[a_patient_group]
+    together = came[a_patient_group]
     (hung, well), (deaf, innocent) = came[one_that_can_be_cancelled], came[one_that_cannot]
-    assert [score.value for score in together] == [1.0] * 8 and seconds < 12
+    assert [score.value for score in together] == [8.0] * 8
     assert isinstance(hung, RewardError) and hung.reason == "timed_out" and well.value == 1.0
     # One that will not be cancelled holds up all: its process is killed, and the others are scored in the next one.
     assert isinstance(deaf, RewardError) and deaf.reason == "timed_out" and innocent.value == 1.0
@@ -292,11 +292,11 @@ def test_several_bad_calls_in_one_batch_each_fail_and_all_others_succeed(came):
 @sits_out
 async def a_long_queue():
     async with RewardPool(COMMANDS, workers=1, timeout_s=HANG_S) as pool:
-        return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(220)))  # 4.4 s together
+        return await asyncio.gather(*(pool.score(["a"], row("slow")) for _ in range(420)))  # 8.4 s together
 
 
 def test_a_deadline_counts_from_the_start_of_the_call_and_not_from_its_queueing(came):
-    assert len(came[a_long_queue]) == 220
+    assert len(came[a_long_queue]) == 420
 
 
 def test_a_child_killed_from_outside_while_idle_is_replaced():
