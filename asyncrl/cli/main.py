@@ -54,6 +54,14 @@ runs/NAME/config.yaml, which repeats it.
 """
 
 
+PLAN_EPILOG = """\
+  asyncrl plan --from runs/short gpus=64
+  asyncrl plan experiment=NAME model.path=DIR data.path=FILE.jsonl gpus=64 cost.tokens_per_s=1:60,32:1500,256:6000 \\
+      cost.length_mean=900 cost.train_tokens_per_s=20000 cost.sync_s=3
+docs/planning.md says what each cost is.
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="asyncrl",
@@ -96,6 +104,14 @@ def _add_looking(commands: Any) -> None:
     compare = commands.add_parser("compare", help=text, description=text)
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     compare.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    text = "how to divide GPUs between learner and rollouts, how deep, and what to expect: a simulation. Starts nothing"
+    plan = commands.add_parser("plan", help=text, description=text, epilog=PLAN_EPILOG)
+    plan.formatter_class = argparse.RawDescriptionHelpFormatter
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=f"gpus=N, cost.NAME=VALUE; {HELP}")
+    plan.add_argument("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN",
+                      help="measure the costs in this run; of several the engines' speed by batch too")  # fmt: skip
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     text = "a run that goes on: steps, evaluations, who is in it and who stands still, alarms, samples"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("run", metavar="RUN", type=Path, help="a run folder of this machine")
@@ -235,6 +251,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.rerun").main(given.run, given.overrides)
     if given.command == "sft":
         return load("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run)
+    if given.command == "plan":
+        return load("asyncrl.cli.plan").main(given.overrides, given.runs, given.picture, as_json=given.json)
     given.overrides = load("asyncrl.cli.settings_file").with_files(given.overrides)
     if given.command == "local":
         given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)

@@ -51,7 +51,7 @@ def memory_lines(config: Config) -> list[str]:
     if config.model.lora_rank > 0:
         count = model.adapters(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
-    lines += role_lines(config, model.parameters)
+    lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model.parameters)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
         saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
@@ -73,8 +73,25 @@ def memory_lines(config: Config) -> list[str]:
     return lines
 
 
-def learner_lines(config: Config, model: ModelSize) -> list[str]:
-    """What the fullest rank holds of the policy, and what comes and goes beside it."""
+def rank_bytes(config: Config, model: ModelSize) -> float:
+    """Of all models and activations of the fullest learner rank."""
+    return sum(count for count, _ in learner_rows(config, model)) + sum(
+        count for count, _ in role_rows(config, model.parameters)
+    )
+
+
+def engine_bytes(config: Config, model: ModelSize) -> int:
+    """Weights, staging and one sequence of the longest: less, and an engine can make none."""
+    count = model.parameters
+    if config.model.lora_rank > 0:
+        count = model.adapters(config.model.lora_rank, config.model.lora_targets)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    width = BYTES[config.engine.dtype]
+    return width * (model.parameters + count + longest * model.kv_values_per_token)
+
+
+def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
+    """Bytes that the fullest rank holds of the policy, and what comes and goes beside it."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
     ranks = dims.shards
     cut = on_one_of(model.shapes, dims.tensor)
@@ -101,7 +118,12 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
     if dims.ranks > 1 or width < MASTER:
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
         rows.append((width * whole_numbers(computing), f"whole weights while it computes: {fetched}"))
-    rows += activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
+    return rows + activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
+
+
+def learner_lines(config: Config, model: ModelSize) -> list[str]:
+    dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
+    rows = learner_rows(config, model)
     kind = "whole on its one rank" if dims.ranks == 1 and width == MASTER else f"{dims}, layer by layer"
     return [
         f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
@@ -139,15 +161,16 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     ]
 
 
-def role_lines(config: Config, parameters: int) -> list[str]:
-    """The learner's other models, of the policy's size unless their own checkpoint is here and says otherwise."""
+def role_rows(config: Config, parameters: int) -> list[tuple[float, str]]:
+    """Bytes per rank of the learner's other models, of the policy's size unless their own checkpoint is here and says
+    otherwise."""
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     ranks = dims.shards * dims.tensor
     trained = 16 if config.advantage.uses_critic else 0
     in_loss = "ref_logprobs" in required_inputs(config.loss)
     no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)
     frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not no_model else 0
-    lines = []
+    rows = []
     for role, path, width in (
         ("critic", config.critic.path, trained),
         ("reference", config.reference.path, frozen),
@@ -157,8 +180,8 @@ def role_lines(config: Config, parameters: int) -> list[str]:
         count = own.parameters if own else parameters
         if width:
             what = "weights, gradients and Adam moments" if width == 16 else "weights"
-            lines.append(f"learner, per rank: {size(width * count / ranks)} {what} of the {role}")
-    return lines
+            rows.append((width * count / ranks, f"{what} of the {role}"))
+    return rows
 
 
 def kv_cache(config: Config, wanted: int) -> str:

@@ -51,7 +51,9 @@ class SimulatedEngine:
         self.asks = False
         self.turn = 0
         """Grows with every change of the batch: what was foretold before it is wrong."""
-        self.busy_s = 0.0
+        self.held_s = 0.0
+        """In which its worker had a group."""
+        self._held_since = 0.0
         self.generated = 0
         self._running: list[tuple[float, int, Member]] = []
         self._waiting: deque[Member] = deque()
@@ -62,6 +64,12 @@ class SimulatedEngine:
     @property
     def free(self) -> int:
         return self.slots - self.groups
+
+    def hold(self, more: int, now: float) -> None:
+        """Its worker has so many groups more."""
+        self.held_s += now - self._held_since if self.groups else 0.0
+        self._held_since = now
+        self.groups += more
 
     def add(self, member: Member, now: float) -> None:
         """Its next turn waits for a place, or begins."""
@@ -83,7 +91,6 @@ class SimulatedEngine:
             return
         if self._running:
             self._steps += (now - self._at) / self._pace[len(self._running)]
-            self.busy_s += now - self._at
         self._at = now
 
     def next_end(self) -> float | None:

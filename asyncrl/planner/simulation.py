@@ -103,6 +103,18 @@ class Simulation:
             self.now, _, happens = heappop(self._events)
             happens()
 
+    @property
+    def held_s(self) -> float:
+        """Seconds in which workers had groups, all together."""
+        for engine in self.engines.values():
+            engine.hold(0, self.now)
+        return sum(engine.held_s for engine in self.engines.values())
+
+    @property
+    def generated(self) -> int:
+        """Tokens, of turns that are over."""
+        return sum(engine.generated for engine in self.engines.values())
+
     def _later(self, at: float, happens: Callable[[], None]) -> None:
         self._count += 1
         heappush(self._events, (at, self._count, happens))
@@ -133,7 +145,7 @@ class Simulation:
                 self._full[engine.name] = engine
                 continue
             engine.asks = False
-            engine.groups += len(orders)
+            engine.hold(len(orders), self.now)
             begins = self.now + self.costs.prefill_s
             for order in orders:
                 if self.costs.prefill_s:
@@ -214,7 +226,7 @@ class Simulation:
             nbytes=1,
         )
         self.core.insert(engine.name, engine.name, header, b"")
-        engine.groups -= 1
+        engine.hold(-1, self.now)
         self._ask(engine)
         if self._full.pop(engine.name, None):
             self._asking.append(engine)

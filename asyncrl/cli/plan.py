@@ -1,0 +1,279 @@
+"""`asyncrl plan`: how many learner ranks and rollout engines, how deep, and what to expect of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.machine import check_machine
+from asyncrl.checks.placement import placement_of, visible_gpus
+from asyncrl.cli.memory_table import engine_bytes, rank_bytes, size
+from asyncrl.cli.model_size import ModelSize, model_size
+from asyncrl.cli.settings_file import with_files
+from asyncrl.collector import load
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError, RunFolderError
+from asyncrl.placement import WHOLE_SHARE
+from asyncrl.planner.calibration import RunMeasured, calibrate, read_run
+from asyncrl.planner.costs import Costs
+from asyncrl.planner.given import Given
+from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
+from asyncrl.planner.simulation import Setup
+from asyncrl.replay.core.admission import AdmissionSettings
+from asyncrl.rollout.concurrency import slots_per_worker
+from asyncrl.schema import Config
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.report import read_metrics
+from asyncrl.telemetry.resumed import CONFIG_FILE
+
+GPUS, COST = "gpus", "cost."
+LEARNERS = 24
+"""Numbers of learner ranks that are looked at."""
+MANY = 3000
+"""Sequences in a step from which fewer steps are simulated."""
+
+
+def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *, as_json: bool) -> int:
+    """Raises ConfigError, RunFolderError."""
+    gpus, given, overrides = sorted_out(arguments)
+    for run in runs:
+        if not (run / CONFIG_FILE).is_file():
+            raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+    if runs:
+        overrides = [str(runs[0] / CONFIG_FILE), *overrides]
+    config = load_config(with_files(overrides))
+    gpus = gpus or config.placement.gpus or len(visible_gpus() or ())
+    costs = given.costs(config.rollout.max_new_tokens, measured=bool(runs))
+    if runs:
+        costs = measured_costs(runs, costs, given)
+    splits = feasible(config, gpus, given.gpu_gb)
+    command_of(overrides, splits[0], gpus)  # what no split could start is said before the simulations
+    many = config.learner.groups_per_step * config.rollout.group_size > MANY
+    effort = Effort(steps=24, warm_up=6, splits=3) if many else Effort(steps=40, warm_up=10, splits=4)
+    search = Search(setup_of(config), costs, lambda most, engines: slots_of(config, most, engines), effort)
+    plan = search.plan(splits)
+    start = command_of(overrides, plan.best.split, gpus, plan.best.pipeline_depth, plan.best.max_in_flight)
+    if picture is not None:
+        load("asyncrl.planner.picture").plot_plan(plan, picture, f"{gpus} GPUs")
+    if as_json:
+        print(json.dumps(as_object(plan, gpus, start), indent=1))
+        return 0
+    console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console.print(cost_line(costs))
+    for table in (splits_table(plan), depths_table(plan), sensitivity_table(plan)):
+        console.print(table)
+    for line in said_of(plan.best, gpus):
+        console.print(line)
+    console.print(f"start it:  {start}")
+    if picture is not None:
+        console.print(f"picture: {picture}")
+    return 0
+
+
+def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
+    """`gpus=`, `cost.*=` and the settings. Raises ConfigError."""
+    gpus, costs, settings = 0, dict[str, str](), list[str]()
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if key == GPUS and equals:
+            if not value.isdecimal() or int(value) < 2:
+                raise ConfigError(f"gpus={value}: what is planned is how 2 or more are divided")
+            gpus = int(value)
+        elif key.startswith(COST):
+            costs[key.removeprefix(COST)] = value
+        else:
+            settings.append(text)
+    return gpus, Given.of(costs), settings
+
+
+def setup_of(config: Config) -> Setup:
+    """Of the settings as they are."""
+    return Setup(
+        settings=AdmissionSettings.from_config(config),
+        engines=config.rollout.workers,
+        slots=slots_per_worker(config),
+        max_sequences=config.engine.max_sequences,
+        ranks=config.learner.ranks,
+    )
+
+
+def slots_of(config: Config, in_flight: int, engines: int) -> int:
+    return slots_per_worker(replace(config, rollout=replace(config.rollout, max_in_flight=in_flight, workers=engines)))
+
+
+def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs:
+    """Of these runs; what was given by hand counts more."""
+    runs = [run_of(folder) for folder in folders]
+    found = calibrate(runs, costs)
+    if given.tokens_per_s:
+        found = replace(found, decode=costs.decode)
+    if given.length_mean:
+        found = replace(found, lengths=costs.lengths)
+    if given.train_tokens_per_s or given.step_s:
+        found = replace(found, step_s=costs.step_s, token_s=costs.token_s, step_sigma=costs.step_sigma)
+    return replace(found, sync_s=costs.sync_s or found.sync_s, stall_s=costs.stall_s or found.stall_s)
+
+
+def run_of(folder: Path) -> RunMeasured:
+    """Raises RunFolderError."""
+    config = load_config(with_files([str(folder / CONFIG_FILE)]))
+    return read_run(folder, setup_of(config), [dict(row) for row in read_metrics(folder)])
+
+
+def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
+    """Splits that `--dry-run` would take.
+
+    Raises:
+        ConfigError: there is none; with what is in the way of the last one.
+    """
+    if gpus < 2:
+        raise ConfigError("how many GPUs there are to be is not known: gpus=64")
+    learner, width = config.learner, config.engine.tensor_parallel
+    unit = learner.replicas * learner.tensor_parallel * learner.sequence_parallel
+    config = with_dtypes(config, learner="cuda", engine="cuda")
+    model = model_size(Path(config.model.path)) if gpu_gb else None
+    if gpu_gb and model is None:
+        raise ConfigError(
+            f"cost.gpu_gb={gpu_gb:g} asks what fits; model.path={config.model.path} is no local folder of safetensors: "
+            "its size is not known. Leave the cost out, or give a folder"
+        )
+    most = (gpus - width) // unit
+    step = max(1, most // LEARNERS)
+    found, problem = list[Split](), f"{gpus} GPUs are too few for one engine and one learner"
+    for ranks in sorted({unit, *range(unit * step, unit * most + 1, unit * step)} if most > 0 else ()):
+        tried = with_split(config, ranks, (gpus - ranks - round(config.reward.gpus + 0.499)) // width, gpus)
+        problem = why_not(tried, gpus, model, gpu_gb)
+        if not problem:
+            found.append(Split(ranks=ranks, engines=tried.rollout.workers))
+    if not found:
+        raise ConfigError(f"no split of {gpus} GPUs can be started: {problem}")
+    return found
+
+
+def with_split(config: Config, ranks: int, engines: int, gpus: int) -> Config:
+    return replace(
+        config,
+        learner=replace(config.learner, ranks=ranks),
+        rollout=replace(config.rollout, workers=engines),
+        placement=replace(config.placement, gpus=gpus),
+    )
+
+
+def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -> str:
+    """What speaks against a split; empty when nothing does."""
+    if config.rollout.workers < 1:
+        return f"learner.ranks={config.learner.ranks} leaves no GPU for an engine"
+    try:
+        placement = placement_of(config, gpus)
+    except ConfigError as error:
+        return str(error)
+    room = WHOLE_SHARE * gpu_gb * 1e9
+    if model is not None and rank_bytes(config, model) > room:
+        return (
+            f"with learner.ranks={config.learner.ranks} a rank holds {size(rank_bytes(config, model))}, and has "
+            f"{size(room)}"
+        )
+    each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel
+    if each > placement.engine_memory * gpu_gb * 1e9:
+        return f"an engine needs {size(each)} per GPU, and has {size(placement.engine_memory * gpu_gb * 1e9)}"
+    return ""
+
+
+def command_of(overrides: Sequence[str], split: Split, gpus: int, depth: int = 0, in_flight: int = 0) -> str:
+    """What starts it; a depth and groups in flight of 0 are left to the settings. Raises ConfigError where it could not
+    be started."""
+    found = [*overrides, f"placement.gpus={gpus}", f"learner.ranks={split.ranks}", f"rollout.workers={split.engines}"]
+    found += [f"replay.pipeline_depth={depth}", f"rollout.max_in_flight={in_flight}"] if in_flight else []
+    check_machine(load_config(with_files(found)), "local", planned=True)
+    return shlex.join(["asyncrl", "local", *found])
+
+
+def cost_line(costs: Costs) -> str:
+    rates = ", ".join(f"{batch / costs.decode.step_s(batch):.4g} at {batch}" for batch in (1, 8, 64, 256))
+    return (
+        f"engine: {rates} sequences (tokens/s); completions of {costs.lengths.mean:.4g} tokens; a train step "
+        f"{costs.step_s:.3g} s + {costs.token_s * 1e6:.3g} us per token of a rank; weights served after "
+        f"{costs.sync_s:.3g} s, stall {costs.stall_s:.3g} s; environment {costs.environment_s:.3g} s x {costs.turns}"
+    )
+
+
+COLUMNS = ("tokens/s", "step s", "learner idle", "rollout idle", "staleness", "max", "goodput")
+
+
+def cells(tried: Tried) -> list[str]:
+    found = tried.outcome
+    return [
+        f"{found.tokens_per_s:,.0f}",
+        f"{found.step_s:.3g}",
+        f"{found.learner_idle:.0%}",
+        f"{found.rollout_idle:.0%}",
+        f"{found.staleness_mean:.2f}",
+        str(found.staleness_max),
+        f"{found.goodput:.1%}",
+    ]
+
+
+def splits_table(plan: Plan) -> Table:
+    """The best of each split."""
+    table = Table("learner ranks", "engines", "depth", "in flight", *COLUMNS, title="splits", title_justify="left")
+    for split in sorted({each.split for each in plan.tried}, key=lambda each: each.ranks):
+        best = load("asyncrl.planner.search").best_of([each for each in plan.tried if each.split == split])
+        mark = " *" if best == plan.best else ""
+        numbers = [str(best.pipeline_depth), str(best.max_in_flight)]
+        table.add_row(f"{split.ranks}{mark}", str(split.engines), *numbers, *cells(best))
+    return table
+
+
+def depths_table(plan: Plan) -> Table:
+    table = Table("depth", "in flight", *COLUMNS, title="of the best split", title_justify="left")
+    mine = [each for each in plan.tried if each.split == plan.best.split]
+    for each in sorted(mine, key=lambda each: (each.pipeline_depth, each.max_in_flight)):
+        mark = " *" if each == plan.best else ""
+        table.add_row(f"{each.pipeline_depth}{mark}", str(each.max_in_flight), *cells(each))
+    return table
+
+
+def sensitivity_table(plan: Plan) -> Table:
+    table = Table("if it were", "tokens/s of it", *COLUMNS, title="what the plan depends on", title_justify="left")
+    for name, each in plan.sensitivity.items():
+        share = each.outcome.tokens_per_s / max(plan.best.outcome.tokens_per_s, 1e-9) - 1
+        table.add_row(name, f"{share:+.1%}", *cells(each))
+    return table
+
+
+def said_of(best: Tried, gpus: int) -> list[str]:
+    found = best.outcome
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items())
+    return [
+        f"{gpus} GPUs: {best.split.ranks} learner rank(s), {best.split.engines} rollout engine(s), "
+        f"replay.pipeline_depth={best.pipeline_depth}, rollout.max_in_flight={best.max_in_flight}",
+        f"expected: {found.tokens_per_s:,.0f} tokens/s trained, {found.step_s:.3g} s per step; the learner waits "
+        f"{found.learner_idle:.0%} of the time, an engine {found.rollout_idle:.0%}; goodput {found.goodput:.1%}",
+        f"staleness: {found.staleness_mean:.2f} versions in the mean, at most {found.staleness_max}; by age {ages}",
+    ]
+
+
+def as_object(plan: Plan, gpus: int, start: str) -> dict[str, object]:
+    return {
+        "gpus": gpus,
+        "best": row_of(plan.best),
+        "start": start,
+        "tried": [row_of(each) for each in plan.tried],
+        "sensitivity": {name: row_of(each) for name, each in plan.sensitivity.items()},
+    }
+
+
+def row_of(tried: Tried) -> dict[str, object]:
+    return {
+        "ranks": tried.split.ranks,
+        "engines": tried.split.engines,
+        "pipeline_depth": tried.pipeline_depth,
+        "max_in_flight": tried.max_in_flight,
+        **tried.outcome.as_object(),
+    }

@@ -1,0 +1,185 @@
+"""Costs of a run that was measured: read from its metrics, and for the engines' speed found by simulating that run
+until as many tokens are sampled per second in which engines had work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import RunFolderError
+from asyncrl.planner.costs import Costs, Decode, Histogram
+from asyncrl.planner.outcome import Measured
+from asyncrl.planner.simulation import Setup, Simulation
+
+SKIPPED, FEWEST = 0.1, 4
+"""Share of the steps that are warm-up, and the steps that have to be left."""
+LENGTHS = "histogram/completion/length"
+BINS = 400
+ROUNDS = 4
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMeasured:
+    """What is known of a run that was measured."""
+
+    setup: Setup
+    rows: Sequence[Row]
+    """Of its metrics, one per step, the warm-up left out."""
+    lengths: Histogram
+
+    @property
+    def seconds(self) -> float:
+        return sum(row["time/step"] for row in self.rows)
+
+    @property
+    def generated_per_busy_s(self) -> float:
+        """Tokens of one engine in a second in which its worker had a group."""
+        first, last = self.rows[0], self.rows[-1]
+        busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
+        return (last["goodput/generated_tokens"] - first["goodput/generated_tokens"]) / max(busy, 1e-9)
+
+    def found(self) -> Measured:
+        """In the terms of a simulation's outcome."""
+        first, last, seconds = self.rows[0], self.rows[-1], self.seconds
+        busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
+        idle = last["idle/rollout_s"] - first["idle/rollout_s"]
+        tokens = [row["perf/trained_tokens_per_s"] * row["time/step"] for row in self.rows]
+        ages = sum(row["staleness/mean"] * count for row, count in zip(self.rows, tokens, strict=True))
+        return Measured(
+            tokens_per_s=sum(tokens) / seconds,
+            step_s=seconds / len(self.rows),
+            learner_idle=sum(row["time/wait_batch"] for row in self.rows) / seconds,
+            rollout_idle=idle / max(busy + idle, 1e-9),
+            staleness_mean=ages / max(sum(tokens), 1e-9),
+        )
+
+
+def read_run(folder: Path, setup: Setup, rows: Sequence[Row]) -> RunMeasured:
+    """Args:
+        rows: of its `metrics.jsonl`.
+
+    Raises:
+        RunFolderError: it has too few steps, or no histograms.
+    """
+    steps = [row for row in rows if "time/wait_batch" in row and "idle/rollout_busy_s" in row]
+    steps = steps[max(1, math.ceil(SKIPPED * len(steps))) :]
+    if len(steps) < FEWEST:
+        raise RunFolderError(
+            f"{folder} has {len(steps)} steps after its warm-up, and costs are measured over {FEWEST} or more. Let it "
+            "train longer, or give costs by hand (cost.NAME=...)"
+        )
+    return RunMeasured(setup=setup, rows=steps, lengths=lengths_of(folder))
+
+
+def lengths_of(folder: Path) -> Histogram:
+    """Of all completions that were trained. Raises RunFolderError where there are no histograms."""
+    file = folder / "histograms.jsonl"
+    counts: dict[int, float] = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        found = json.loads(line).get(LENGTHS)
+        if found:
+            for (low, high), count in zip(itertools.pairwise(found["edges"]), found["counts"], strict=True):
+                whole = range(max(1, math.ceil(low)), max(1, math.ceil(low)) + 1)
+                if math.floor(high) > math.ceil(low):
+                    whole = range(max(1, math.ceil(low)), math.floor(high) + 1)
+                for length in whole if count else ():
+                    counts[length] = counts.get(length, 0.0) + count / len(whole)
+    if not counts:
+        raise RunFolderError(
+            f"{folder} has no lengths in histograms.jsonl: it was made by an older version. Train anew"
+        )
+    wide = max(1, math.ceil((max(counts) - min(counts) + 1) / BINS))
+    edges = list(range(min(counts), max(counts) + wide + 1, wide))
+    bins = [0.0] * (len(edges) - 1)
+    for length, count in counts.items():
+        bins[(length - edges[0]) // wide] += count
+    return Histogram(tuple(map(float, edges)), tuple(bins))
+
+
+def calibrate(runs: Sequence[RunMeasured], given: Costs, *, steps: int = 40) -> Costs:
+    """The costs of these runs of one workload. Of several, with other numbers of sequences decoded together, the slope
+    of the engines' speed is found too; of one its shape is that of `given`, and where that has one point, a decode step
+    takes as long at every batch.
+
+    Args:
+        given: what no run tells (environment, turns), and the shape of the engines' speed.
+    """
+    rows = [row for run in runs for row in run.rows]
+    costs = replace(
+        given,
+        lengths=runs[0].lengths,
+        sync_s=median_of(rows, "weights/update_s"),
+        stall_s=median_of(rows, "weights/stall_s"),
+        **train_costs(runs),
+    )
+    points = len(given.decode.points)
+    if len(runs) == 1 or points > 1:
+        factor = 1.0
+        for _ in range(ROUNDS):
+            logs = [math.log(rate_of(run, costs, steps) / run.generated_per_busy_s) for run in runs]
+            factor = math.exp(statistics.mean(logs))
+            costs = replace(costs, decode=costs.decode.scaled(factor))
+        return costs
+    return fit_slope(runs, costs, steps)
+
+
+def fit_slope(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
+    """Gauss-Newton in the logarithms of both parts of `step_s(b) = fixed + each * b`: least squares of the logarithms
+    of the tokens per busy second."""
+    most = max(run.setup.max_sequences for run in runs)
+    guess = 1 / max(run.generated_per_busy_s for run in runs)
+    logs = np.log([guess * 4, guess / 2])
+
+    def at(point: np.ndarray) -> Costs:
+        fixed, each = np.exp(point)
+        return replace(costs, decode=Decode(((1, float(fixed + each)), (max(2, most), float(fixed + each * most)))))
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        tried = at(point)
+        return np.array([math.log(rate_of(run, tried, steps) / run.generated_per_busy_s) for run in runs])
+
+    for _ in range(ROUNDS):
+        here = errors(logs)
+        slopes = np.stack([(errors(logs + 0.1 * unit) - here) / 0.1 for unit in np.eye(2)], axis=1)
+        # The ridge keeps what the runs do not tell apart where it is.
+        move = np.linalg.solve(slopes.T @ slopes + 1e-3 * np.eye(2), -slopes.T @ here)
+        logs = logs + np.clip(move, -1.5, 1.5)
+    return at(logs)
+
+
+def rate_of(run: RunMeasured, costs: Costs, steps: int) -> float:
+    """`generated_per_busy_s` of a simulation of the run."""
+    simulation = Simulation(run.setup, costs)
+    simulation.run(5)
+    tokens, held = simulation.generated, simulation.held_s
+    simulation.run(steps)
+    return (simulation.generated - tokens) / max(simulation.held_s - held, 1e-12)
+
+
+def train_costs(runs: Sequence[RunMeasured]) -> dict[str, float]:
+    """`step_s`, `token_s`, `step_sigma`: least squares over the steps, neither part below 0."""
+    seconds, tokens = [], []
+    for run in runs:
+        for row in run.rows:
+            seconds.append(row["time/step"] - row["time/wait_batch"] - row.get("weights/wait_previous_s", 0.0))
+            tokens.append(row["perf/trained_tokens_per_s"] * row["time/step"] / run.setup.ranks)
+    y, x = np.array(seconds), np.array(tokens)
+    slope = float(np.cov(x, y, ddof=0)[0, 1] / x.var()) if x.std() > 0.02 * x.mean() else 0.0
+    slope = min(max(slope, 0.0), float(y.mean() / x.mean()))
+    fixed = float(y.mean() - slope * x.mean())
+    left = np.log(np.maximum(y, 1e-6) / np.maximum(fixed + slope * x, 1e-6))
+    return {"step_s": fixed, "token_s": slope, "step_sigma": float(np.clip(left.std(), 0.0, 1.0))}
+
+
+def median_of(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return float(statistics.median(values)) if values else 0.0

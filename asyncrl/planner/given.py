@@ -1,0 +1,112 @@
+"""Costs that are given by hand: `cost.NAME=VALUE` of `asyncrl plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from asyncrl.errors import ConfigError
+from asyncrl.planner.costs import Costs, Decode, LogNormal
+
+
+@dataclass(slots=True, kw_only=True)
+class Given:
+    """`cost.*` by name; 0 is nothing, or not given."""
+
+    tokens_per_s: str = ""
+    """Of one engine, by the sequences that it decodes together: `1:60,32:1500,256:6000`."""
+    length_mean: float = 0.0
+    """Sampled tokens of a completion."""
+    length_sigma: float = 0.7
+    """Standard deviation of their logarithm."""
+    train_tokens_per_s: float = 0.0
+    """Sampled tokens that one learner rank trains."""
+    step_s: float = 0.0
+    """Of a train step, beside that."""
+    step_sigma: float = 0.0
+    """Standard deviation of the logarithm of a step's time."""
+    sync_s: float = 0.0
+    """From the publication of a version until all engines serve it."""
+    stall_s: float = 0.0
+    """For which an engine stands still to load it."""
+    turns: int = 1
+    """In which a completion is sampled."""
+    environment_s: float = 0.0
+    """Of the environment's answer, or the reward, after each turn."""
+    environment_sigma: float = 0.0
+    """Standard deviation of its logarithm."""
+    prefill_s: float = 0.0
+    """From a free place until the first token of a group."""
+    deliver_s: float = 0.0
+    """From the last reward of a group until the replay has it."""
+    gpu_gb: float = 0.0
+    """Memory of a GPU: splits whose models do not fit are left out. 0 asks nothing."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, str]) -> Given:
+        """Raises ConfigError: a name or a value is none."""
+        known = {each.name: each.type for each in fields(cls)}
+        found = cls()
+        for name, text in values.items():
+            if name not in known:
+                raise ConfigError(f"cost.{name} is no cost. They are: {', '.join(f'cost.{each}' for each in known)}")
+            if name == "tokens_per_s":
+                found.tokens_per_s = text
+                continue
+            try:
+                number = float(text)
+            except ValueError:
+                number = math.nan
+            if not (math.isfinite(number) and number >= 0):
+                raise ConfigError(f"cost.{name}={text} is no number of 0 or more")
+            setattr(found, name, int(number) if name == "turns" else number)
+        return found
+
+    def costs(self, longest: int, *, measured: bool) -> Costs:
+        """Args:
+            longest: completion.
+            measured: runs will say what these do not.
+
+        Raises:
+            ConfigError: what nobody says.
+        """
+        missing = [
+            name
+            for name, value in (
+                ("tokens_per_s", self.tokens_per_s),
+                ("length_mean", self.length_mean),
+                ("train_tokens_per_s or cost.step_s", self.train_tokens_per_s or self.step_s),
+            )
+            if not value
+        ]
+        if missing and not measured:
+            raise ConfigError(
+                f"nothing is known of cost.{', cost.'.join(missing)}. Measure them with a short run, "
+                "`asyncrl plan --from RUN`, or give them: cost.tokens_per_s=1:60,32:1500,256:6000 (of one engine, by "
+                "the sequences decoded together) cost.length_mean=900 cost.train_tokens_per_s=20000 (of one rank)"
+            )
+        return Costs(
+            decode=Decode.of_rates(rates_of(self.tokens_per_s)) if self.tokens_per_s else Decode(((1, 0.01),)),
+            lengths=LogNormal(self.length_mean or longest / 2, self.length_sigma, longest),
+            prefill_s=self.prefill_s,
+            deliver_s=self.deliver_s,
+            turns=max(1, self.turns),
+            environment_s=self.environment_s,
+            environment_sigma=self.environment_sigma,
+            step_s=self.step_s,
+            token_s=1 / self.train_tokens_per_s if self.train_tokens_per_s else 0.0,
+            step_sigma=self.step_sigma,
+            sync_s=self.sync_s,
+            stall_s=self.stall_s,
+        )
+
+
+def rates_of(text: str) -> list[tuple[int, float]]:
+    """`1:60,32:1500` as pairs. Raises ConfigError."""
+    try:
+        return [(int(batch), float(rate)) for batch, rate in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        raise ConfigError(
+            f"cost.tokens_per_s={text} is no list of sequences:tokens/s. One is 1:60,32:1500,256:6000"
+        ) from None

@@ -1,0 +1,182 @@
+"""The best settings for some GPUs: candidates are ranked by what engines and learner could do alone, the best of them
+are simulated with one depth after the other, and the best of those with fewer groups in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.planner.costs import Costs, Lengths
+from asyncrl.planner.outcome import Outcome, simulate
+from asyncrl.planner.simulation import Setup
+
+NEAR_BEST = 0.99
+"""Of the tokens/s: what trains as many is as good, and then the least staleness decides."""
+CHANGES = (0.8, 1.25)
+"""Factors of a cost in the table of what the plan depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """GPUs of the learner and engines of the rollouts, that could be started as they are."""
+
+    ranks: int
+    engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    split: Split
+    pipeline_depth: int
+    max_in_flight: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is simulated."""
+
+    steps: int
+    warm_up: int
+    splits: int
+    """At most so many are simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    best: Tried
+    tried: Sequence[Tried]
+    sensitivity: dict[str, Tried]
+    """What another cost would make of the same settings, by what was changed and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Longer:
+    """Lengths, times a factor."""
+
+    lengths: Lengths
+    factor: float
+
+    def draw(self, random: np.random.Generator, groups: int, members: int) -> NDArray[np.int64]:
+        drawn = np.rint(self.lengths.draw(random, groups, members) * self.factor)
+        return np.maximum(1, drawn).astype(np.int64)
+
+    @property
+    def mean(self) -> float:
+        return self.lengths.mean * self.factor
+
+
+class Search:
+    """Args:
+    base: the settings of the run; what is searched for is replaced in them.
+    slots: groups that one worker makes at once, of (groups in flight, engines).
+    most_in_flight: never more groups than this; 0 is no limit.
+    """
+
+    def __init__(
+        self,
+        base: Setup,
+        costs: Costs,
+        slots: Callable[[int, int], int],
+        effort: Effort,
+        *,
+        most_in_flight: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._base, self._costs, self._slots, self._effort, self._seed = base, costs, slots, effort, seed
+        self._most_in_flight = most_in_flight
+        self.tried: list[Tried] = []
+
+    def plan(self, splits: Sequence[Split]) -> Plan:
+        """Raises ConfigError when the settings of the run lock each other out."""
+        ranked = sorted(splits, key=lambda split: -self.could_do(split))
+        for split in ranked[: self._effort.splits]:
+            self._deepen(split)
+        best = best_of(self.tried)
+        for in_flight in self._fewer(best):
+            self._try(best.split, best.pipeline_depth, in_flight)
+        best = best_of(self.tried)
+        return Plan(best=best, tried=self.tried, sensitivity=self._sensitivity(best))
+
+    def could_do(self, split: Split) -> float:
+        """Tokens/s if neither side ever waited for the other."""
+        settings = self._base.settings
+        sequences = settings.groups_per_step * settings.group_size
+        tokens = sequences * self._costs.lengths.mean
+        lead = (1 + settings.max_staleness) * sequences
+        together = min(self._base.max_sequences, max(1, lead // split.engines))
+        made = split.engines * together / self._costs.decode.step_s(together)
+        return min(made, tokens / max(self._costs.train_s(tokens, split.ranks), 1e-9))
+
+    def _deepen(self, split: Split) -> None:
+        """Depths in turn, until two that follow each other bring nothing."""
+        settings = self._base.settings
+        best, vain = 0.0, 0
+        for depth in range(settings.max_staleness - settings.bypass_steps + 1):
+            rate = self._try(split, depth, self._cap((1 + depth) * settings.groups_per_step)).outcome.tokens_per_s
+            vain = 0 if rate * NEAR_BEST > best else vain + 1
+            best = max(best, rate)
+            if vain == 2:
+                return
+
+    def _cap(self, in_flight: int) -> int:
+        return min(in_flight, self._most_in_flight) if self._most_in_flight else in_flight
+
+    def _fewer(self, best: Tried) -> Iterable[int]:
+        parts = (round(best.max_in_flight * share) for share in (0.35, 0.5, 0.7, 0.85))
+        return sorted({part for part in parts if 1 <= part < best.max_in_flight})
+
+    def _setup(self, split: Split, depth: int, in_flight: int) -> Setup:
+        settings = replace(self._base.settings, pipeline_depth=depth, max_in_flight=in_flight)
+        slots = self._slots(in_flight, split.engines)
+        return replace(self._base, settings=settings, engines=split.engines, ranks=split.ranks, slots=slots)
+
+    def _try(self, split: Split, depth: int, in_flight: int) -> Tried:
+        found = self._simulated(split, depth, in_flight, self._costs)
+        self.tried.append(found)
+        return found
+
+    def _simulated(self, split: Split, depth: int, in_flight: int, costs: Costs) -> Tried:
+        setup, effort = self._setup(split, depth, in_flight), self._effort
+        outcome = simulate(setup, costs, steps=effort.steps, warm_up=effort.warm_up, seed=self._seed)
+        return Tried(split=split, pipeline_depth=depth, max_in_flight=in_flight, outcome=outcome)
+
+    def _sensitivity(self, best: Tried) -> dict[str, Tried]:
+        found = {}
+        for name, change in changes(self._costs).items():
+            for factor in CHANGES:
+                costs = change(factor)
+                found[f"{name} {factor - 1:+.0%}"] = self._simulated(
+                    best.split, best.pipeline_depth, best.max_in_flight, costs
+                )
+        return found
+
+
+def best_of(tried: Sequence[Tried]) -> Tried:
+    """The least stale of those that train as many tokens per second as the fastest, or nearly."""
+    most = max(each.outcome.tokens_per_s for each in tried)
+    near = [each for each in tried if each.outcome.tokens_per_s >= NEAR_BEST * most]
+    return min(near, key=lambda each: (each.outcome.staleness_mean, -each.outcome.tokens_per_s))
+
+
+def changes(costs: Costs) -> dict[str, Callable[[float], Costs]]:
+    """What can be made dearer by a factor, by name; what costs nothing is left out."""
+    found: dict[str, Callable[[float], Costs]] = {
+        "time of a decode step": lambda factor: replace(costs, decode=costs.decode.scaled(factor)),
+        "length of completions": lambda factor: replace(costs, lengths=Longer(costs.lengths, factor)),
+        "time of a train step": lambda factor: replace(
+            costs, step_s=costs.step_s * factor, token_s=costs.token_s * factor
+        ),
+        "time of a weight update": lambda factor: replace(
+            costs, sync_s=costs.sync_s * factor, stall_s=costs.stall_s * factor
+        ),
+        "time of the environment": lambda factor: replace(costs, environment_s=costs.environment_s * factor),
+    }
+    if not costs.sync_s and not costs.stall_s:
+        del found["time of a weight update"]
+    if not costs.environment_s:
+        del found["time of the environment"]
+    return found

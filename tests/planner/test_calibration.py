@@ -1,0 +1,107 @@
+"""Costs that are measured in a run: here the run is a simulation that writes what a real one writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import RunFolderError
+from asyncrl.planner.calibration import LENGTHS, calibrate, lengths_of, read_run
+from asyncrl.planner.costs import Costs, Decode, LogNormal
+from asyncrl.planner.outcome import simulate
+from asyncrl.planner.simulation import Setup, Simulation
+from tests.planner.test_simulation import FIXED, setup
+
+TRUE = Costs(
+    decode=Decode(((1, 0.02), (64, 0.08))),
+    lengths=LogNormal(200, 0.6, 2000),
+    step_s=0.4,
+    token_s=0.002,
+    sync_s=0.3,
+    stall_s=0.05,
+)
+
+
+def write_run(folder: Path, given: Setup, steps: int = 30) -> list[dict[str, float]]:
+    """Metrics as a learner writes them, of a simulated run."""
+    folder.mkdir()
+    simulation, rows, before = Simulation(given, TRUE, seed=3), [], 0.0
+    for number in range(1, steps + 1):
+        simulation.run(number)
+        step = simulation.steps[-1]
+        seconds, tokens, held = step.ended - before, sum(step.tokens.values()), simulation.held_s
+        before = step.ended
+        ages = sum(age * count for age, count in step.tokens.items()) / tokens
+        rows.append(
+            {
+                "step": number,
+                "time/step": seconds,
+                "time/wait_batch": step.waited,
+                "perf/trained_tokens_per_s": tokens / seconds,
+                "staleness/mean": ages,
+                "goodput/generated_tokens": simulation.generated,
+                "idle/rollout_busy_s": held,
+                "idle/rollout_s": simulation.now * given.engines - held,
+                "weights/update_s": TRUE.sync_s,
+                "weights/stall_s": TRUE.stall_s,
+            }
+        )
+    drawn = TRUE.lengths.draw(np.random.default_rng(0), 400, 8).ravel()
+    counts, edges = np.histogram(drawn, 64)
+    line = {"step": 1, LENGTHS: {"edges": edges.tolist(), "counts": counts.tolist()}}
+    (folder / "histograms.jsonl").write_text(json.dumps(line) + "\n")
+    return rows
+
+
+def test_costs_of_two_runs_foretell_a_third_one_with_other_settings(tmp_path: Path) -> None:
+    runs = []
+    for name, in_flight in (("few", 2), ("many", 16)):
+        given = setup(2, engines=2, max_in_flight=in_flight)
+        runs.append(read_run(tmp_path / name, given, write_run(tmp_path / name, given)))
+    found = calibrate(runs, Costs(decode=Decode(((1, 0.5),)), lengths=FIXED), steps=20)
+    assert found.lengths.mean == pytest.approx(TRUE.lengths.mean, rel=0.05)
+    assert found.sync_s == TRUE.sync_s
+    for batch in (2, 16):  # siblings are drawn alone: what their being long together does goes into the speed
+        assert found.decode.step_s(batch) == pytest.approx(TRUE.decode.step_s(batch), rel=0.2)
+    tokens = 8 * TRUE.lengths.mean
+    assert found.train_s(tokens, 1) == pytest.approx(TRUE.train_s(tokens, 1), rel=0.05)
+    for other in (setup(0, engines=3), setup(3, engines=1, max_in_flight=8)):
+        true, guessed = (simulate(other, costs, steps=60, warm_up=15, seed=9) for costs in (TRUE, found))
+        assert guessed.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)
+        assert guessed.learner_idle == pytest.approx(true.learner_idle, abs=0.1)
+        assert guessed.staleness_mean == pytest.approx(true.staleness_mean, abs=0.5)
+
+
+def test_one_run_scales_the_speed_that_is_given(tmp_path: Path) -> None:
+    given = setup(2, engines=2, max_in_flight=16)
+    run = read_run(tmp_path / "one", given, write_run(tmp_path / "one", given))
+    shape = replace(TRUE, decode=TRUE.decode.scaled(5.0))
+    found = calibrate([run], shape)
+    assert found.decode.step_s(16) == pytest.approx(TRUE.decode.step_s(16), rel=0.05)
+    again = run.found()
+    expected = simulate(given, found, steps=40, warm_up=4)
+    assert expected.tokens_per_s == pytest.approx(again.tokens_per_s, rel=0.07)
+    assert expected.rollout_idle == pytest.approx(again.rollout_idle, abs=0.07)
+
+
+def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    rows = write_run(tmp_path / "short", setup(1), steps=4)
+    with pytest.raises(RunFolderError, match="4 or more"):
+        read_run(tmp_path / "short", setup(1), rows)
+    with pytest.raises(RunFolderError, match="histograms"):
+        lengths_of(tmp_path)
+
+
+def test_every_length_of_a_histogram_of_whole_numbers_counts_once(tmp_path: Path) -> None:
+    lengths = [3, 3, 7, 12, 12, 12]
+    counts, edges = np.histogram(lengths, 64)
+    line = {LENGTHS: {"edges": edges.tolist(), "counts": counts.tolist()}}
+    (tmp_path / "histograms.jsonl").write_text(json.dumps(line))
+    found = lengths_of(tmp_path)
+    drawn = found.draw(np.random.default_rng(0), 1000, 6)
+    assert found.mean == pytest.approx(np.mean(lengths))
+    assert set(np.unique(drawn)) == {3, 7, 12}

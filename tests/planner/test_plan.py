@@ -1,0 +1,93 @@
+"""The search, and the command around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.cli.plan import as_object, feasible, sorted_out
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.planner.given import Given
+from asyncrl.planner.search import Effort, Search, Split
+from tests.planner.test_simulation import costs, setup
+
+EFFORT = Effort(steps=10, warm_up=4, splits=3)
+COSTS = (
+    *("cost.tokens_per_s=1:50,8:300", "cost.length_mean=20", "cost.train_tokens_per_s=200", "cost.sync_s=0.1"),
+    *("cost.environment_s=0.5", "cost.length_sigma=0.3"),
+)
+
+
+def test_the_split_that_keeps_both_sides_busy_is_found_and_deeper_than_needed_is_not_proposed() -> None:
+    """8 sequences at 0.01 s: an engine makes 800 tokens/s. A rank trains 1,600: of 6 GPUs 2 learn and 4 generate."""
+    told = costs(step_s=0.0, token_s=1 / 1600)
+    search = Search(setup(0, max_sequences=8, groups_per_step=16), told, lambda most, engines: 32, EFFORT)
+    plan = search.plan([Split(ranks=ranks, engines=6 - ranks) for ranks in range(1, 6)])
+    assert plan.best.split == Split(ranks=2, engines=4)
+    assert plan.best.outcome.tokens_per_s > 0.8 * 3200
+    assert plan.best.pipeline_depth <= 3
+    assert set(plan.sensitivity) >= {"time of a decode step +25%", "time of a train step -20%"}
+    slower = plan.sensitivity["length of completions +25%"].outcome
+    assert slower.step_s > plan.best.outcome.step_s
+    row = json.loads(json.dumps(as_object(plan, 6, "start")))
+    assert row["best"]["engines"] == 4 and len(row["tried"]) == len(plan.tried)
+
+
+def files(folder: Path) -> list[str]:
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "2+2?", "answer": "4"}) + "\n")
+    code = folder / "reward.py"
+    code.write_text("def score(completion, row):\n    return 1.0\n")
+    return [f"data.path={rows}", "model.path=some/model", f"reward.function={code}:score"]
+
+
+def test_the_command_prints_a_plan_that_dry_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["learner.groups_per_step=2", "rollout.group_size=2", "replay.max_staleness=1", "replay.pipeline_depth=0"]
+    picture = tmp_path / "plan.svg"
+    given = [*files(tmp_path), *small, f"run.dir={tmp_path / 'run'}"]
+    assert main(["plan", *given, *COSTS, "gpus=4", "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "start it:  asyncrl local" in text
+    assert "what the plan depends on" in text
+    assert "<svg" in picture.read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_splits_are_those_that_could_be_started(tmp_path: Path) -> None:
+    config = load_config([*files(tmp_path), "engine=vllm", "engine.tensor_parallel=2"])
+    assert feasible(config, 6, 0.0) == [Split(ranks=ranks, engines=(6 - ranks) // 2) for ranks in (1, 2, 3, 4)]
+    for gpus, gpu_gb, said in ((2, 0.0, "no split of 2"), (0, 0.0, "gpus=64"), (4, 80.0, "no local folder")):
+        with pytest.raises(ConfigError, match=said):
+            feasible(config, gpus, gpu_gb)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["gpus=1"], "2 or more"),
+        (["gpus=many"], "2 or more"),
+        (["cost.speed=3"], "cost.speed is no cost"),
+        (["cost.sync_s=-1"], "no number of 0 or more"),
+        (["cost.turns=nan"], "no number of 0 or more"),
+    ],
+)
+def test_what_is_no_cost_is_refused_with_the_way_out(wrong: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sorted_out(wrong)
+
+
+def test_what_nobody_says_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="nothing is known of cost"):
+        Given().costs(100, measured=False)
+    with pytest.raises(ConfigError, match="sequences:tokens/s"):
+        Given(tokens_per_s="fast").costs(100, measured=True)
+    assert Given().costs(100, measured=True).lengths.mean == 50
+
+
+def test_gpus_and_costs_are_told_from_settings() -> None:
+    gpus, given, settings = sorted_out(["gpus=8", "learner.lr=1", "cost.turns=3", "seed=2"])
+    assert (gpus, given, settings) == (8, Given(turns=3), ["learner.lr=1", "seed=2"])
