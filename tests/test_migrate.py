@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.checks.rewards import reward_terms
 from asyncrl.cli.main import main
 from asyncrl.cli.settings_file import with_files
 from asyncrl.config import load_config
@@ -116,6 +117,21 @@ def test_a_ppo_command_of_verl_with_a_reward_model_from_a_file(
     )
     assert (config.reward.model, config.reward.function) == ("rm", "asyncrl.rewards.reward_model:RewardModel")
     assert config.loss.entropy_coef == 0.001
+
+
+def test_several_reward_functions_of_trl_keep_their_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = tmp_path / "args.yaml"
+    theirs.write_text(
+        "reward_funcs: [mine.py:short, pack.rewards.right, other.py:short]\nreward_weights: [1, 0.5, 2]\n"
+    )
+    config, _ = migrated("trl", [str(theirs)], tmp_path, capsys, "model.path=m", "data.path=d.jsonl")
+    terms = [(term.name, term.function, term.weight) for term in reward_terms(config.reward)]
+    assert terms == [
+        ("short_0", "mine.py:short", 1.0), ("right", "pack.rewards:right", 0.5), ("short_2", "other.py:short", 2.0),
+    ]  # fmt: skip
+    theirs.write_text("reward_funcs: [accuracy_reward]\nreward_weights: [1]\n")
+    _, text = migrated("trl", [str(theirs)], tmp_path, capsys, "model.path=m", "data.path=d.jsonl", "reward=math")
+    assert "no equivalent: reward_funcs" in text
 
 
 def test_prompts_of_agents_are_dropped_and_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

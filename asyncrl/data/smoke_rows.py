@@ -95,8 +95,15 @@ class NumbersData(vf.TaskData):
 class NumbersTask(vf.Task[NumbersData]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        said = re.search(r"\\d+", trace.last_reply or "")
-        return float(said is not None and int(said.group()) == self.data.answer)
+        return float(self.away(trace) == 0)
+
+    @vf.reward(weight=0.1)
+    async def near(self, trace: vf.Trace) -> float:
+        return 1.0 / (1 + self.away(trace))
+
+    def away(self, trace: vf.Trace) -> int:
+        said = re.search(r"\\d{1,6}", trace.last_reply or "")
+        return 10**6 if said is None else abs(int(said.group()) - self.data.answer)
 
 
 class NumbersTaskset(vf.Taskset[NumbersTask, vf.TasksetConfig]):

@@ -57,14 +57,17 @@ def trial(settings: dict[str, Any]) -> None:
     """Import it and say what there is to say."""
     config = EnvironmentConfig(**settings["environment"])
     factory: Any = find_environment(config)
-    overlong = settings["overlong"]
-    # What a function makes is known when it is made; a class says by itself.
-    if overlong.startswith("truncate_") and is_of_the_user(config.name) and not inspect.isclass(factory):
-        make_environment(config, overlong=overlong)
-    refuse_cut(config.name, factory, overlong)
+    _refuse_cut(config, factory, settings["overlong"])
     several = is_for_several(factory) if is_of_the_user(config.name) else factory.check(**config.args)
     if several and settings["model"] and (why := foreseen(**settings["model"])):
         raise single_only(config.name, why)
+
+
+def _refuse_cut(config: EnvironmentConfig, factory: Callable[..., Any], overlong: str) -> None:
+    """As `refuse_cut`; what a function makes is known when it is made."""
+    if overlong.startswith("truncate_") and is_of_the_user(config.name) and not inspect.isclass(factory):
+        make_environment(config, overlong=overlong)
+    refuse_cut(config.name, factory, overlong)
 
 
 def is_for_several(factory: Callable[..., Any]) -> bool:

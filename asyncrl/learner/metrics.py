@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.data.mixture import SourceNames
 from asyncrl.learner.ranks import gather_over_data
 from asyncrl.losses.diagnostics import Sums, summarize
-from asyncrl.types import StepPlan, TrajectoryGroup, members_of
+from asyncrl.types import StepPlan, members_of
 
 Numbers = tuple[float, ...]
 
@@ -196,29 +195,3 @@ def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
             counts[age // wide] += tokens
         found["histogram/staleness"] = [wide * place - 0.5 for place in range(len(counts) + 1)], counts
     return found
-
-
-def sample_rows(
-    groups: Sequence[TrajectoryGroup], rows: int, sources: SourceNames | None = None
-) -> list[dict[str, object]]:
-    """The first completion of each group, then the second ...: at most `rows` rows for `samples.jsonl`.
-
-    Args:
-        sources: with a mixture, to say which source a prompt is of.
-    """
-    depth = max((len(group.trajectories) for group in groups), default=0)
-    places = [(group, i) for i in range(depth) for group in groups if i < len(group.trajectories)]
-    return [
-        {
-            "group_id": group.group_id,
-            "worker": group.worker,
-            **({} if sources is None else {"source": sources[group.prompt_index]}),
-            "prompt": group.prompt_text,
-            "completion": group.completion_texts[i] if i < len(group.completion_texts) else "",
-            "reward": group.trajectories[i].reward,
-            "rewards": group.trajectories[i].rewards,
-            **({"turn_rewards": group.trajectories[i].turn_rewards} if group.trajectories[i].turn_rewards else {}),
-            "finish_reason": group.trajectories[i].finish_reason,
-        }
-        for group, i in places[:rows]
-    ]

@@ -25,7 +25,7 @@ from asyncrl.learner.early import Early
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.group_ess import ess_of_groups
-from asyncrl.learner.metrics import Bins, Measured, over_ranks, plan_histograms, plan_metrics, sample_rows
+from asyncrl.learner.metrics import Bins, Measured, over_ranks, plan_histograms, plan_metrics
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.out_of_memory import one_more_try
 from asyncrl.learner.prefetch import LeasePrefetch
@@ -33,6 +33,7 @@ from asyncrl.learner.profiling import Profile
 from asyncrl.learner.ranks import barrier, however_long
 from asyncrl.learner.resume import Start
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.samples import Samples
 from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
 from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
@@ -109,7 +110,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     early = Early(config, roles, replay, leases, shard, dims.data, device, rank == 0) if early_groups(config) else None
     clock, collectives = StepClock(), clock_of(roles, world, device)
     peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
-    names, sets = source_names(config.data), eval_sets(config)
+    sampled, sets = Samples(config.model.path, source_names(config.data)), eval_sets(config)
     metrics = {each.name: each.config.reward.metric for each in sets}
 
     version = start.policy_version
@@ -174,7 +175,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
             parts.log.write(trained, version, row)
             write_evaluations(parts.log, evaluations, metrics)
             parts.log.histograms(trained, plan_histograms(lease.plan))
-            parts.log.samples(trained, sample_rows(lease.samples, config.telemetry.samples_per_step, names))
+            parts.log.samples(trained, sampled.rows(lease.plan, lease.samples, config.telemetry.samples_per_step))
         clock.lap("log")
         if due(trained, settings.save_every, last):
             begin_save(parts, step, version, skipped=guard.skipped)

@@ -35,6 +35,8 @@ class Sink(Protocol):
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None: ...
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -94,6 +96,8 @@ class MetricsLog:
         """Append some trajectories of this step, or of an evaluation of its weights. Raises DiskFullError."""
         file, of_set = (self._evaluated, {"eval_set": eval_set}) if eval_set else (self._samples, {})
         file.append(({"step": step, **of_set, **row} for row in rows), ensure_ascii=False, default=str)
+        for sink in self._sinks if rows else ():
+            sink.samples(step, rows, eval_set)
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
         """Append the histograms of this step, by name. Raises DiskFullError."""
@@ -121,6 +125,23 @@ def _step_of(row: Mapping[str, Any]) -> float:
     return step if isinstance(step, int) else math.inf
 
 
+COLUMNS = ("prompt", "completion", "reward", "components", "version", "staleness", "end", "dropped or failed")
+TABLE_EVERY_S = 60.0
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """All texts: W&B takes one type for each column. In completions what was not learned stands in brackets."""
+    completion = row.get("completion", "")
+    if "segments" in row:
+        completion = "".join(text if fate == "learned" else f"[{fate}: {text}]" for fate, text in row["segments"])
+    spans = (dict.fromkeys(row.get(f"{name}_{end}") for end in ("min", "max")) for name in ("version", "staleness"))
+    told = [" to ".join(str(each) for each in span if each is not None) for span in spans]
+    parts = ", ".join(f"{name} {value}" for name, value in row.get("rewards", {}).items())
+    fate = row.get("dropped") or row.get("failed", "")
+    known = (row.get("prompt", ""), completion, row.get("reward", ""), parts, *told, row.get("finish_reason", ""), fate)
+    return [str(cell) for cell in known]
+
+
 class WandbSink:
     """Weights & Biases. Project, entity, keys and offline mode come from its own environment variables."""
 
@@ -134,6 +155,7 @@ class WandbSink:
             name=run_name, id=run_id, dir=str(run_dir), config=config, resume="allow" if resumed else None
         )
         self._run.define_metric("eval/*", step_metric="eval/step")
+        self._table_at = -math.inf
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         if is_evaluation(row):
@@ -149,6 +171,17 @@ class WandbSink:
             for name, (edges, counts) in found.items()
         }
         self._run.log(made, step=step)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str) -> None:
+        """A table of each evaluation, and of steps that are `TABLE_EVERY_S` apart: each is a file to be sent."""
+        if not eval_set and time.monotonic() - self._table_at < TABLE_EVERY_S:
+            return
+        table = self._module.Table(columns=list(COLUMNS), data=[_cells(row) for row in rows])
+        if eval_set:
+            self._run.log({f"eval/{eval_set}/samples": table, "eval/step": step}, commit=False)
+        else:
+            self._run.log({"samples": table}, step=step)
+            self._table_at = time.monotonic()
 
     def close(self) -> None:
         self._run.finish()
@@ -181,6 +214,9 @@ class TensorboardSink:
                 bucket_counts=list(counts),
                 global_step=step,
             )
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str) -> None:
+        """TensorBoard has no tables."""
 
     def close(self) -> None:
         self._writer.close()

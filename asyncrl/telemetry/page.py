@@ -28,7 +28,7 @@ from asyncrl.telemetry.compared import (
     settings_of,
 )
 from asyncrl.telemetry.evaluations import METRICS
-from asyncrl.telemetry.metrics import SAMPLES_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.report import read_metrics
 
@@ -36,7 +36,8 @@ TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
 """Of a curve: one for every two pixels of a panel."""
 SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
-"""Newest rows of `samples.jsonl` of each run, characters of a prompt or completion, and how it ended."""
+"""Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
+how it ended."""
 HEAD = (
     "Every number is one of metrics.jsonl, or a mean of some. The band around a curve goes from the smallest to the "
     "largest value of the steps at a place, the curve through the last of them. A legend's box hides its run."
@@ -136,11 +137,39 @@ def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
 
 def samples_of(run: dict[str, Any]) -> list[list[Any]]:
     """The newest first."""
-    rows = read_lines(Path(run["folder"]) / SAMPLES_FILE).rows[: -SAMPLES - 1 : -1]
-    return [
-        [run["name"], *map(cell, (row.get("step"), row.get("reward"), parts_of(row), *texts_of(row), row.get(END)))]
-        for row in rows
-    ]
+    files = (Path(run["folder"]) / name for name in (SAMPLES_FILE, EVAL_SAMPLES_FILE))
+    rows = [row for file in files for row in read_lines(file).rows[: -SAMPLES - 1 : -1]]
+    rows.sort(key=lambda row: row["step"] if isinstance(row.get("step"), int) else -1, reverse=True)
+    return [[run["name"], *sample_cells(row)] for row in rows]
+
+
+def sample_cells(row: dict[str, Any]) -> list[Any]:
+    """What stands behind the run, in the order of the page's heads."""
+    prompt, completion = texts_of(row)
+    known = map(cell, (row.get("step"), row.get("reward"), parts_of(row), prompt))
+    fate = row.get("dropped") or row.get("failed") or ""
+    origin = (span_of(row, "version"), span_of(row, "staleness"), fate, row.get("eval_set", "training"))
+    segments = segments_of(row)
+    said = {"value": completion, "segments": segments} if segments else completion
+    return [*known, said, cell(row.get(END)), *map(cell, origin)]
+
+
+def span_of(row: dict[str, Any], name: str) -> float | str | None:
+    """From the smallest to the largest; where they are one, that."""
+    low, high = (cell(row.get(f"{name}_{end}")) for end in ("min", "max"))
+    return low if low == high or high is None else f"{low} to {high}"
+
+
+def segments_of(row: dict[str, Any]) -> list[list[str]]:
+    """`[fate, text]` of parts of the completion, as `learner.samples` writes them, as far as the completion is shown;
+    none where it is of one part."""
+    given, room = row.get("segments"), SAMPLE_TEXT
+    found: list[list[str]] = []
+    for each in given if isinstance(given, list) else ():
+        if isinstance(each, list) and len(each) == 2 and all(isinstance(part, str) for part in each) and room > 0:
+            found.append([each[0], each[1][:room]])
+            room -= len(each[1])
+    return [*found, ["", " …"]] if room < 0 else found
 
 
 def cell(value: Any) -> float | str | None:

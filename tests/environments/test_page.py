@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from asyncrl.config import load_config
 from asyncrl.environments.openai.environment import OpenAI
 from asyncrl.environments.registry import make_environment
@@ -18,17 +20,25 @@ REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
 
 def test_every_block_of_code_is_a_program_that_other_tests_run() -> None:
-    assert set(programs()) == {"guess.py", "calculator.py", "dig.py", "agent.py", "second_try.py", "taught.py"}
-    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 6
+    assert set(programs()) == {
+        "guess.py",
+        "calculator.py",
+        "dig.py",
+        "arena.py",
+        "agent.py",
+        "second_try.py",
+        "taught.py",
+    }
+    assert len(re.findall(r"^```\w", PAGE.read_text(), flags=re.MULTILINE)) == 7
 
 
 def test_every_command_of_the_page_is_accepted() -> None:
     commands = re.findall(r"^    (?:\w+=\S+ )?asyncrl local \.\.\. (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     configs = [load_config([*REQUIRED, *shlex.split(command)]) for command in commands]
-    names = ["guess.py:Guess", "tools", "python", "search", "reasoning_gym", "gymnasium", "openai", "verifiers"]
-    names += ["taught.py:Taught"] * 2
+    names = ["guess.py:Guess", "tools", "python", "search", "reasoning_gym", "gymnasium", "arena.py:Arena", "openai"]
+    names += ["verifiers", "taught.py:Taught", "taught.py:Taught"]
     assert [config.environment.name for config in configs] == names
-    assert [config.reference.from_rollout for config in configs] == [False] * 8 + [True] * 2
+    assert [config.reference.from_rollout for config in configs] == [False] * 9 + [True] * 2
 
 
 async def test_the_guessing_game_is_played_by_hints_in_at_most_25_lines(tmp_path: Path) -> None:
@@ -45,6 +55,23 @@ async def test_the_guessing_game_is_played_by_hints_in_at_most_25_lines(tmp_path
     exact(episodes, engine)
     lost, _ = await play(game, lambda text: "a hundred", columns={"number": 42})
     assert [each.reward for each in lost.trajectories] == [0.0]
+
+
+async def test_a_game_of_textarena_is_played_by_its_hints(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    write_programs(tmp_path)
+    config = EnvironmentConfig(name=f"{tmp_path}/arena.py:Arena", args={"game": "GuessTheNumber-v0-raw"})
+
+    def halves(text: str) -> str:
+        low, high = 1, 20
+        for hint in re.findall(r"target number is (higher|lower)", text):
+            low, high = ((low + high) // 2 + 1, high) if hint == "higher" else (low, (low + high) // 2 - 1)
+        return f"[{(low + high) // 2}]"
+
+    opening = [{"role": "system", "content": "You play a game."}]
+    episodes, engine = await play(make_environment(config), halves, prompt=opening, columns={"seed": 3}, size=2)
+    assert [each.reward for each in episodes.trajectories] == [1.0, 1.0]
+    exact(episodes, engine)
 
 
 async def test_the_agent_of_the_page_is_trained_on_what_was_sampled_in_at_most_25_lines(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl.errors import RewardError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.metrics import plan_metrics, sample_rows
+from asyncrl.learner.metrics import plan_metrics
 from asyncrl.learner.plan import Member
+from asyncrl.learner.samples import Samples
 from asyncrl.learner.targets import with_targets
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig
@@ -153,4 +154,4 @@ def test_metrics_and_samples_say_what_turns_earned_where_somebody_did() -> None:
     assert row["reward/turn_std"] == pytest.approx(np.concatenate(each).std())
     plan, groups = make_step(3)
     assert not any("turn" in name for name in plan_metrics(plan))
-    assert not any("turn_rewards" in row for row in sample_rows(groups, 3))
+    assert not any("turn_rewards" in row for row in Samples("none").rows(plan, groups, 3))

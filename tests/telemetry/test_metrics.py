@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,16 @@ def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.Mo
     log = open_log(tmp_path, wandb=True)
     log.write(1, 1, {"reward/mean": 0.5})
     log.write(0, 0, {"eval/heldout/reward": 0.5})  # late, and not refused
+    sample = {"prompt": "p", "reward": 0.5, "rewards": {"a": 0.5}, "version_min": 3, "version_max": 4}
+    log.samples(1, [sample | {"segments": [["learned", "ab"], ["read", "c"]], "staleness_min": 0, "staleness_max": 0}])
+    log.samples(0, [{"prompt": "q", "failed": "why"}], "heldout")
     log.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    tables = [json.loads(file.read_text()) for file in tmp_path.glob("wandb/offline-run-*/files/media/**/*.table.json")]
+    assert sorted(table["data"] for table in tables) == [
+        [["p", "ab[read: c]", "0.5", "a 0.5", "3 to 4", "0", "", ""]],
+        [["q", "", "", "", "", "", "", "why"]],
+    ]
 
 
 HISTOGRAM = {"histogram/reward": ([0.0, 0.5, 1.0], [3.0, 1.0])}

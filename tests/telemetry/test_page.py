@@ -89,6 +89,28 @@ def test_a_completion_cannot_leave_the_data_and_nothing_is_fetched(tmp_path: Pat
     assert not re.search(r"\b(?:src|href)\s*=|@import|url\(", template) and "innerHTML" not in template
 
 
+def test_samples_show_what_was_learned_how_old_it_was_and_what_became_of_it(tmp_path: Path) -> None:
+    long = "x" * 5000
+    known = {"version_min": 3, "version_max": 5, "staleness_min": 0, "staleness_max": 0, "finish_reason": "stop"}
+    samples = [
+        {"step": 2, "completion": "abc", "segments": [["learned", "ab"], ["read", "c"]], **known},
+        {"step": 3, "completion": "old", "segments": [["stale", "old"]], "dropped": "stale"},
+        {"step": 4, "completion": long, "segments": [["learned", long], ["read", "never shown"]]},
+        {"step": 5, "completion": "whole", "segments": "damaged"},
+    ]
+    folder = make_run(tmp_path / "a", some_rows(5, 0), samples)
+    (folder / "eval_samples.jsonl").write_text(
+        json.dumps({"step": 3, "eval_set": "held", "row": 7, "prompt": "p", "failed": "it raised"}) + "\n"
+    )
+    rows = {(row[1], row[10]): row for row in data_in(page_of([folder]))["samples"]}
+    assert next(iter(rows)) == (5, "training") and rows[5, "training"][5] == "whole"
+    assert rows[2, "training"][5:] == [
+        {"value": "abc", "segments": [["learned", "ab"], ["read", "c"]]}, "stop", "3 to 5", 0, "", "training",
+    ]  # fmt: skip
+    assert rows[3, "training"][9] == "stale" and rows[3, "held"][9] == "it raised"
+    assert rows[4, "training"][5]["segments"] == [["learned", long[:4000]], ["", " …"]]
+
+
 def test_what_is_broken_or_not_finite_keeps_nobody_from_the_rest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

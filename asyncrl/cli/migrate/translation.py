@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.cli.commands import written
 
 REQUIRED = ("model.path", "data.path", "reward.function")
-REWARDED = ("reward.function", "reward")
+REWARDED = ("reward.function", "reward.functions", "reward")
 EMPTY = (None, "", [], {}, "null")
 
 

@@ -220,12 +220,29 @@ def _rollout(made: Translation) -> None:
         made.put("engine", "transformers", "use_vllm")
     if made.take("repetition_penalty") not in (None, 1.0):
         made.refuse("repetition_penalty", PENALISED)
-    rewards = made.take("reward_funcs")
-    if isinstance(rewards, str) and ":" in rewards:
-        made.put("reward.function", rewards, "reward_funcs")
-    else:
+    _rewards(made)
+
+
+def _rewards(made: Translation) -> None:
+    given, weights = made.take("reward_funcs"), made.take("reward_weights")
+    found = given if isinstance(given, list) else [given]
+    # TRL takes `module.function`.
+    specs = [each if ":" in each else ":".join(each.rsplit(".", 1)) for each in map(str, found)]
+    if not all(":" in each for each in specs):
         made.refuse("reward_funcs", "name them by file or module: reward.function=FILE.py:NAME takes TRL's signature")
-    made.refuse("reward_weights", "of several functions: docs/own_task.md")
+        made.refuse("reward_weights", "of several functions: reward.functions, docs/rewards.md")
+    elif len(specs) == 1 and not weights:
+        made.put("reward.function", specs[0], "reward_funcs")
+    else:
+        shares = weights if isinstance(weights, list) and len(weights) == len(specs) else [1.0] * len(specs)
+        names = [spec.rpartition(":")[2] for spec in specs]
+        terms = {
+            name if names.count(name) == 1 else f"{name}_{place}": {"function": spec, "weight": float(share)}
+            for place, (name, spec, share) in enumerate(zip(names, specs, shares, strict=True))
+        }
+        made.put("reward.functions", terms, "reward_funcs", "reward_weights")
+        if weights and shares != weights:
+            made.refuse("reward_weights", f"one for each of reward_funcs, that is {len(specs)}")
 
 
 def _run(made: Translation) -> None:

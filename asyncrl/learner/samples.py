@@ -1,0 +1,95 @@
+"""Rows of `samples.jsonl`: some completions of a step, with the weights that sampled them, how old those were, and
+which of their tokens were learned."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from asyncrl.data.mixture import SourceNames
+from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+LEARNED, READ, STALE = "learned", "read", "stale"
+"""What a token of a completion is: in the loss; of an observation; or too old for the loss."""
+
+
+class Samples:
+    """
+    Args:
+        model: whose tokenizer spells parts of completions. It is loaded when the first completion has several.
+        sources: with a mixture, to say which source a prompt is of.
+    """
+
+    def __init__(self, model: str, sources: SourceNames | None = None) -> None:
+        self._model, self._sources = model, sources
+        self._tokenizer: Any = None
+        self._missing = False
+
+    def rows(self, plan: StepPlan, groups: Sequence[TrajectoryGroup], most: int) -> list[dict[str, Any]]:
+        """The first completion of each group, then the second ...: at most `most`."""
+        depth = max((len(group.trajectories) for group in groups), default=0)
+        places = [(group, i) for i in range(depth) for group in groups if i < len(group.trajectories)]
+        return [self._row(plan, group, i) for group, i in places[:most]]
+
+    def _row(self, plan: StepPlan, group: TrajectoryGroup, place: int) -> dict[str, Any]:
+        trajectory = group.trajectories[place]
+        text = group.completion_texts[place] if place < len(group.completion_texts) else ""
+        return {
+            "group_id": group.group_id,
+            "worker": group.worker,
+            **({} if self._sources is None else {"source": self._sources[group.prompt_index]}),
+            "prompt": group.prompt_text,
+            "completion": text,
+            "reward": trajectory.reward,
+            "rewards": trajectory.rewards,
+            **({"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}),
+            "finish_reason": trajectory.finish_reason,
+            **self._origin(plan, trajectory, text),
+        }
+
+    def _origin(self, plan: StepPlan, trajectory: Trajectory, text: str) -> dict[str, Any]:
+        """Versions, ages, and `segments` where not every token of the completion was learned."""
+        versions = np.unique(trajectory.policy_versions[trajectory.loss_mask]).tolist()
+        if not versions:
+            return {}
+        ages = [plan.staleness[version] for version in versions]
+        row: dict[str, Any] = {
+            **{"version_min": versions[0], "version_max": versions[-1]},
+            **{"staleness_min": min(ages), "staleness_max": max(ages)},
+        }
+        runs = fates(plan, trajectory)
+        if not any(fate == LEARNED for fate, _ in runs):
+            row["dropped"] = STALE
+        if [fate for fate, _ in runs] == [LEARNED]:
+            return row
+        spelled = [text] if len(runs) == 1 else [self._spelled(ids) for _, ids in runs]
+        if not self._missing:
+            row["segments"] = [[fate, said] for (fate, _), said in zip(runs, spelled, strict=True)]
+        return row
+
+    def _spelled(self, ids: NDArray[np.int32]) -> str:
+        if self._tokenizer is None and not self._missing:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                self._missing = True
+                log.warning("samples.jsonl cannot say which parts were learned: no tokenizer here: %s", error)
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def fates(plan: StepPlan, trajectory: Trajectory) -> list[tuple[str, NDArray[np.int32]]]:
+    """The completion as unbroken runs of tokens of one fate, in turn: what they are, and their ids."""
+    too_old = [version for version, age in plan.staleness.items() if age > plan.max_staleness]
+    stale = np.isin(trajectory.policy_versions, too_old) & trajectory.loss_mask
+    known = np.where(stale, 2, np.where(trajectory.loss_mask, 0, 1))[trajectory.prompt_length :]
+    ids = trajectory.token_ids[trajectory.prompt_length :]
+    cuts = [0, *(np.flatnonzero(np.diff(known)) + 1).tolist(), len(known)]
+    return [((LEARNED, READ, STALE)[known[a]], ids[a:b]) for a, b in itertools.pairwise(cuts) if b > a]
