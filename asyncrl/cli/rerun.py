@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.learner import early_groups
@@ -42,6 +44,14 @@ from asyncrl.telemetry.run_folder import prepare_run_folder
 FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""
 FIXED = ("learner.groups_per_step", "learner.ranks")
+LEARNED_BY = ("loss", "advantage", "critic", "reference")
+"""Rooms of the settings that say what is minimised."""
+OF_A_RERUN = ("learner.save_every", "learner.early_groups", "learner.replicas", "learner.tensor_parallel")
+"""Set by `rerun_config`, and without a say in what is learned."""
+UNCHANGED = (
+    "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
+    "ranks and kind of CPU, they are the same bits; on a GPU its kernels round as they please"
+)
 LONGEST_NAME = 58
 """After `rerun-`, of a run's 64 letters."""
 LEFT_OUT = ("run", "resume", "overwrite", "engine", "replay", "eval", "telemetry", "ray", "weights", "experiment")
@@ -62,7 +72,7 @@ def main(run: Path, overrides: Sequence[str]) -> int:
     with joined_ranks(config, place) as mesh, ExitStack() as opened:
         train_again(config, run / JOURNAL_DIR, place, mesh, opened)
     if place.rank == 0:
-        report(run, Path(config.run.dir))
+        report(run, Path(config.run.dir), changed_by(config, read_config(run / "config.yaml")))
     return 0
 
 
@@ -161,19 +171,60 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, o
     train(config, parts)
 
 
-def report(run: Path, folder: Path) -> None:
-    """Both curves, side by side, and whether the weights are the run's."""
+def changed_by(config: Config, recorded: Config) -> list[str]:
+    """Settings that decide what is learned and are not those of the run."""
+    ours, theirs = (flat(config_to_dict(each)) for each in (config, recorded))
+    rooms = tuple(f"{room}." for room in (*LEARNED_BY, "learner"))
+    keys = [key for key in ours if key.startswith(rooms) or key == "replay.max_staleness"]
+    return [key for key in keys if key not in OF_A_RERUN and ours[key] != theirs.get(key)]
+
+
+def weights_apart(run: Path, again: Path) -> float:
+    """Norm of the difference of two exports over that of the first, one tensor after the other. Raises AsyncRLError:
+    they have other tensors."""
+    ours, theirs = (
+        {name: file for file in sorted(folder.glob("*.safetensors")) for name in names_in(file)}
+        for folder in (run, again)
+    )
+    if ours.keys() != theirs.keys():
+        raise AsyncRLError(f"{run} and {again} have other tensors: they are models of different shape")
+    apart = size = 0.0
+    for name, file in ours.items():
+        one, other = (tensor_of(each, name) for each in (file, theirs[name]))
+        apart += float((one - other).square().sum())
+        size += float(one.square().sum())
+    return (apart / size) ** 0.5 if size else 0.0
+
+
+def names_in(file: Path) -> list[str]:
+    with safe_open(str(file), framework="pt") as opened:
+        return list(opened.keys())
+
+
+def tensor_of(file: Path, name: str) -> torch.Tensor:
+    with safe_open(str(file), framework="pt") as opened:
+        return opened.get_tensor(name).double()
+
+
+def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
+    """Both curves, side by side, and whether the weights are the run's.
+
+    Args:
+        changed: see `changed_by`.
+    """
     original, again = read_metrics(run), read_metrics(folder)
-    print(comparison(original, again))
+    same_loss = not any(key.startswith(tuple(f"{room}." for room in LEARNED_BY)) for key in changed)
+    print(comparison(original, again, same_loss=same_loss))
     plot_comparison(original, again, folder / "curves.png", folder.name)
     print(f"written to {folder}: metrics.jsonl, curves.png, hf/")
-    weights = "hf/model.safetensors"
-    if not (run / weights).is_file():
-        print(f"the run has no {weights} to compare with")
-    elif filecmp.cmp(run / weights, folder / weights, shallow=False):
+    files = [file.name for file in sorted((run / "hf").glob("*.safetensors"))]
+    if not files:
+        print("the run has no hf/*.safetensors to compare with")
+    elif filecmp.cmpfiles(run / "hf", folder / "hf", files, shallow=False)[0] == files:
         print("final weights: those of the run, bit for bit")
     else:
-        print("final weights: others than the run's")
+        why = f"with other {', '.join(changed)}" if changed else UNCHANGED
+        print(f"final weights: others than the run's, {weights_apart(run / 'hf', folder / 'hf'):.2%} apart, {why}")
 
 
 if __name__ == "__main__":

@@ -11,26 +11,33 @@ from matplotlib.figure import Figure
 from asyncrl.telemetry.report import Row, series
 
 SHOWN_STEPS = 20
-COMPARED = ("loss/total", "kl/behavior", "optim/grad_norm")
-"""Metrics that both have."""
+COMPARED = ("kl/behavior", "policy/entropy")
+"""Metrics of the policy alone: they mean the same whatever was minimised."""
+OF_ONE_LOSS = ("loss/total", "optim/grad_norm")
+"""Of two losses they are numbers of different things."""
 LEGEND = """\
 reward_data: mean reward of the batch that comes next, made by the run's own policy (some versions old).
 estimate: the same for the rerun's policy, which has not been trained on it: rewards weighted by pi/mu per trajectory.
 ess: effective sample size of those weights as a fraction. Below 0.1 the estimate says little."""
 
 
-def comparison(original: Sequence[Row], again: Sequence[Row]) -> str:
-    """At most `SHOWN_STEPS` steps; each compared metric as `run / rerun`."""
+def comparison(original: Sequence[Row], again: Sequence[Row], *, same_loss: bool) -> str:
+    """At most `SHOWN_STEPS` steps; each compared metric as `run / rerun`.
+
+    Args:
+        same_loss: whether both minimise the same.
+    """
+    compared = (*OF_ONE_LOSS, *COMPARED) if same_loss else COMPARED
     of_run = {row["step"]: row for row in original}
     head = f"{'step':>5} {'reward_data':>11} {'estimate':>9} {'ess':>6}"
-    lines = [LEGEND, "", head + "".join(f" {name + ' run / rerun':>28}" for name in COMPARED)]
+    lines = [LEGEND, "", head + "".join(f" {name + ' run / rerun':>28}" for name in compared)]
     stride = max(1, -(-len(again) // SHOWN_STEPS))
     for row in again[::-stride][::-1]:
         cells = f"{row['step']:>5}" + "".join(
             f" {_number(row, f'rerun/{name}', form):>{width}}"
             for name, form, width in (("reward_of_data", ".3f", 11), ("reward_estimate", ".3f", 9), ("ess", ".2f", 6))
         )
-        for name in COMPARED:
+        for name in compared:
             both = f"{_number(of_run.get(row['step'], {}), name, '.4g')} / {_number(row, name, '.4g')}"
             cells += f" {both:>28}"
         lines.append(cells)

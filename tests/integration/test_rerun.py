@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,12 @@ def test_a_rerun_gives_the_weights_of_the_run_bit_for_bit_and_another_loss_gives
 
     other = asyncrl("rerun", str(run.directory), "loss=no_correction", "learner.lr=3e-3")
     assert other.returncode == 0, other.stderr
-    assert "final weights: others than the run's" in other.stdout
+    found = re.search(r"final weights: others than the run's, (\S+)% apart, with other (.*)", other.stdout)
+    assert (
+        found and 0 < float(found.group(1)) < 100 and {"loss.preset", "learner.lr"} <= set(found.group(2).split(", "))
+    )
+    assert "loss/total run / rerun" in same.stdout and "kl/behavior run / rerun" in other.stdout
+    assert "loss/total" not in other.stdout and "optim/grad_norm" not in other.stdout, "of two losses"
     counterfactual = rows(run.directory / "rerun-loss-no-correction-learner.lr-3e-3")
     assert [row["loss/total"] for row in counterfactual] != [row["loss/total"] for row in original]
     assert all(0 < row["rerun/ess"] <= 1 for row in counterfactual[:-1])
