@@ -21,6 +21,8 @@ from asyncrl.config import (
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
+URL = "http://127.0.0.1:8000"
+SERVER = ["engine=server", f"engine.urls=[{URL}]", "rollout.workers=1"]
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
 
 REFUSED = [
@@ -40,7 +42,22 @@ REFUSED = [
         ["loss=grpo", "loss.kl_coef=0.1", "reference.path=rollout"],
         ["environment.name=single_turn attaches none", "file.py:Name", "./rollout"],
     ),
-    (["engine.name=transformer"], ["engine.name must be one of vllm, transformers, fake", "`transformers`?"]),
+    (["engine.name=transformer"], ["engine.name must be one of vllm, transformers, server, fake", "`transformers`?"]),
+    (["engine=server"], ["needs the addresses", "engine.urls=[http://127.0.0.1:8000]"]),
+    (["engine.urls=[http://127.0.0.1:8000]"], ["engine.urls does nothing with engine=transformers", "engine=server"]),
+    ([*SERVER, "engine.urls=[http://8.8.8.8:8000]"], ["http://8.8.8.8:8000 is neither", "no key guards", "127.0.0.1"]),
+    ([*SERVER, "engine.urls=[127.0.0.1:8000]"], ["'127.0.0.1:8000' is no http://HOST:PORT"]),
+    ([*SERVER, "engine.urls=[http://127.0.0.1]"], ["'http://127.0.0.1' is no http://HOST:PORT"]),
+    ([*SERVER, "engine.urls=[http://127.0.0.1:8000/v1]"], ["is no http://HOST:PORT", "nothing behind the port"]),
+    ([*SERVER, "engine.urls=[http://a..b:8000]"], ["'a..b' has no address here"]),
+    ([*SERVER, f"engine.urls=[{URL},{URL}]"], ["names a server twice", "each once"]),
+    ([*SERVER, "rollout.workers=2"], ["rollout.workers=2 with 1 of engine.urls", "Set rollout.workers=1"]),
+    ([*SERVER, "engine.key_env=NO_SUCH_KEY_HERE"], ["engine.key_env=NO_SUCH_KEY_HERE", "not set. Export it"]),
+    ([*SERVER, "weights=files"], ["weights.transport=files with engine=server", "weights=broadcast"]),
+    ([*SERVER, "weights.senders=all"], ["weights.senders=all with engine=server", "weights.senders=rank0"]),
+    ([*SERVER, "model=lora"], ["model.lora_rank=16 with engine=server", "engine=vllm"]),
+    ([*SERVER, "engine.record_topk=4"], ["engine.record_topk needs engine=transformers or engine=vllm"]),
+    ([*SERVER, "rollout.top_k=4"], ["a vLLM server does not say what a token was drawn from"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute", "engine=fake"], ["does nothing with engine=fake", "on_update=keep"]),
     (["engine.exact=true"], ["with weights.on_update=keep", "over keys of the old weights", "on_update=recompute"]),
@@ -433,6 +450,7 @@ def test_missing_required_settings_are_named_together() -> None:
 
 
 GOES_WITH = {
+    "engine=server": ["engine.urls=[http://127.0.0.1:8000]", "rollout.workers=1"],
     "loss=vtrace": ["advantage=vtrace"],
     "advantage=vtrace": ["loss=vtrace"],
     "loss=opo": ["advantage=opo"],

@@ -38,6 +38,12 @@ def is_loopback(host: str) -> bool:
     return bool(addresses) and all(address.is_loopback for address in addresses)
 
 
+def is_private(host: str) -> bool:
+    """Whether `host` is this machine or one of a private network: every address of it."""
+    addresses = resolved(host) if host else []
+    return bool(addresses) and all(address.is_loopback or address.is_private for address in addresses)
+
+
 def is_everywhere(host: str) -> bool:
     """Whether to listen on `host` is to listen on every interface."""
     return host in ("", "*") or any(address.is_unspecified for address in resolved(host))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.problem import Problems
+from asyncrl.checks.servers import refused
 from asyncrl.schema import Config
 
 OF_VLLM = {"tensor_parallel": 1, "max_model_len": 0, "kv_cache_mb": 0, "vllm": {}}
@@ -28,6 +29,27 @@ def engine_has_the_setting(config: Config) -> Problems:
         yield "weights.on_update=recompute does nothing with engine=fake, which has no keys. Set weights.on_update=keep"
 
 
+def servers_can_be_used(config: Config) -> Problems:
+    engine = config.engine
+    if engine.name != "server":
+        for key, value in (("urls", engine.urls), ("key_env", engine.key_env)):
+            if value:
+                yield f"engine.{key} does nothing with engine={engine.name}. Use engine=server, or remove it"
+        return
+    yield from refused(engine)
+    if config.rollout.workers > len(engine.urls) > 0:
+        yield (
+            f"rollout.workers={config.rollout.workers} with {len(engine.urls)} of engine.urls: each server belongs to "
+            f"one worker. Set rollout.workers={len(engine.urls)}, or less: a worker feeds several"
+        )
+    if config.weights.transport != "broadcast":
+        yield f"weights.transport={config.weights.transport} with engine=server: not built. Use weights=broadcast"
+    if config.weights.senders != "rank0":
+        yield f"weights.senders={config.weights.senders} with engine=server: not tried. Set weights.senders=rank0"
+    if config.model.lora_rank > 0:
+        yield f"model.lora_rank={config.model.lora_rank} with engine=server: not built. Use engine=vllm"
+
+
 def wide_heads_have_a_use(config: Config) -> Problems:
     model, engine = config.model, config.engine
     if model.fp32_head and model.dtype == engine.dtype == "float32":
@@ -44,12 +66,13 @@ def likeliest_tokens_are_recorded(config: Config) -> Problems:
             f"engine.record_topk above 0; got {config.engine.record_topk}. Set engine.record_topk=64 "
             "(a rerun: take a run that had it)"
         )
-    if config.engine.record_topk and config.engine.name == "fake":
+    if config.engine.record_topk and config.engine.name in ("fake", "server"):
         yield "engine.record_topk needs engine=transformers or engine=vllm. Set engine.record_topk=0"
 
 
 NO_SAME_BITS = {
     "vllm": "its batch-invariant kernels need a GPU and have not been tried here, and they are not the learner's",
+    "server": "vLLM's kernels are not the learner's",
     "fake": "it has no model",
 }
 """Why an engine's log-probs cannot be the learner's to the bit."""
@@ -202,6 +225,7 @@ def all_ranks_can_send(config: Config) -> Problems:
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
+    servers_can_be_used,
     likeliest_tokens_are_recorded,
     wide_heads_have_a_use,
     exact_engines_can_be,

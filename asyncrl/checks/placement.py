@@ -39,8 +39,8 @@ PLACED = ("auto", "cuda")
 
 
 def on_gpus(config: Config) -> bool:
-    """Whether engines take the GPUs that they find."""
-    return config.engine.device in PLACED and config.engine.name != "fake"
+    """Whether engines take the GPUs that they find. Those of servers are not ours to give."""
+    return config.engine.device in PLACED and config.engine.name not in ("fake", "server")
 
 
 def demand_of(config: Config) -> Demand:

@@ -33,7 +33,7 @@ def words(config: Config) -> dict[str, tuple[str, tuple[str, ...]]]:
         "model.renderer": (config.model.renderer, (AUTO, *RENDERERS)),
         "model.dtype": (config.model.dtype, DTYPES),
         "data.overlong": (config.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),
-        "engine.name": (config.engine.name, ("vllm", "transformers", "fake")),
+        "engine.name": (config.engine.name, ("vllm", "transformers", "server", "fake")),
         "engine.dtype": (config.engine.dtype, DTYPES),
         "advantage.estimator": (config.advantage.estimator, ESTIMATORS),
         "advantage.baseline": (config.advantage.baseline, ("mean", "loo", "opo", "greedy", "none")),

@@ -116,6 +116,11 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     chosen = [] if _chooses(overrides) else ["run.name=eval"]
     given = with_files([*own, *overrides, *chosen, f"model.path={quoted(str(_model_of(run)))}"])
     config = load_config(given)
+    if config.engine.name == "server":
+        raise ConfigError(
+            "an evaluation loads the weights of its folder, and servers have their own. Give engine=transformers or "
+            "engine=vllm, and of a run with servers engine.urls=[] engine.key_env="
+        )
     config.model = replace(config.model, lora_rank=0)  # what is evaluated is a whole model
     # No Ray is started here; and rows come in the order of the file.
     config.reward = replace(config.reward, host="worker", gpus=0.0)

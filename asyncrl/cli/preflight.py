@@ -22,6 +22,7 @@ from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
 from asyncrl.data.survey import Survey
 from asyncrl.drawing.curriculum import too_many
+from asyncrl.engines.server.terms import look_at_servers
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
@@ -50,8 +51,10 @@ class Preflight:
 def look_ahead(config: Config) -> Preflight:
     """
     Raises:
-        ConfigError, DataError: the run could not work; the message names the row.
+        ConfigError, DataError: the run could not work; the message names the row, or the server.
     """
+    if config.engine.name == "server":
+        look_at_servers(config)
     limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
     model = str(described or config.model.path)
     train = [look_over(source, model, limit=limit) for source in sources(config.data)]

@@ -85,3 +85,12 @@ class OwnProcesses(Protocol):
     """An engine whose model lives in processes of its own: broadcast weights go there without a detour."""
 
     def receiver(self) -> Receiver: ...
+
+
+@runtime_checkable
+class Several(Protocol):
+    """An engine that is several, each with the weights for itself."""
+
+    def score_everywhere(self, sequences: Sequence[NDArray[np.int32]]) -> list[list[NDArray[np.float32]]]:
+        """`Engine.score` of each that is in use."""
+        ...

@@ -12,6 +12,7 @@ from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
+from asyncrl.engines.server.engine import make_server_engine
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -43,8 +44,10 @@ def make_engine(config: Config) -> Engine:
         # Imported now: vLLM is an optional package, and takes seconds to import.
         module = "asyncrl.engines.vllm.lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm.engine"
         return importlib.import_module(module).make_vllm_engine(config)
+    if engine.name == "server":
+        return make_server_engine(config)
     if engine.name != "transformers":
-        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, fake")
+        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, server, fake")
     device = engine_device(engine.device)
     engine = with_dtypes(config, engine=device.type).engine
     if engine.dtype not in _DTYPES:

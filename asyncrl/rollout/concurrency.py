@@ -22,8 +22,9 @@ def slots_per_worker(config: Config) -> int:
     full."""
     size = config.rollout.group_size
     members = 1 if config.replay.admission == "sample" else size
+    sequences = config.engine.max_sequences * max(1, len(config.engine.urls))
     share = -(-config.rollout.max_in_flight * (size // members) // config.rollout.workers)
-    return max(1, min(share, prompts_that_fill(config.engine.max_sequences, members)))
+    return max(1, min(share, prompts_that_fill(sequences, members)))
 
 
 def prompts_that_fill(sequences: int, completions: int) -> int:

@@ -166,7 +166,7 @@ def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
             restart=0,
             log_path=str(Path(plain["run"]["dir"]) / "logs" / f"rollout-{f'{pool}.' if pool else ''}{index}.log"),
             run_digest=digest,
-            config=plain,
+            config=plain | {"engine": plain["engine"] | {"urls": config.engine.urls[index :: config.rollout.workers]}},
             environment=environment | ({VISIBLE: gpus[index]} if gpus[index] else {}),
         )
         for index in range(config.rollout.workers)

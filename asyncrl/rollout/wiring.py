@@ -14,7 +14,7 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
 from asyncrl.data.prompts import PromptSource
-from asyncrl.engines.base import Engine, OwnProcesses, Sampler
+from asyncrl.engines.base import Engine, OwnProcesses, Sampler, Several
 from asyncrl.engines.expected import expected_parameters
 from asyncrl.engines.factory import make_engine
 from asyncrl.environments.base import Environment
@@ -251,6 +251,7 @@ def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine
         score=None if model_less else engine.score,
         stall_s=lambda: engine.stats()["stall_s"],
         admit=None if model_less else expected_parameters(config.model.path).check,
+        everywhere=engine.score_everywhere if isinstance(engine, Several) else None,
     )
 
 

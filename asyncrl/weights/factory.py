@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +85,7 @@ def make_subscriber(
     score: Score | None = None,
     stall_s: Callable[[], float] | None = None,
     admit: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    everywhere: Callable[..., Any] | None = None,
 ) -> Subscriber:
     """The worker's end; its thread runs from here to `close`.
 
@@ -93,13 +95,20 @@ def make_subscriber(
         stall_s: seconds the engine was halted for loads, since its start.
         admit: raises for names, shapes or dtypes (tensors on `meta`) that the engine's model has not, before any
             memory is taken for them.
+        everywhere: of an engine that is several, see `Proof`.
     """
     weights = config.weights
     gpu = _engine_gpu(config.engine.device)
     proof = None
     if score is not None:
         engine = with_dtypes(config, engine="cuda" if gpu is not None else "cpu").engine
-        proof = Proof(score=score, engine_dtype=engine.dtype, verify_every=weights.verify_every, exact=engine.exact)
+        proof = Proof(
+            score=score,
+            engine_dtype=engine.dtype,
+            verify_every=weights.verify_every,
+            exact=engine.exact,
+            everywhere=everywhere,
+        )
     if weights.transport == "files":
         return FilesSubscriber(rendezvous, load, proof, stall_s)
     if weights.transport != "broadcast":

@@ -23,6 +23,9 @@ def test_a_run_that_sampled_a_part_of_the_vocabulary_is_evaluated_as_eval_says_w
     assert (config.eval.temperature, config.eval.top_p) == (1.0, 0.7)
     with pytest.raises(ConfigError, match=r"Evaluations take eval\.top_p"):
         prepared(str(run), ["engine=vllm", "rollout.top_p=0.8"])
+    server = ["engine=server", "engine.urls=[http://127.0.0.1:8000]", "rollout.top_p=1", "rollout.top_k=0"]
+    with pytest.raises(ConfigError, match="servers have their own"):
+        prepared(str(run), [*server, "rollout.workers=1"])
 
 
 @pytest.mark.parametrize(("sees", "kind"), [("True", "cuda"), ("False", "cpu")])

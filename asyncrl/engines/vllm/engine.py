@@ -31,8 +31,9 @@ from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLo
 from asyncrl.engines.vllm.client import VllmClient
 from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
-from asyncrl.engines.vllm.requests import Sibling, check_request, completion_of, sampling_of, version_label
+from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
+from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.schema import Config

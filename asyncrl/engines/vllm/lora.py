@@ -26,8 +26,9 @@ from vllm.platforms import current_platform
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.vllm.adapter_book import AdapterBook, HeldAdapter
 from asyncrl.engines.vllm.engine import VllmEngine
-from asyncrl.engines.vllm.requests import Sibling, completion_of, sampling_of
+from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
+from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import ConfigError, NoProgress, WeightsError
 from asyncrl.schema import Config
 from asyncrl.types import Completion

@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-BACKEND = "asyncrl"
+from asyncrl.engines.vllm.names import BACKEND, PROTOCOL, shape_of
+
 OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Environment variable: process id of the rollout worker, without which an engine must not live."""
 
@@ -33,6 +34,11 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
+
+    def asyncrl_model(self) -> dict[str, Any]:
+        """What it serves, for a run that did not start it; see `names.shape_of`."""
+        told = {"protocol": PROTOCOL, "seat": import_module("asyncrl.engines.vllm.receiver").SEAT}
+        return shape_of(self.model_runner.model_config.hf_config) | told
 
     def asyncrl_begin(self, kind: str, payload: dict[str, Any]) -> str:
         """Start `receive` or `read` on the side thread; generation goes on. Empty, or why it cannot start."""

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from asyncrl.weights.manifest import Manifest
 CallWorkers = Callable[..., list[Any]]
 """`call(method, *arguments)`: the answers of all workers."""
 SHARED_MEMORY = "/dev/shm"
+SEAT = [each.name for each in fields(Seat)]
+"""What a worker is told of its place: one of another asyncrl would look for its group elsewhere."""
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
 """Each question is answered between two steps of the engine: seldom enough to cost nothing, soon for small models."""
 
@@ -83,6 +85,9 @@ class VllmReceiver:
 
     def staged(self) -> StagedInWorkers:
         return StagedInWorkers(shapes=self._shapes)
+
+    def changed(self) -> bool:
+        return False  # processes of one engine live and die together
 
     def leave(self) -> None:
         with contextlib.suppress(EngineDiedError):  # whoever waits for the engine hears of it

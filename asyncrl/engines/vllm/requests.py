@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,61 +9,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSampling
 
-from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.stop_text import check_stop, end_by_text
-from asyncrl.errors import GenerationError, RequestError
+from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.errors import GenerationError
 from asyncrl.types import NO_VERSION, TOPK_IDS, TOPK_LOGPROBS, Completion
 
 _FIRST_AND_LAST = 1 << 30
 """Tokens between two outputs: the first tells that a sequence has begun, the next one comes when it is finished."""
-
-
-@dataclass(slots=True, eq=False)
-class Sibling:
-    """One sequence to sample. `ticket` is its age: the oldest goes first."""
-
-    request: GenerateRequest
-    member: int
-    ticket: int
-    overtaken: bool = False
-    """Weights were loaded while it was with vLLM and had no token: it starts again under the new version."""
-    end: int | None = None
-    """Tokens up to the end of its stop text, once that was written."""
-    seen: int = 0
-    """Tokens that were searched for one."""
-
-    def begin(self) -> None:
-        """Anew, with nothing sampled."""
-        self.overtaken, self.end, self.seen = False, None, 0
-
-    def ends_now(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop text has just been found in what there is of it."""
-        if self.end is not None:
-            return False
-        self.end = end_by_text(self.request, token_ids, self.seen)
-        self.seen = len(token_ids)
-        return self.end is not None
-
-
-def check_request(request: GenerateRequest, vocabulary: int, max_length: int) -> None:
-    """Raises GenerationError for what an engine of `vocabulary` tokens, that holds `max_length` of them, cannot do."""
-    ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
-    if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
-        raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
-    if not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-        raise GenerationError(
-            f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}. "
-            "Is the tokenizer that of the model?"
-        )
-    if sampling.temperature < 0:
-        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
-    check_stop(request)
-    longest = len(ids) + sampling.max_new_tokens
-    if longest > max_length:
-        raise RequestError(
-            f"prompt and max_new_tokens together are {longest} tokens, the engine holds {max_length}. "
-            "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
-        )
 
 
 def sampling_of(sibling: Sibling) -> VllmSampling:
@@ -106,10 +55,6 @@ def scoring() -> VllmSampling:
         skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def version_label(policy_version: int) -> str:
-    return str(policy_version)
 
 
 def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:

@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import vllm_problem
-from asyncrl.engines.vllm.plugin import BACKEND, OWNER_VARIABLE, WorkerExtension
+from asyncrl.engines.vllm.names import BACKEND, EXTENSION
+from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -85,7 +86,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(MAX_LOGPROBS, config.engine.record_topk),
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "enable_log_requests": False,
     }

@@ -87,7 +87,8 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         self._staging = Staging(device if self._cuda else None)
         self._file: Mapping[str, torch.Tensor] | None = None
         self._job: SideJob | None = None
-        owner = int(os.environ[OWNER_VARIABLE])
+        # Without a rollout worker it is that of a server, which is killed as easily.
+        owner = int(os.environ.get(OWNER_VARIABLE, os.getppid()))
         threading.Thread(target=_end_with_owner, args=(owner, os.getppid()), daemon=True).start()
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:

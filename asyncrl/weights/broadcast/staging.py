@@ -74,6 +74,11 @@ class Receiver(Protocol):
         """What `load` is called with after a `receive` whose fingerprints matched."""
         ...
 
+    def changed(self) -> bool:
+        """Whether its processes are no longer those that took the seat: it then joins anew, and what was served before
+        has to be loaded again."""
+        ...
+
     def leave(self) -> None:
         """Leave the group at once; staging is kept. Never raises."""
         ...
@@ -213,6 +218,9 @@ class Staging:
             raise WeightsError("nothing was ever staged here")
         self._offered = StagedTensors(self._views)
         return self._offered
+
+    def changed(self) -> bool:
+        return False
 
     def leave(self) -> None:
         groups, self._groups = self._groups, []

@@ -161,6 +161,10 @@ class BroadcastSubscriber(SubscriberThread):
         self._stats["epochs"] += 1
         number = 1
         while not self._closed.is_set():
+            if self._receiver.changed():
+                log.info("weights: the engine's processes are others than before; joining anew")
+                self._fingerprint = ""
+                return True
             key = f"{seat.epoch}/event/{number}"
             event = pushed(store, key, _SILENCE_S, self._closed)
             if event is None and store.add(forgotten_key(seat.epoch), 0) >= number:

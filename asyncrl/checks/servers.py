@@ -1,0 +1,53 @@
+"""Servers that somebody else started (`engine=server`): which addresses may be used, and what must be said of them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from asyncrl.checks.addresses import is_private, resolved
+from asyncrl.schema import EngineConfig
+
+
+def refused(engine: EngineConfig) -> Iterator[str]:
+    """Why these `engine.urls` cannot be used."""
+    if not engine.urls:
+        yield "engine=server needs the addresses of its servers. Set engine.urls=[http://127.0.0.1:8000]"
+    if len(set(engine.urls)) != len(engine.urls):
+        yield f"engine.urls names a server twice: {', '.join(engine.urls)}. Name each once"
+    for url in engine.urls:
+        yield from _wrong(url)
+    if engine.key_env and not os.environ.get(engine.key_env):
+        yield f"engine.key_env={engine.key_env} names an environment variable that is not set. Export it"
+
+
+def _wrong(url: str) -> Iterator[str]:
+    place = urlsplit(url)
+    try:
+        port = place.port
+    except ValueError:
+        port = None
+    extra = place.username or place.query or place.fragment or place.path not in ("", "/")
+    if place.scheme not in ("http", "https") or not place.hostname or port is None or extra:
+        yield f"engine.urls: {url!r} is no http://HOST:PORT. Give each server so, with nothing behind the port"
+        return
+    if not resolved(place.hostname):
+        yield f"engine.urls: {place.hostname!r} has no address here. Is the name right? Or give its number"
+    elif not is_private(place.hostname):
+        yield (
+            f"engine.urls: {url} is neither this machine nor in a private network. Whoever reaches that port can load "
+            "weights and call into its workers, for no key guards vLLM's developer mode. Use a private address, or a "
+            "tunnel that ends on 127.0.0.1"
+        )
+
+
+def connected_at(url: str) -> str:
+    """`url` with the number that was judged, whatever the name is a moment later; a certificate needs the name."""
+    place = urlsplit(url)
+    found = resolved(place.hostname or "")
+    if place.scheme == "https" or not found:
+        return url
+    host = f"[{found[0]}]" if isinstance(found[0], ipaddress.IPv6Address) else str(found[0])
+    return f"http://{host}:{place.port}"

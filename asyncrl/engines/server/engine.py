@@ -1,0 +1,373 @@
+"""vLLM servers as one engine: requests are routed between them, and each is a part of the weight group.
+
+    generate   a group and an episode's turns to the server that holds their beginning (`router.py`)
+    load       staged on every server already -> each for itself: pause (keep) -> load -> label -> resume
+    lost       what it was making is made again by the others; when it is back it joins, is given the weights and proven
+
+A token's version is what the server says, by labels that no other run has: tokens of any other weights are made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.servers import refused
+from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.parameters import ParameterTable
+from asyncrl.engines.server.answers import Answer, foreign, generation_body, label_of, version_in
+from asyncrl.engines.server.link import START_IT, ServerGoneError, ServerLink
+from asyncrl.engines.server.receiver import ServersReceiver, StagedInServers
+from asyncrl.engines.server.router import Router
+from asyncrl.engines.server.servers import Server
+from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, facts_of, links_to
+from asyncrl.engines.vllm.loop import LoopThread
+from asyncrl.engines.vllm.names import shape_of
+from asyncrl.engines.vllm.receiver import SEAT
+from asyncrl.engines.vllm.sibling import Sibling, check_request
+from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+from asyncrl.schema import Config
+from asyncrl.types import NO_VERSION, Completion
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""Between two looks at each server."""
+SILENT_S = 30.0
+"""A server that does not answer for so long is lost, though its connections stand."""
+REJECTED_S = 300.0
+"""Until a server that did not join the weight group is asked again."""
+PATIENCE_S = 240.0
+"""Longest wait for any server, at the start and while none is left."""
+
+
+def make_server_engine(config: Config) -> ServerEngine:
+    """Raises ConfigError: an address that may not be used, or a server that cannot do what is asked."""
+    why = next(refused(config.engine), "")
+    if why:
+        raise ConfigError(why)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+    return ServerEngine(config, links_to(config))
+
+
+class ServerEngine:
+    """Implements `engines.base.Engine`, `OwnProcesses` and `Several`."""
+
+    def __init__(self, config: Config, links: Sequence[ServerLink]) -> None:
+        self._recompute = config.weights.on_update == "recompute"
+        self._timeout_s = config.weights.timeout_s
+        self._dtype = dtype_on(config.engine.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
+        self._shape = shape_of(model) | {"seat": SEAT}
+        self._vocabulary = int(model.get_text_config(decoder=True).vocab_size)
+        with torch.device("meta"):
+            self._parameters = ParameterTable(AutoModelForCausalLM.from_config(model))
+        self._run = secrets.token_hex(8)
+        self._policy_version = NO_VERSION
+        self._loading = False
+        self._numbers = itertools.count()
+        self._counts = dict.fromkeys(("requests", "loads", "restarted", "lost_servers", "generated_tokens"), 0)
+        self._seconds = {"load_s": 0.0, "stall_s": 0.0}
+        self._servers = {link.url: Server(link, config.engine.max_sequences) for link in links}
+        self._router = Router(list(self._servers))
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._loop = LoopThread("servers")
+        try:
+            self._loop.call(self._start(), PATIENCE_S + 4 * self._timeout_s)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together, on any of the servers that there ever were."""
+        return self._max_length
+
+    def receiver(self) -> ServersReceiver:
+        return ServersReceiver(self._there, self._call_workers, self._report_lost, self._report_broken_join)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if self._closed:
+            raise GenerationError("the engine is closed; make a new one")
+        check_request(request, self._vocabulary, self.max_length)
+        return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor] | StagedInServers) -> None:
+        if not isinstance(tensors, StagedInServers):
+            raise ConfigError("engine=server takes weights by weights.transport=broadcast alone. Set that")
+        started = time.monotonic()
+        self._parameters.check(tensors.shapes)
+        self._loop.call(self._commit(policy_version, tensors.urls), 5 * self._timeout_s)
+        self._counts["loads"] += 1
+        self._seconds["load_s"] += time.monotonic() - started
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Of one of the servers; see `Engine.score`."""
+        return self.score_everywhere(sequences)[0]
+
+    def score_everywhere(self, sequences: Sequence[NDArray[np.int32]]) -> list[list[NDArray[np.float32]]]:
+        """Raises EngineDiedError: no server is left that could."""
+
+        async def score(server: Server) -> list[NDArray[np.float32]]:
+            names = [f"score.{self._run}.{next(self._numbers)}" for _ in sequences]
+            return list(await asyncio.gather(*map(server.link.score, sequences, names)))
+
+        return self._loop.call(self._on_all(list(self._usable()), score), 10 * self._timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        servers = self._servers.values()
+        return {
+            "running": float(sum(server.queue.in_flight for server in servers)),
+            "waiting": float(sum(server.queue.waiting for server in servers)),
+            "servers": float(len(self._usable())),
+            "routed": float(self._router.placed),
+            "prefix_known": float(self._router.known),
+            "prefix_hits": float(self._router.hits),
+            **{name: float(count) for name, count in self._counts.items()},
+            **self._seconds,
+        }
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+
+        async def close() -> None:
+            self._watch.cancel()
+            await asyncio.gather(*(server.link.close() for server in self._servers.values()))
+
+        await asyncio.to_thread(self._loop.call, close(), self._timeout_s)
+        self._loop.close()
+
+    async def _start(self) -> None:
+        """waits for: the first server that answers; unblocked by: it, one that cannot be used, or PATIENCE_S."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            for _, error in await self._look_at_all():
+                raise error
+            if any(server.facts for server in self._servers.values()):
+                break
+            said = "; ".join(server.why for server in self._servers.values())
+            if time.monotonic() > deadline:
+                raise EngineDiedError(
+                    f"no server of engine.urls answered for {PATIENCE_S:g} s: {said}. Is the address right, and the "
+                    f"server up? {START_IT}"
+                )
+            log.warning("no server of engine.urls answers yet: %s", said)
+            await asyncio.sleep(LOOK_S)
+        for server in self._servers.values():
+            if server.facts is None:
+                log.warning("engine.urls: %s; going on without it until it is there", server.why)
+        self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
+        self._watch = asyncio.create_task(self._keep_looking())
+
+    async def _keep_looking(self) -> None:
+        """waits for: nothing; looks at every server as long as the engine lives."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for server, error in await self._look_at_all():
+                if server.why != str(error):  # it came back as another: the run goes on with the rest
+                    log.error("%s", error)
+                server.why = str(error)
+
+    async def _look_at_all(self) -> list[tuple[Server, ConfigError]]:
+        """Those that are there and cannot be used."""
+        servers = list(self._servers.values())
+        found = await asyncio.gather(*map(self._look_at, servers), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, ConfigError):
+                raise error
+        pairs = zip(servers, found, strict=True)
+        return [(server, error) for server, error in pairs if isinstance(error, ConfigError)]
+
+    async def _look_at(self, server: Server) -> None:
+        """Raises ConfigError: it is there, and cannot be used."""
+        try:
+            if server.facts is None:
+                if time.monotonic() < server.not_before:
+                    return
+                server.arrive(await facts_of(server.link, self._dtype, self._shape))
+                log.info("%s is there", server.url)
+                return
+            loading = self._loading
+            label = (await server.link.get("/weight_info", LOOK_TIMEOUT_S))["weight_version"]
+            server.silent_since = None
+            if server.serves and not loading and not self._loading and version_in(label, self._run) is None:
+                await self._lose(server, foreign(server.url, label))
+        except ServerGoneError as error:
+            now = time.monotonic()
+            server.silent_since = server.silent_since or now
+            server.why = str(error)
+            if server.facts is not None and (now - server.silent_since > SILENT_S or "ConnectError" in server.why):
+                await self._lose(server, str(error))
+
+    async def _lose(self, server: Server, why: str) -> None:
+        if server.facts is None:
+            return
+        log.warning("lost a server: %s", why)
+        self._counts["lost_servers"] += 1
+        server.lose(why)
+        self._router.forget(server.url)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _report_lost(self, url: str, why: str) -> None:
+        """From another thread."""
+        self._loop.call(self._lose(self._servers[url], why), self._timeout_s)
+
+    def _report_broken_join(self, urls: Sequence[str], why: str) -> None:
+        """The group did not form. Beside servers that served before, those that are new are taken for the reason, and
+        left alone for a while: with them there would be no update any more."""
+        servers = [self._servers[url] for url in urls]
+        if any(server.serves for server in servers):
+            for server in servers:
+                if not server.serves:
+                    server.not_before = time.monotonic() + REJECTED_S
+                    self._report_lost(server.url, f"{server.url} did not join the weight group: {why}")
+
+    def _there(self) -> dict[str, tuple[int, int]]:
+        servers = self._servers.items()
+        return {url: (server.facts.width, server.arrivals) for url, server in servers if server.facts is not None}
+
+    def _call_workers(self, url: str, method: str, *arguments: Any) -> list[Any]:
+        link = self._servers[url].link
+        return self._loop.call(link.call_workers(method, arguments), 2 * self._timeout_s)
+
+    def _usable(self) -> list[Server]:
+        """Before the first load all that are there, with the weights that they have."""
+        of_ours = self._policy_version != NO_VERSION
+        return [server for server in self._servers.values() if (server.serves if of_ours else server.facts)]
+
+    async def _generate(self, request: GenerateRequest) -> list[Completion]:
+        self._counts["requests"] += 1
+        siblings = [Sibling(request, member, next(self._numbers)) for member in range(request.n)]
+        url = await self._place(request, request.n)
+        tasks = [asyncio.create_task(self._sample(sibling, url)) for sibling in siblings]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            # One failed or all are cancelled: the others must not go on for nobody.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _place(self, request: GenerateRequest, sequences: int) -> str:
+        """waits for: a server with our weights; unblocked by: one that was given them, or PATIENCE_S."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._changed:
+                await self._changed.wait_for(self._usable)
+        except TimeoutError:
+            said = "; ".join(server.why for server in self._servers.values())
+            raise EngineDiedError(f"no server of engine.urls was left for {PATIENCE_S:g} s: {said}") from None
+        return self._router.begin(request.prompt_ids, sequences, [server.url for server in self._usable()])
+
+    async def _sample(self, sibling: Sibling, url: str) -> Completion:
+        """waits for: a place, then its last token; from the start again each time its server is lost or weights
+        overtake its first token."""
+        placed: str | None = url
+        try:
+            while True:
+                if placed is None:
+                    placed = await self._place(sibling.request, 1)
+                server = self._servers[placed]
+                try:
+                    completion = await self._run_on(server, sibling)
+                except ServerGoneError as error:
+                    self._router.end(placed, 1)
+                    placed = None
+                    await self._lose(server, str(error))
+                except TimeoutError:
+                    pass  # overtaken
+                else:
+                    whole = np.concatenate([sibling.request.prompt_ids, completion.token_ids])
+                    self._router.extend(placed, whole)
+                    return completion
+                self._counts["restarted"] += 1
+        finally:
+            if placed is not None:
+                self._router.end(placed, 1)
+
+    async def _run_on(self, server: Server, sibling: Sibling) -> Completion:
+        """Raises ServerGoneError; TimeoutError: the sibling was overtaken."""
+        name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}.{self._run}"
+        answer = Answer()
+        async with server.working(sibling):
+            run = self._run if server.version != NO_VERSION else None
+            salt = label_of(self._run, server.version)
+            async for chunk in server.link.stream(generation_body(sibling, name, salt)):
+                self._counts["generated_tokens"] += answer.add(chunk)
+                server.has_tokens(sibling)
+                if sibling.ends_now(answer.token_ids) and not answer.finish_reason:
+                    await server.link.abort(name)
+        return answer.completion(sibling, server.url, run)
+
+    async def _on_all(self, servers: Sequence[Server], work: Callable[[Server], Awaitable[Any]]) -> list[Any]:
+        """Of those that come through it, side by side; the others are lost. Raises EngineDiedError: none did."""
+        results = await asyncio.gather(*map(work, servers), return_exceptions=True)
+        done = []
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, EngineDiedError | TimeoutError):
+                await self._lose(server, str(result) or f"{server.url} gave no answer in time")
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                done.append(result)
+        if not done:
+            raise EngineDiedError(f"no server of engine.urls is left: {'; '.join(each.why for each in servers)}")
+        return done
+
+    async def _commit(self, policy_version: int, urls: Sequence[str]) -> None:
+        """On each server one pause in which the staged weights become this version. A server that fails is lost, and
+        is given whole weights when it is back."""
+        servers = [server for url in urls if (server := self._servers[url]).facts is not None]
+        started, self._loading = time.monotonic(), True
+        try:
+            await self._on_all(servers, lambda server: self._commit_on(server, policy_version))
+            self._policy_version = policy_version
+        finally:
+            self._loading = False
+            self._seconds["stall_s"] += time.monotonic() - started
+        for server in servers:
+            self._router.forget(server.url)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _commit_on(self, server: Server, policy_version: int) -> None:
+        link = server.link
+        server.queue.close()
+        try:
+            async with asyncio.timeout(4 * self._timeout_s):
+                await link.post("/pause", mode="keep", clear_cache=str(self._recompute).lower())
+                server.overtake()
+                await self._load_staged(server, policy_version)
+                await link.post("/update_weight_version", {"new_version": label_of(self._run, policy_version)})
+                await link.post("/resume")
+                server.serves, server.version = True, policy_version
+        finally:
+            server.queue.open()
+
+    async def _load_staged(self, server: Server, policy_version: int) -> None:
+        """Twice at most: after a failed load the model is mixed, and only a whole one mends it."""
+        errors: list[str] = []
+        for _ in range(2):
+            errors = [error for error in await server.link.call_workers("asyncrl_load", ()) if error]
+            if not errors:
+                return
+        raise ServerGoneError(f"{server.url} could not load version {policy_version}, it stays paused: {errors[0]}")

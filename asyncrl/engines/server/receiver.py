@@ -1,0 +1,102 @@
+"""The workers of several servers as one member of the weight group: each server receives for itself, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from asyncrl.engines.vllm.receiver import VllmReceiver
+from asyncrl.errors import EngineDiedError
+from asyncrl.weights.broadcast.staging import Seat
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedInServers:
+    """Weights that lie, verified, in the staging of these servers."""
+
+    shapes: Mapping[str, torch.Tensor]
+    urls: Sequence[str]
+
+
+class ServersReceiver:
+    """Implements `weights.broadcast.staging.Receiver`. One thread uses it.
+
+    Args:
+        there: url -> (processes, which of its arrivals this is), of the servers that answer now.
+        call: `call(url, method, *arguments)`: the answers of all workers of one.
+        lost: told of one that gave none.
+        broken: told of all that were to form a group which did not form.
+    """
+
+    def __init__(
+        self,
+        there: Callable[[], Mapping[str, tuple[int, int]]],
+        call: Callable[..., list[Any]],
+        lost: Callable[[str, str], None],
+        broken: Callable[[Sequence[str], str], None],
+    ) -> None:
+        self._there, self._call, self._lost, self._broken = there, call, lost, broken
+        self._receivers: dict[str, VllmReceiver] = {}
+        self._asked: Mapping[str, tuple[int, int]] = {}
+        self._pool = ThreadPoolExecutor(thread_name_prefix="weights-servers")
+
+    @property
+    def width(self) -> int:
+        self._asked = dict(self._there())
+        return sum(width for width, _ in self._asked.values())
+
+    def join(self, seat: Seat) -> None:
+        self._receivers = {url: self._receiver(url, width) for url, (width, _) in self._asked.items()}
+        if not self._receivers:
+            raise RuntimeError("no server of engine.urls answers")
+        seats, rank = {}, seat.rank
+        for url, (width, _) in self._asked.items():
+            seats[url], rank = replace(seat, rank=rank), rank + width
+        try:
+            self._each(lambda url, receiver: receiver.join(seats[url]))
+        except RuntimeError as error:
+            self._broken(tuple(self._receivers), str(error))
+            raise
+
+    def receive(self, event: Mapping[str, Any]) -> list[str]:
+        asked = {key: value for key, value in event.items() if key != "canary"}  # bytes, which JSON has not
+        answers = self._each(lambda _, receiver: receiver.receive(asked))
+        return [prints[0] if len(set(prints)) == 1 else "differ" for prints in zip(*answers, strict=True)]
+
+    def staged(self) -> StagedInServers:
+        first = next(iter(self._receivers.values()))
+        return StagedInServers(shapes=first.staged().shapes, urls=tuple(self._receivers))
+
+    def changed(self) -> bool:
+        """A server that is not there is none to send to, and one that is back waits for weights. While none is there,
+        the seat is kept: there is nothing to join with."""
+        there = self._there()
+        return bool(there) and there != self._asked
+
+    def leave(self) -> None:
+        self._each(lambda _, receiver: receiver.leave())
+
+    def _receiver(self, url: str, width: int) -> VllmReceiver:
+        return self._receivers.get(url) or VllmReceiver(lambda *asked: self._call(url, *asked), width)
+
+    def _each(self, work: Callable[[str, VllmReceiver], Result]) -> list[Result]:
+        """Of all, side by side: the group forms when everyone is there. Raises RuntimeError: one failed at it."""
+
+        def done(url: str, receiver: VllmReceiver) -> Result:
+            try:
+                return work(url, receiver)
+            except EngineDiedError as error:
+                self._lost(url, str(error))
+                raise RuntimeError(str(error)) from error
+
+        jobs = [self._pool.submit(done, url, receiver) for url, receiver in self._receivers.items()]
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [job.result() for job in jobs]

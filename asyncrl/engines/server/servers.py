@@ -1,0 +1,89 @@
+"""What one engine knows of one server: whether it is there, and what it is doing for us. On the engine's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncrl.engines.server.link import ServerGoneError, ServerLink
+from asyncrl.engines.server.terms import Facts
+from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
+from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.types import NO_VERSION
+
+
+class Server:
+    """`facts` is None while it is away. It is there once it answers, and serves once it was given our weights."""
+
+    def __init__(self, link: ServerLink, sequences: int) -> None:
+        self.link = link
+        self.facts: Facts | None = None
+        self.serves = False
+        self.version = NO_VERSION
+        self.arrivals = 0
+        """How often it came: one that was started anew is another."""
+        self.why = "it was not asked yet"
+        self.silent_since: float | None = None
+        self.not_before = 0.0
+        """`time.monotonic()` before which it is not looked for."""
+        self.queue = AdmissionQueue(AdmissionWindow(sequences))
+        self._work: set[asyncio.Timeout] = set()
+        self._tokenless: dict[Sibling, asyncio.Timeout] = {}
+
+    @property
+    def url(self) -> str:
+        return self.link.url
+
+    def arrive(self, facts: Facts) -> None:
+        self.facts, self.silent_since, self.version = facts, None, NO_VERSION
+        self.arrivals += 1
+
+    def lose(self, why: str) -> None:
+        """What waits for it goes elsewhere."""
+        self.facts, self.serves, self.why = None, False, why
+        for scope in self._work:
+            _expire(scope)
+
+    def overtake(self) -> None:
+        """Take back what has no token yet: it might begin on keys of the old version after a load."""
+        for sibling, scope in self._tokenless.items():
+            sibling.overtaken = True
+            _expire(scope)
+
+    def has_tokens(self, sibling: Sibling) -> None:
+        self._tokenless.pop(sibling, None)
+
+    @asynccontextmanager
+    async def working(self, sibling: Sibling) -> AsyncIterator[None]:
+        """With a place in its queue; inside, `sibling` is with the server.
+
+        Raises:
+            ServerGoneError: the server was lost meanwhile.
+            TimeoutError: the sibling was overtaken.
+        """
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._work.add(scope)
+                try:
+                    if self.facts is None:
+                        raise ServerGoneError(self.why)
+                    await self.queue.enter(sibling.ticket)
+                    try:
+                        sibling.begin()
+                        self._tokenless[sibling] = scope
+                        yield
+                    finally:
+                        self._tokenless.pop(sibling, None)
+                        self.queue.leave()
+                finally:
+                    self._work.discard(scope)
+        except TimeoutError:
+            if sibling.overtaken and self.facts is not None:
+                raise
+            raise ServerGoneError(self.why) from None
+
+
+def _expire(scope: asyncio.Timeout) -> None:
+    if not scope.expired():
+        scope.reschedule(asyncio.get_running_loop().time())

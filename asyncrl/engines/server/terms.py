@@ -1,0 +1,144 @@
+"""What a server must be like to make rollouts, judged by what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.checks.servers import connected_at
+from asyncrl.engines.server.link import START_IT, ServerGoneError, ServerLink
+from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, SHAPE_KEYS
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
+
+LOOK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of one server."""
+
+    version: str
+    """Of vLLM."""
+    settings: Mapping[str, Any]
+    """`vllm_config` of /server_info."""
+
+    @property
+    def max_length(self) -> int:
+        return int(self.settings["model_config"]["max_model_len"])
+
+    @property
+    def width(self) -> int:
+        """Processes that hold the model."""
+        return int(self.settings["parallel_config"]["tensor_parallel_size"])
+
+
+ALONE = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+NONE_OF = {
+    "model_config": ("logits_processors", "quantization"),
+    "speculative_config": (),
+    "kv_transfer_config": (),
+    "ec_transfer_config": (),
+    "watermark_config": (),
+    "lora_config": (),
+}
+"""Parts of vLLM's settings that must be empty, or of which these must: what they do to log-probs or to weights makes
+them others than those recorded (`checks.engine` says it of each for engine=vllm), or was never tried."""
+
+
+def problems(facts: Facts, dtype: str) -> Iterator[str]:
+    """Why this server cannot be used; `dtype` is what the run takes engines to compute in, empty where that is open."""
+    settings, model = facts.settings, facts.settings["model_config"]
+    if tuple(facts.version.split(".")[:2]) != ("0", "32"):
+        yield f"it runs vLLM {facts.version}, and only 0.32 was tried. Start that one"
+    backend = (settings.get("weight_transfer_config") or {}).get("backend")
+    extension = settings["parallel_config"].get("worker_extension_cls")
+    if backend != BACKEND or extension != EXTENSION:
+        yield f"it cannot take weights from asyncrl (backend {backend!r}, worker extension {extension!r}). {START_IT}"
+    if model["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"its --logprobs-mode is {model['logprobs_mode']}: log-probs before the temperature are not those that "
+            "tokens are drawn by. Start it with --logprobs-mode processed_logprobs"
+        )
+    served = str(model["dtype"]).removeprefix("torch.")
+    if dtype and served != dtype:
+        yield f"it computes in {served}, and the run takes engines to compute in {dtype}. Set engine.dtype={served}"
+    for key in ALONE:
+        if settings["parallel_config"].get(key, 1) != 1:
+            yield f"its {key} is {settings['parallel_config'][key]}: only --tensor-parallel-size was tried. Start it so"
+    for part, keys in NONE_OF.items():
+        found = settings.get(part)
+        for name, value in [(part, found)] if not keys else [(key, (found or {}).get(key)) for key in keys]:
+            if value:
+                yield f"it has a {name} ({value!s:.80}), with which log-probs or versions were not shown to be right"
+
+
+def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
+    """Between our model's config (and our `vllm.receiver.SEAT`) and what the server's processes say of theirs."""
+    for answer in answers:
+        theirs = (answer.get("protocol"), answer.get("seat")) if isinstance(answer, Mapping) else None
+        if theirs != (PROTOCOL, ours.get("seat")):
+            yield "its asyncrl is of another version than this one. Install the same on both, and start it again"
+            return
+        for key in SHAPE_KEYS:
+            if answer.get(key) != ours.get(key):
+                yield (
+                    f"it serves a model with {key}={answer.get(key)}, and model.path has {ours.get(key)}. Start it "
+                    "with the model of model.path, or name another server"
+                )
+                return
+
+
+async def facts_of(link: ServerLink, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
+    """Args: shape: of our model, as from `names.shape_of`; None leaves that open.
+
+    Raises:
+        ServerGoneError: no answer. ConfigError: it is not as it has to be.
+    """
+    said = (await link.get("/server_info?config_format=json"))["vllm_config"]  # at first it looks around for seconds
+    version = (await link.get("/version", LOOK_TIMEOUT_S))["version"]
+    facts = Facts(version=version, settings=said)
+    why = next(problems(facts, dtype), "")
+    if not why:
+        await link.check_generation()
+    if not why and shape is not None:
+        why = next(differences(shape, await link.call_workers("asyncrl_model", ())), "")
+    if why:
+        raise ConfigError(f"engine.urls: {link.url} cannot be used: {why}")
+    return facts
+
+
+def links_to(config: Config) -> list[ServerLink]:
+    """One for each of `engine.urls`, with the run's key."""
+    engine = config.engine
+    key = os.environ.get(engine.key_env, "") if engine.key_env else ""
+    return [
+        ServerLink(url, base_url=connected_at(url), key=key, timeout_s=config.weights.timeout_s) for url in engine.urls
+    ]
+
+
+def look_at_servers(config: Config) -> None:
+    """Before a run is started. Raises ConfigError: one cannot be used, or none answers."""
+
+    async def look(link: ServerLink) -> str:
+        dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
+        try:
+            await facts_of(link, dtype, None)
+        except ServerGoneError as error:
+            return str(error)
+        finally:
+            await link.close()
+        return ""
+
+    async def look_at_all() -> list[str]:
+        return list(await asyncio.gather(*map(look, links_to(config))))
+
+    silent = asyncio.run(look_at_all())
+    if silent and all(silent):
+        raise ConfigError(
+            f"no server of engine.urls answers: {'; '.join(silent)}. Is the address right, and the server up? "
+            f"{START_IT}"
+        )

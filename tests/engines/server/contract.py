@@ -1,0 +1,133 @@
+"""A server with the endpoints of `vllm serve` 0.32 that the engine uses, as they answered here, and no model: tokens
+are drawn from nothing. What a real one makes of weights is shown in `tests/vllm/test_servers.py`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from asyncrl.engines.vllm.names import PROTOCOL
+from asyncrl.engines.vllm.receiver import SEAT
+from tests.engines.server.test_terms import SETTINGS
+
+
+class ContractServer:
+    """Answers on a port of its own until `stop`; `start` takes the same port again, as another process would."""
+
+    def __init__(self, shape: dict[str, Any], port: int = 0) -> None:
+        self.shape, self.port = shape, port
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.label, self.paused, self.loads = "default", False, 0
+        self.held = threading.Event()
+        """Set: sequences wait after their first token."""
+        self.begun: list[dict[str, Any]] = []
+        self.ended = 0
+        self.connections: set[socket.socket] = set()
+        handler = type("Handler", (_Handler,), {"contract": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self._http.daemon_threads, self._http.block_on_close = True, False
+        self.port = self._http.server_port
+        self.gone = False
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def stop(self) -> None:
+        """As a kill: connections break."""
+        self.gone = True
+        self._http.shutdown()
+        self._http.server_close()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    contract: ContractServer
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.contract.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.contract.connections.discard(self.connection)
+        super().finish()
+
+    def do_GET(self) -> None:
+        contract = self.contract
+        answers = {
+            "/server_info": {"vllm_config": SETTINGS},
+            "/version": {"version": "0.32.0"},
+            "/weight_info": {"weight_version": contract.label},
+        }
+        self._say(answers[self.path.partition("?")[0]])
+
+    def do_POST(self) -> None:
+        contract = self.contract
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        path = self.path.partition("?")[0]
+        if path == "/inference/v1/generate":
+            return self._generate(body) if body else self._say({"error": "empty"}, 422)
+        if path in ("/pause", "/resume"):
+            contract.paused = path == "/pause"
+        if path == "/update_weight_version":
+            contract.label = body["new_version"]
+        answers = {"asyncrl_model": contract.shape | {"protocol": PROTOCOL, "seat": SEAT}, "asyncrl_load": ""}
+        if path == "/collective_rpc":
+            contract.loads += body["method"] == "asyncrl_load"
+            return self._say({"results": [answers[body["method"]]]})
+        return self._say({})
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        contract = self.contract
+        contract.begun.append(body)
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        label = contract.label
+        with suppress(OSError):
+            self._chunk(_tokens(7))
+            while contract.held.is_set() and not contract.gone:
+                time.sleep(0.005)
+            if contract.gone:
+                self.close_connection = True
+                return
+            spans = [{"version": label, "start": 0, "end": 1}, {"version": contract.label, "start": 1, "end": 3}]
+            self._chunk(_tokens(8, 9, reason="length", spans=spans))
+            self._line("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+            contract.ended += 1
+
+    def _chunk(self, chunk: dict[str, Any]) -> None:
+        self._line(json.dumps(chunk))
+
+    def _line(self, text: str) -> None:
+        data = f"data: {text}\n\n".encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def _say(self, answer: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+def _tokens(*ids: int, reason: str | None = None, spans: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -0.5, "top_logprobs": []} for token in ids]
+    choice = {"token_ids": list(ids), "finish_reason": reason, "weight_versions": spans}
+    return {"choices": [choice | {"index": 0, "logprobs": {"content": content}}]}

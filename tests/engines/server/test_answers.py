@@ -1,0 +1,76 @@
+"""Tokens have the versions of the weights that the server says they are of, and none but ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.server.answers import Answer, generation_body, label_of, version_in
+from asyncrl.engines.server.link import ServerGoneError
+from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.errors import GenerationError
+from asyncrl.types import NO_VERSION
+from tests.engines.models import request
+
+RUN, URL = "0a1b", "http://127.0.0.1:8000"
+SIBLING = Sibling(request(np.array([3, 4], np.int32), new=9), 0, 0)
+
+
+def chunk(*tokens: int, reason: str | None = None, spans: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -token / 10, "top_logprobs": []} for token in tokens]
+    choice = {"token_ids": list(tokens), "finish_reason": reason, "weight_versions": spans}
+    return {"choices": [choice | {"logprobs": {"content": content}}]}
+
+
+def span(label: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": label, "start": start, "end": end}
+
+
+def answered(*spans: dict[str, Any], reason: str = "length") -> Answer:
+    answer = Answer()
+    assert answer.add(chunk(5)) == 1 and answer.add(chunk(6, 7, reason=reason, spans=list(spans))) == 2
+    assert answer.add({"choices": []}) == 0
+    return answer
+
+
+def test_a_sequence_that_spans_an_update_has_both_versions():
+    answer = answered(span(f"{RUN}:3", 0, 1), span(f"{RUN}:4", 1, 3))
+    completion = answer.completion(SIBLING, URL, RUN)
+    assert completion.policy_versions.tolist() == [3, 4, 4] and completion.token_ids.tolist() == [5, 6, 7]
+    np.testing.assert_allclose(completion.logprobs, [-0.5, -0.6, -0.7], rtol=1e-6)
+
+
+@pytest.mark.parametrize("label", ["default", "3", "0a1c:3", f"{RUN}:", f"{RUN}:-1"])
+def test_tokens_of_weights_that_are_not_ours_are_none(label):
+    with pytest.raises(ServerGoneError, match="other weights than it was given"):
+        answered(span(f"{RUN}:3", 0, 1), span(label, 1, 3)).completion(SIBLING, URL, RUN)
+
+
+def test_a_sequence_that_is_not_whole_is_none():
+    with pytest.raises(GenerationError, match="of which weights all"):
+        answered(span(f"{RUN}:3", 0, 2)).completion(SIBLING, URL, RUN)
+    with pytest.raises(GenerationError, match="'abort'"):
+        answered(span(f"{RUN}:3", 0, 3), reason="abort").completion(SIBLING, URL, RUN)
+    answer = answered(span(f"{RUN}:3", 0, 3))
+    answer.logprobs.pop()
+    with pytest.raises(GenerationError, match="3 tokens and 2 log-probs"):
+        answer.completion(SIBLING, URL, RUN)
+
+
+def test_before_a_first_load_tokens_are_of_no_version():
+    versions = answered(span("default", 0, 3)).completion(SIBLING, URL, None).policy_versions
+    assert versions.tolist() == [NO_VERSION] * 3
+
+
+def test_what_came_after_the_end_by_text_is_cut_off():
+    sibling = Sibling(SIBLING.request, 0, 1, end=2)
+    completion = answered(span(f"{RUN}:3", 0, 3), reason="abort").completion(sibling, URL, RUN)
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([5, 6], "stop")
+
+
+def test_labels_say_run_and_version_and_requests_have_no_seed():
+    assert version_in(label_of(RUN, 12), RUN) == 12 and version_in(label_of(RUN, 12), "ffff") is None
+    sampling = generation_body(SIBLING, "a.0", "salt")["sampling_params"]
+    assert "seed" not in sampling and sampling["logprobs"] == 0 and sampling["max_tokens"] == 9

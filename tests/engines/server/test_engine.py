@@ -1,0 +1,204 @@
+"""Two servers as one engine: what is lost is made again, what is not ours is not taken, who is back is asked to join.
+
+Against `contract.py`: what is sent and what is made of answers. Weights and log-probs: `tests/vllm/test_servers.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoConfig, Qwen3Config
+
+from asyncrl.engines.server import engine as server_engine
+from asyncrl.engines.server.engine import ServerEngine, make_server_engine
+from asyncrl.engines.server.receiver import StagedInServers
+from asyncrl.engines.vllm.names import shape_of
+from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+from asyncrl.schema import Config
+from tests.engines.models import request
+from tests.engines.server.contract import ContractServer
+
+MODEL = Qwen3Config(
+    vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, head_dim=8,
+)  # fmt: skip
+PROMPT = np.arange(1, 9, dtype=np.int32)
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    MODEL.save_pretrained(tmp_path)
+    monkeypatch.setattr(server_engine, "LOOK_S", 0.05)
+    return tmp_path
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[tuple[ContractServer, ContractServer]]:
+    shape = shape_of(AutoConfig.from_pretrained(folder))
+    servers = ContractServer(shape), ContractServer(shape)
+    yield servers
+    for server in servers:
+        server.held.clear()
+        if not server.gone:
+            server.stop()
+
+
+def made(folder: Path, *servers: ContractServer) -> ServerEngine:
+    config = Config()
+    config.model.path, config.engine.name, config.engine.dtype = str(folder), "server", "float32"
+    config.engine.urls = [server.url for server in servers]
+    return make_server_engine(config)
+
+
+def load(engine: ServerEngine, version: int) -> None:
+    """As after a `receive` on all servers that are there."""
+    receiver = engine.receiver()
+    assert receiver.width
+    shapes = dict(engine._parameters._required)
+    engine.load_weights(version, StagedInServers(shapes=shapes, urls=tuple(receiver._asked)))
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    asyncio.run(until(true))
+
+
+def test_each_server_is_given_a_version_and_tokens_carry_it(folder, pair):
+    engine = made(folder, *pair)
+    for version in (0, 1):
+        load(engine, version)
+        (one,) = asyncio.run(engine.generate(request(PROMPT, new=3)))
+        assert one.token_ids.tolist() == [7, 8, 9] and one.policy_versions.tolist() == [version] * 3
+    assert [server.loads for server in pair] == [2, 2] and not any(server.paused for server in pair)
+    assert pair[0].label == pair[1].label and engine.policy_version == 1
+    asyncio.run(engine.close())
+
+
+def test_a_group_stays_together_and_groups_are_spread(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+
+    async def groups() -> None:
+        for server in pair:
+            server.held.set()
+        prompts = [PROMPT, PROMPT + 1, PROMPT, PROMPT + 1]
+        tasks = [asyncio.create_task(engine.generate(request(prompt, 3, new=3))) for prompt in prompts[:1]]
+        await until(lambda: len(pair[0].begun) == 3)
+        tasks += [asyncio.create_task(engine.generate(request(prompt, 3, new=3))) for prompt in prompts[1:2]]
+        await until(lambda: len(pair[1].begun) == 3)
+        tasks += [asyncio.create_task(engine.generate(request(prompt, 3, new=3))) for prompt in prompts[2:]]
+        await until(lambda: len(pair[0].begun) == len(pair[1].begun) == 6)
+        for server in pair:
+            server.held.clear()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(groups())
+    for server in pair:
+        assert len({tuple(body["token_ids"]) for body in server.begun}) == 1
+    asyncio.run(engine.close())
+
+
+def test_what_a_lost_server_was_making_is_made_by_the_other_and_back_it_has_to_be_loaded(folder, pair):
+    engine = made(folder, *pair)
+    receiver = engine.receiver()
+    load(engine, 0)
+    assert receiver.width == 4 and not receiver.changed()
+
+    async def work() -> list:
+        pair[0].held.set()
+        task = asyncio.create_task(engine.generate(request(PROMPT, 2, new=3)))
+        await until(lambda: len(pair[0].begun) == 2)
+        await asyncio.to_thread(pair[0].stop)
+        return await task
+
+    completions = asyncio.run(work())
+    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and pair[1].ended == 2
+    assert receiver.changed() and receiver.width == 2
+    pair[0].start()
+    wait_until(lambda: engine.stats()["servers"] == 1 and receiver.changed())
+    (one,) = asyncio.run(engine.generate(request(PROMPT + 3, new=3)))  # not by the one without our weights
+    assert not pair[0].begun and one.policy_versions.tolist() == [0] * 3
+    load(engine, 0)
+    assert pair[0].label == pair[1].label and engine.stats()["servers"] == 2
+    asyncio.run(engine.close())
+
+
+def test_weights_of_somebody_else_are_noticed_before_a_token_of_them_is_taken(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    pair[0].label = "another:0"
+    completions = asyncio.run(engine.generate(request(PROMPT, 4, new=3)))
+    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and pair[1].ended == 4
+    assert engine.stats()["lost_servers"] >= 1
+    asyncio.run(engine.close())
+
+
+def test_a_load_without_any_server_ends_the_engine_and_a_wait_for_one_is_bounded(folder, pair, monkeypatch):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    for server in pair:
+        server.stop()
+    with pytest.raises(EngineDiedError, match=r"no server of engine\.urls is left"):
+        engine.load_weights(1, StagedInServers(shapes=dict(engine._parameters._required), urls=tuple(engine._servers)))
+    monkeypatch.setattr(server_engine, "PATIENCE_S", 0.2)
+    with pytest.raises(EngineDiedError, match=r"no server of engine\.urls was left for 0\.2 s"):
+        asyncio.run(engine.generate(request(PROMPT, new=3)))
+    asyncio.run(engine.close())
+    with pytest.raises(GenerationError, match="closed"):
+        asyncio.run(engine.generate(request(PROMPT, new=3)))
+    with pytest.raises(EngineDiedError, match="Is the address right"):
+        made(folder, *pair)
+
+
+def test_a_newcomer_that_does_not_join_is_left_alone_and_those_that_serve_go_on(folder, pair):
+    pair[1].stop()
+    engine = made(folder, *pair)
+    receiver = engine.receiver()
+    load(engine, 0)
+    assert receiver.width == 2 and not receiver.changed()
+    pair[1].start()
+    wait_until(receiver.changed)
+    engine._report_broken_join([server.url for server in pair], "no answer")
+    assert not receiver.changed() and list(engine._there()) == [pair[0].url]
+    engine._report_broken_join([pair[0].url], "the publisher died")  # alone, it is no reason
+    assert list(engine._there()) == [pair[0].url]
+    asyncio.run(engine.close())
+
+
+def test_a_server_with_another_model_is_refused(folder, pair):
+    pair[1].shape = pair[1].shape | {"vocab_size": 64}
+    with pytest.raises(ConfigError, match="cannot be used: it serves a model with vocab_size=64"):
+        made(folder, *pair)
+
+
+def test_a_running_sequence_spans_an_update_and_one_cancelled_gives_its_place_back(folder, pair):
+    engine = made(folder, pair[0])
+    load(engine, 0)
+
+    async def work() -> list:
+        pair[0].held.set()
+        running = asyncio.create_task(engine.generate(request(PROMPT, 2, new=3)))
+        cancelled = asyncio.create_task(engine.generate(request(PROMPT, 1, new=3)))
+        await until(lambda: len(pair[0].begun) == 3 and engine.stats()["generated_tokens"] >= 3)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await until(lambda: engine.stats()["running"] == 2)
+        await asyncio.to_thread(load, engine, 1)
+        pair[0].held.clear()
+        return await running
+
+    began = time.monotonic()
+    assert [one.policy_versions.tolist() for one in asyncio.run(work())] == [[0, 1, 1]] * 2
+    assert time.monotonic() - began < WAIT_S and engine.stats()["running"] == 0
+    assert engine._router.load(pair[0].url) == 0
+    asyncio.run(engine.close())

@@ -1,0 +1,89 @@
+"""What a server answers that is none of ours, or is not there: each a sentence with the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from asyncrl.engines.server.link import ServerGoneError, ServerLink
+from asyncrl.engines.server.terms import facts_of
+from asyncrl.errors import ConfigError, GenerationError
+
+
+@contextmanager
+def answering(status: int, body: bytes = b"{}") -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def link(url: str) -> ServerLink:
+    return ServerLink(url, base_url=url, key="k", timeout_s=60.0)
+
+
+def streamed(url: str) -> list[object]:
+    async def work() -> list[object]:
+        return [chunk async for chunk in link(url).stream({"request_id": "a"})]
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [
+        (401, ConfigError, "engine.key_env=NAME"),
+        (404, ConfigError, "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"),
+        (500, ServerGoneError, "status 500"),
+        (400, GenerationError, "status 400"),
+    ],
+)
+def test_an_answer_that_refuses_says_what_to_do(status, error, said):
+    with answering(status) as url:
+        with pytest.raises(error, match=said):
+            asyncio.run(link(url).get("/server_info"))
+        with pytest.raises(error, match=said):
+            streamed(url)
+
+
+def test_one_that_is_no_vllm_or_not_there_is_gone():
+    with answering(200, b"<html>") as url:
+        with pytest.raises(ServerGoneError, match="gave no answer"):
+            asyncio.run(facts_of(link(url), "float32", None))
+        with pytest.raises(ServerGoneError, match="broke off"):
+            streamed(url)
+    with pytest.raises(ServerGoneError, match="ConnectError"):
+        asyncio.run(link(url).get("/health"))
+
+
+def test_a_stream_that_ends_before_its_end_is_broken():
+    with answering(200, b'data: {"choices": []}\n\n') as url, pytest.raises(ServerGoneError, match="broke off"):
+        streamed(url)
+    with answering(200, b'data: {"choices": []}\n\ndata: [DONE]\n\n') as url:
+        assert streamed(url) == [{"choices": []}]
+    dead = b'data: {"error": {"message": "dead"}}\n\n'
+    with answering(200, dead) as url, pytest.raises(ServerGoneError, match="dead"):
+        streamed(url)
