@@ -40,7 +40,8 @@ class Asking:
     async def post(self, body: dict[str, Any]) -> Any:
         """Raises RewardError: refused, or not answered after all tries."""
         if self._client is None:  # made where it is used: it belongs to the loop
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s)
+            # To wait for a connection behind one's own siblings is no silence of the server: they have deadlines.
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=httpx.Timeout(self._timeout_s, pool=None))
         last = ""
         for again in range(self._retries + 1):
             wait_s = 0.0

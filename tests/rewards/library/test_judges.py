@@ -6,11 +6,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.library.asking import Asking
 from asyncrl.rewards.library.llm_judge import LlmJudge, filled
 from asyncrl.rewards.library.remote import Remote
 
@@ -157,3 +160,18 @@ def test_a_server_of_ones_own_gets_the_row_and_says_a_number_or_parts(server):
     assert asked(Remote(url=f"{server.url}/score")) == {"score": 1.0, "style": 0.25}
     assert server.asked[0][0] == "/score"
     assert server.asked[0][2] == {"completion": "4", "row": {"prompt": "2 + 2?", "answer": "4"}}
+
+
+async def test_a_wait_behind_ones_own_calls_is_no_silence_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, float | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        given.append(request.extensions["timeout"])
+        return httpx.Response(200, json=1)
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=transport))
+    asking = Asking("http://there", who="judge", key_env="", request_timeout_s=7.0, retries=0, backoff_s=0.1)
+    assert await asking.post({}) == 1
+    await asking.close()
+    assert given == [{"connect": 7.0, "read": 7.0, "write": 7.0, "pool": None}]
