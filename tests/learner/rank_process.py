@@ -36,7 +36,8 @@ def train_on_ranks(
     """Weights published last, after training in `world` processes joined by gloo, each with a `replay` of its own.
 
     In the run's folder: `first.safetensors` and `published.safetensors`, what was published first and last;
-    `begun.safetensors` and `learned.safetensors`, what is trained, before and after; `row.safetensors`: the last row.
+    `begun.safetensors` and `learned.safetensors`, what is trained, before and after; `begun_moments.safetensors` and
+    `moments.safetensors`, what its optimizer knows then; `row.safetensors`: the last row.
     """
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,10 +69,13 @@ def _rank(rank: int, world: int, config: Config, replay: Callable[[], FedReplay]
             publisher=lambda _: publisher,
             log=lambda _: rows,
         )
-        begun = trained_weights(parts.roles)
+        begun, begun_moments = trained_weights(parts.roles), trained_moments(parts.roles)
         train(config, parts)
+        moments = trained_moments(parts.roles)
     learned = trained_weights(parts.roles)
     if rank == 0:
+        save_file(begun_moments, folder / "begun_moments.safetensors")
+        save_file(moments, folder / "moments.safetensors")
         save_file(begun, folder / "begun.safetensors")
         save_file(learned, folder / "learned.safetensors")
         save_file(publisher.first, folder / "first.safetensors")
@@ -88,6 +92,16 @@ def trained_weights(trained: roles.Roles) -> dict[str, torch.Tensor]:
         f"{name}.{key}": whole(tensor)
         for name, model, _ in trained.trained()
         for key, tensor in model.named_parameters()
+    }
+
+
+def trained_moments(trained: roles.Roles) -> dict[str, torch.Tensor]:
+    """`{"policy.NAME.exp_avg": tensor, ...}`, likewise."""
+    return {
+        f"{name}.{key}.{moment}": whole(value)
+        for name, model, optimizer in trained.trained()
+        for key, parameter in model.named_parameters()
+        for moment, value in optimizer.state[parameter].items()
     }
 
 

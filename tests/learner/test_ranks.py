@@ -105,9 +105,7 @@ LONG = pytest.mark.long
         pytest.param({"ranks": 2}, {"ranks": 4, "tensor_parallel": 2}, id="to compute together", marks=LONG),
         pytest.param({"ranks": 2}, {"ranks": 4, "replicas": 2}, id="two copies of one", marks=LONG),
         pytest.param({"ranks": 2, "sequence_parallel": 2}, {"ranks": 1}, id="sharing sequences", marks=LONG),
-        pytest.param(
-            {"ranks": 2}, {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2}, id="to both", marks=LONG
-        ),
+        pytest.param({"ranks": 2}, {"ranks": 4, "sequence_parallel": 2}, id="to share sequences", marks=LONG),
     ],
 )
 def test_a_checkpoint_resumes_on_another_layout(
@@ -115,7 +113,13 @@ def test_a_checkpoint_resumes_on_another_layout(
 ):
     run = f"resumed, {request.node.callspec.id}"
     train_on_ranks(make_config(folder, run, steps=2, **before), before["ranks"])
+    saved = [load_file(folder / run / f"{each}.safetensors") for each in ("learned", "moments")]
     resumed = train_on_ranks(make_config(folder, run, **after), after["ranks"], resume=True)
+    read = [load_file(folder / run / f"{each}.safetensors") for each in ("begun", "begun_moments")]
+    # What is read is what was saved, to the bit; what differs later is the order in which the ranks add up: so far it
+    # was the last bit of a weight of 1, 6e-8, as between runs of those layouts that never stopped.
+    assert [largest_difference(*pair) for pair in zip(saved, read, strict=True)] == [0.0, 0.0]
+    assert largest_difference(published(folder, "two"), resumed) <= 1e-6
     assert apart(published(folder, "two"), resumed, first(folder, "two")) < EQUAL
 
 
