@@ -1,4 +1,6 @@
-"""How long gathering weights and reducing gradients took: FSDP2's own two collectives, each with a clock around it.
+"""How long gathering weights and reducing gradients took: FSDP2's own collectives, each with a clock around it.
+
+Of the sum over the copies of a model (HSDP) FSDP2 tells when it is there; it begins when its shards are reduced.
 
 On a GPU the clock is two events on the stream that waits for the collective, read when the step is over: nothing waits
 for them meanwhile. They measure from when a rank has come to a collective until it has what it asked for, so waiting
@@ -14,10 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 
+from asyncrl.checks.parallel import REPLICATE
 from asyncrl.learner.roles import Roles
 
 GATHER, REDUCE = "perf/gather_s", "perf/reduce_s"
@@ -33,16 +37,25 @@ class CollectiveClock:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        if not self._on_gpu:
-            began = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - began
-            return
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+        began = self.now()
         yield
-        ended.record()
-        self._open.append((name, began, ended))
+        self.count(name, began)
+
+    def now(self) -> float | torch.cuda.Event:
+        """Of the stream that this is called on."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def count(self, name: str, began: float | torch.cuda.Event) -> None:
+        """What has passed since `began`, which is a `now`."""
+        ended = self.now()
+        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._open.append((name, began, ended))
+        elif not isinstance(began, torch.cuda.Event) and not isinstance(ended, torch.cuda.Event):
+            self._seconds[name] += ended - began
 
     def take(self) -> dict[str, float]:
         """Seconds by name, which begin at 0 again. On a GPU it waits for the collectives that were begun."""
@@ -59,7 +72,10 @@ class CollectiveClock:
             if isinstance(module, FSDPModule):
                 with contextlib.suppress(ValueError):  # shards over several meshes have no one collective
                     module.set_custom_all_gather(TimedAllGather(self))
-                    module.set_custom_reduce_scatter(TimedReduceScatter(self))
+                    reduce_scatter = TimedReduceScatter(self)
+                    module.set_custom_reduce_scatter(reduce_scatter)
+                    if any(REPLICATE in names_of(parameter) for parameter in module.parameters()):
+                        module.set_all_reduce_hook(reduce_scatter.added_up)
 
 
 def clock_of(roles: Roles, world: int, device: torch.device) -> CollectiveClock:
@@ -68,6 +84,11 @@ def clock_of(roles: Roles, world: int, device: torch.device) -> CollectiveClock:
     for model in roles.models() if world > 1 else ():
         clock.watch(model)
     return clock
+
+
+def names_of(parameter: Tensor) -> tuple[str, ...]:
+    """Of the dimensions of the ranks that share it."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 class TimedAllGather(DefaultAllGather):
@@ -82,7 +103,16 @@ class TimedAllGather(DefaultAllGather):
 class TimedReduceScatter(DefaultReduceScatter):
     def __init__(self, clock: CollectiveClock) -> None:
         self._clock = clock
+        self._reduced: float | torch.cuda.Event | None = None
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         with self._clock.around(REDUCE):
-            return super().__call__(*given, **named)
+            work = super().__call__(*given, **named)
+        self._reduced = self._clock.now()
+        return work
+
+    def added_up(self, _: Tensor) -> None:
+        """Over the copies, too. Where a copy is one rank nothing is reduced before, and nobody tells the beginning."""
+        if self._reduced is not None:
+            self._clock.count(REDUCE, self._reduced)
+        self._reduced = None

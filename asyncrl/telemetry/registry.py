@@ -170,7 +170,12 @@ _TIME = (
     Metric("perf/padding_share", "share", "of the tokens that went through the layers, those that are padding", LOWER),
     Metric("perf/attention_padding_share", "share", "of the tokens that attention held, those that are padding", LOWER),
     Metric("perf/gather_s", "s", "in which FSDP2 gathered weights, mean over the ranks, hidden or not", LOWER),
-    Metric("perf/reduce_s", "s", "in which it reduced gradients to shards, likewise", LOWER),
+    Metric(
+        "perf/reduce_s",
+        "s",
+        "in which it reduced gradients to shards, and those over the copies of the model, likewise",
+        LOWER,
+    ),
     Metric(
         "memory/peak_gb",
         "GB",

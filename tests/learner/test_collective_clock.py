@@ -23,14 +23,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def mesh():
-    """Of two ranks, of which there is one: what the other sends is not looked at."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
+def ranks():
+    """Four of which there is one: what the others send is not looked at."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
     dist.destroy_process_group()
 
 
-def test_every_gather_and_reduce_of_a_sharded_model_is_timed(mesh, monkeypatch: pytest.MonkeyPatch):
+# A collective takes a second, and what the copies of a model add up another one.
+@pytest.mark.parametrize(("sizes", "reduce_s"), [((4,), 3.0), ((2, 2), 6.0)])
+def test_every_gather_and_reduce_of_a_sharded_model_is_timed(
+    sizes: tuple[int, ...], reduce_s: float, ranks: None, monkeypatch: pytest.MonkeyPatch
+):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     hf = tiny_model("llama")
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
@@ -41,7 +46,7 @@ def test_every_gather_and_reduce_of_a_sharded_model_is_timed(mesh, monkeypatch: 
     monkeypatch.setattr(collective_clock.time, "perf_counter", lambda: float(next(ticks)))
     model.seen(torch.arange(8), torch.arange(8), plan_packing(np.arange(8), np.array([8]), 8)).sum().backward()
     # Two layers and the rest; the layers again in the backward, where the rest is whole still.
-    assert clock.take() == {"perf/gather_s": 5.0, "perf/reduce_s": 3.0}
+    assert clock.take() == {"perf/gather_s": 5.0, "perf/reduce_s": reduce_s}
     assert clock.take() == {GATHER: 0.0, REDUCE: 0.0}
     assert clock_of(roles, 1, CPU).take() == {}, "one rank meets nobody"
 
