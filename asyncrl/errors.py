@@ -117,6 +117,10 @@ class ModelMismatchError(WeightsError):
     """Learner and engine have different models: another name, shape or kind of dtype. A restart cannot help."""
 
 
+class OtherVersionError(WeightsError):
+    """Learner and worker are of versions of asyncrl that speak otherwise about weights. A restart cannot help."""
+
+
 class StepMemoryError(AsyncRLError, MemoryError):
     """A step of the learner did not fit its device; the ranks start again with smaller micro-batches."""
 

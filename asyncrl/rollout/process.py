@@ -25,6 +25,7 @@ from asyncrl.errors import (
     HopelessFilterError,
     HopelessRewardError,
     ModelMismatchError,
+    OtherVersionError,
 )
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.net.malloc import keep_heap
@@ -37,7 +38,15 @@ from asyncrl.storage.full_disk import FULL
 from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
 
-REFUSALS = (ConfigError, DataError, FencedError, HopelessFilterError, HopelessRewardError, ModelMismatchError)
+REFUSALS = (
+    ConfigError,
+    DataError,
+    FencedError,
+    HopelessFilterError,
+    HopelessRewardError,
+    ModelMismatchError,
+    OtherVersionError,
+)
 """A restart cannot help."""
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.broadcast.landing import ShareLanding, write_flat
@@ -197,3 +199,35 @@ def test_what_the_ranks_of_fsdp_copies_and_tensor_parallelism_send_is_the_model(
                 found[name][slices(box)] = parts[name]
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), layout
         assert all(boxes), f"{layout}: a rank sends nothing"
+
+
+class Counting(TorchDispatchMode):
+    """Bytes of memory that operations in it take, whether they give it back or not: no less than their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._known = 0, {0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self._known |= {each.untyped_storage().data_ptr() for each in given}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self._known:
+                self._known.add(each.untyped_storage().data_ptr())
+                self.nbytes += each.untyped_storage().nbytes()
+        return out
+
+
+def test_a_rank_that_sends_its_share_takes_memory_for_two_copies_of_that_and_no_more():
+    named = [(f"layers.{i}.w", torch.randn(64, 257)) for i in range(8)]
+    whole = sum(tensor.nbytes for _, tensor in named)
+    taken = {}
+    for world in (1, 4):
+        own = OwnShare.of(named, 0, world, torch.float32, 1 << 16)
+        with Counting() as counted:
+            snapshots = [own.share.manifest.allocate() for _ in range(2)]
+            gather_into(own.share.manifest, own.parts(named), snapshots[0])
+        taken[world] = counted.nbytes
+    assert 2 * whole <= taken[1] <= 2.01 * whole
+    assert taken[4] <= 2.01 * whole / 4

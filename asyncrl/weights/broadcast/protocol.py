@@ -1,6 +1,6 @@
 """What publisher and subscriber say to each other through the store, besides the weights themselves.
 
-hello/W/I                subscriber: idle, invite me (hello: n-th time; width: as many ranks)
+hello/W/I                subscriber: idle, invite me (hello: n-th time; width: as many ranks; protocol: of its version)
 invite/W/I/n             publisher: epoch, rank (its first one), world, manifest
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
@@ -33,6 +33,9 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
+PROTOCOL = 2
+"""What this page says, as a number: of the board, and of every hello. 2: several senders, a group for each. Who has
+another one is refused with a sentence, at both ends."""
 POLL_S = 0.003
 """Of the publisher, which is one."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05
@@ -147,6 +150,16 @@ def collect(
         time.sleep(pause_s)
         pause_s = min(POLL_S, 1.3 * pause_s)
     return []
+
+
+def other_version(ours: str, theirs: str, protocol: object) -> str:
+    """The refusal; nothing where they speak alike. Versions before the number have none."""
+    if protocol == PROTOCOL:
+        return ""
+    return (
+        f"{theirs} speaks version {protocol or 1} of the handshake for weights, {ours} version {PROTOCOL}: they are of "
+        "different versions of asyncrl. Install one version on both and start again"
+    )
 
 
 def hello_key(worker: str, incarnation: str) -> str:

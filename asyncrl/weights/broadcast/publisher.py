@@ -20,6 +20,7 @@ from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.group import WeightGroup, host_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
+    PROTOCOL,
     TICK_S,
     Peer,
     collect,
@@ -27,6 +28,7 @@ from asyncrl.weights.broadcast.protocol import (
     forgotten_key,
     hello_key,
     invite_key,
+    other_version,
     post,
     wait_key,
 )
@@ -159,7 +161,12 @@ class BroadcastSender:
 
     def _announce(self) -> None:
         board = {"transport": "broadcast", "host": self._host, "port": self._port, "publisher": self._publisher}
-        board |= {"backend": self._backend, "epoch": self._epoch, "members": [list(peer) for peer in self._members]}
+        board |= {
+            "protocol": PROTOCOL,
+            "backend": self._backend,
+            "epoch": self._epoch,
+            "members": [list(peer) for peer in self._members],
+        }
         self._rendezvous.announce({"weights": board})
 
     def _live(self) -> list[Peer]:
@@ -173,7 +180,19 @@ class BroadcastSender:
         hellos = self._store.add("hellos", 0)
         members = set(self._members) if hellos == self._hellos_seen else set()
         self._hellos_seen = hellos
-        return [peer for peer in live if peer not in members and self._store.check([hello_key(*peer)])]
+        waiting = [peer for peer in live if peer not in members and self._store.check([hello_key(*peer)])]
+        return [peer for peer in waiting if self._understands(peer)]
+
+    def _understands(self, peer: Peer) -> bool:
+        """Whether a worker is of a version that this one can serve; one that is not waits for ever, so it is told."""
+        hello = fetch(self._store, hello_key(*peer))
+        refusal = other_version("the learner", peer[0], hello.get("protocol"))
+        if refusal:
+            self._stats["refused"] += 1
+            log.error("weights: %s", refusal)
+            self._store.delete_key(hello_key(*peer))
+            post(self._store, invite_key(*peer, hello["hello"]), {"refused": refusal})
+        return not refusal
 
     def _dissolve(self) -> None:
         """End the epoch, and give its members a moment to say hello for the next."""

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, WeightsError
+from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, OtherVersionError, WeightsError
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
 from asyncrl.weights.broadcast.group import connect_store
 from asyncrl.weights.broadcast.protocol import (
+    PROTOCOL,
     answer,
     beat,
     fetch,
@@ -29,6 +30,7 @@ from asyncrl.weights.broadcast.protocol import (
     hello_key,
     introduce,
     invite_key,
+    other_version,
     post,
     pushed,
     wait_key,
@@ -86,10 +88,13 @@ class BroadcastSubscriber(SubscriberThread):
             if self._board["publisher"] != self._proven_publisher:
                 # Its epochs begin anew: one of them may be called as that in which the last was proven.
                 self._proven_publisher, self._proven_epoch = self._board["publisher"], -1
+            refusal = other_version("this worker", "the learner", self._board.get("protocol"))
+            if refusal:
+                raise OtherVersionError(refusal)
             try:
                 store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
                 self._attend(store)
-            except ModelMismatchError:
+            except (ModelMismatchError, OtherVersionError):
                 raise
             except (WeightsError, dist.DistError) as error:
                 if self._lost != self._board["publisher"]:
@@ -111,6 +116,8 @@ class BroadcastSubscriber(SubscriberThread):
             invite = self._say_hello(store)
             if invite is None:
                 return
+            if "refused" in invite:
+                raise OtherVersionError(str(invite["refused"]))
             if self._admit is not None:
                 self._admit(Manifest.from_wire(invite["manifest"]).shapes())
             epoch, rank = int(invite["epoch"]), int(invite["rank"])
@@ -143,7 +150,7 @@ class BroadcastSubscriber(SubscriberThread):
     def _say_hello(self, store: dist.TCPStore) -> dict[str, Any] | None:
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
-        message = {"hello": self._hello, "width": self._receiver.width}
+        message = {"hello": self._hello, "width": self._receiver.width, "protocol": PROTOCOL}
         introduce(store, self._me)
         post(store, hello_key(*self._me), message)
         store.add("hellos", 1)
