@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     splits = feasible(config, gpus, given.gpu_gb)
     command_of(overrides, splits[0], gpus)  # what no split could start is said before the simulations
     many = config.learner.groups_per_step * config.rollout.group_size > MANY
-    effort = Effort(steps=24, warm_up=6, splits=3) if many else Effort(steps=40, warm_up=10, splits=4)
+    effort = Effort(steps=24, warm_up=6, splits=2) if many else Effort(steps=40, warm_up=10, splits=3)
     search = Search(setup_of(config), costs, lambda most, engines: slots_of(config, most, engines), effort)
     plan = search.plan(splits)
     start = command_of(overrides, plan.best.split, gpus, plan.best.pipeline_depth, plan.best.max_in_flight)
@@ -203,7 +203,7 @@ def cost_line(costs: Costs) -> str:
     )
 
 
-COLUMNS = ("tokens/s", "step s", "learner idle", "rollout idle", "staleness", "max", "goodput")
+COLUMNS = ("tokens/s", "step s", "learner waits", "engines wait", "stale", "max", "goodput")
 
 
 def cells(tried: Tried) -> list[str]:
@@ -221,7 +221,7 @@ def cells(tried: Tried) -> list[str]:
 
 def splits_table(plan: Plan) -> Table:
     """The best of each split."""
-    table = Table("learner ranks", "engines", "depth", "in flight", *COLUMNS, title="splits", title_justify="left")
+    table = Table("ranks", "engines", "depth", "in flight", *COLUMNS, title="splits", title_justify="left")
     for split in sorted({each.split for each in plan.tried}, key=lambda each: each.ranks):
         best = load("asyncrl.planner.search").best_of([each for each in plan.tried if each.split == split])
         mark = " *" if best == plan.best else ""
@@ -240,7 +240,9 @@ def depths_table(plan: Plan) -> Table:
 
 
 def sensitivity_table(plan: Plan) -> Table:
-    table = Table("if it were", "tokens/s of it", *COLUMNS, title="what the plan depends on", title_justify="left")
+    table = Table(
+        Column("if", no_wrap=True), "change", *COLUMNS, title="what the plan depends on", title_justify="left"
+    )
     for name, each in plan.sensitivity.items():
         share = each.outcome.tokens_per_s / max(plan.best.outcome.tokens_per_s, 1e-9) - 1
         table.add_row(name, f"{share:+.1%}", *cells(each))

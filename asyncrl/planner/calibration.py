@@ -45,7 +45,8 @@ class RunMeasured:
         """Tokens of one engine in a second in which its worker had a group."""
         first, last = self.rows[0], self.rows[-1]
         busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
-        return (last["goodput/generated_tokens"] - first["goodput/generated_tokens"]) / max(busy, 1e-9)
+        tokens = last["goodput/generated_tokens"] - first["goodput/generated_tokens"]
+        return max(tokens, 1.0) / max(busy, 1e-3)  # heartbeats bring both: of a run of a few seconds there may be none
 
     def found(self) -> Measured:
         """In the terms of a simulation's outcome."""

@@ -1,5 +1,5 @@
-"""The best settings for some GPUs: candidates are ranked by what engines and learner could do alone, the best of them
-are simulated with one depth after the other, and the best of those with fewer groups in flight."""
+"""The best settings for some GPUs. Splits are halved by simulation: where the learner waits, ranks become engines.
+Those around the last one are simulated with one depth after the other, the best of all with fewer groups in flight."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from asyncrl.planner.simulation import Setup
 
 NEAR_BEST = 0.99
 """Of the tokens/s: what trains as many is as good, and then the least staleness decides."""
+WAITS = 0.05
+"""Share of the time: a learner that waits longer has too many ranks."""
 CHANGES = (0.8, 1.25)
 """Factors of a cost in the table of what the plan depends on."""
 
@@ -42,7 +44,7 @@ class Effort:
     steps: int
     warm_up: int
     splits: int
-    """At most so many are simulated."""
+    """So many, around the one where both sides are about as fast, get every depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +94,9 @@ class Search:
 
     def plan(self, splits: Sequence[Split]) -> Plan:
         """Raises ConfigError when the settings of the run lock each other out."""
-        ranked = sorted(splits, key=lambda split: -self.could_do(split))
-        for split in ranked[: self._effort.splits]:
+        ordered = sorted(splits, key=lambda split: split.ranks)
+        first = max(0, self._balanced(ordered) - self._effort.splits // 2)
+        for split in ordered[first : first + self._effort.splits]:
             self._deepen(split)
         best = best_of(self.tried)
         for in_flight in self._fewer(best):
@@ -101,15 +104,16 @@ class Search:
         best = best_of(self.tried)
         return Plan(best=best, tried=self.tried, sensitivity=self._sensitivity(best))
 
-    def could_do(self, split: Split) -> float:
-        """Tokens/s if neither side ever waited for the other."""
-        settings = self._base.settings
-        sequences = settings.groups_per_step * settings.group_size
-        tokens = sequences * self._costs.lengths.mean
-        lead = (1 + settings.max_staleness) * sequences
-        together = min(self._base.max_sequences, max(1, lead // split.engines))
-        made = split.engines * together / self._costs.decode.step_s(together)
-        return min(made, tokens / max(self._costs.train_s(tokens, split.ranks), 1e-9))
+    def _balanced(self, splits: Sequence[Split]) -> int:
+        """Number of the first, by ranks, whose learner waits although the rollouts run as far ahead as they may."""
+        settings, low, high = self._base.settings, 0, len(splits) - 1
+        deepest = settings.max_staleness - settings.bypass_steps
+        in_flight = self._cap((1 + deepest) * settings.groups_per_step)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._try(splits[middle], deepest, in_flight).outcome
+            low, high = (low, middle) if found.learner_idle > WAITS else (middle + 1, high)
+        return low
 
     def _deepen(self, split: Split) -> None:
         """Depths in turn, until two that follow each other bring nothing."""
@@ -159,24 +163,20 @@ def best_of(tried: Sequence[Tried]) -> Tried:
     """The least stale of those that train as many tokens per second as the fastest, or nearly."""
     most = max(each.outcome.tokens_per_s for each in tried)
     near = [each for each in tried if each.outcome.tokens_per_s >= NEAR_BEST * most]
-    return min(near, key=lambda each: (each.outcome.staleness_mean, -each.outcome.tokens_per_s))
+    return min(near, key=lambda each: (round(each.outcome.staleness_mean, 2), each.pipeline_depth, each.max_in_flight))
 
 
 def changes(costs: Costs) -> dict[str, Callable[[float], Costs]]:
     """What can be made dearer by a factor, by name; what costs nothing is left out."""
     found: dict[str, Callable[[float], Costs]] = {
-        "time of a decode step": lambda factor: replace(costs, decode=costs.decode.scaled(factor)),
-        "length of completions": lambda factor: replace(costs, lengths=Longer(costs.lengths, factor)),
-        "time of a train step": lambda factor: replace(
-            costs, step_s=costs.step_s * factor, token_s=costs.token_s * factor
-        ),
-        "time of a weight update": lambda factor: replace(
-            costs, sync_s=costs.sync_s * factor, stall_s=costs.stall_s * factor
-        ),
-        "time of the environment": lambda factor: replace(costs, environment_s=costs.environment_s * factor),
+        "decode step": lambda factor: replace(costs, decode=costs.decode.scaled(factor)),
+        "completion length": lambda factor: replace(costs, lengths=Longer(costs.lengths, factor)),
+        "train step": lambda factor: replace(costs, step_s=costs.step_s * factor, token_s=costs.token_s * factor),
+        "weight update": lambda factor: replace(costs, sync_s=costs.sync_s * factor, stall_s=costs.stall_s * factor),
+        "environment": lambda factor: replace(costs, environment_s=costs.environment_s * factor),
     }
     if not costs.sync_s and not costs.stall_s:
-        del found["time of a weight update"]
+        del found["weight update"]
     if not costs.environment_s:
-        del found["time of the environment"]
+        del found["environment"]
     return found
