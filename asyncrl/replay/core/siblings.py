@@ -24,15 +24,21 @@ Group = list[Entry]
 
 def whole_groups(waiting: Iterable[Entry], in_flight: Iterable[Entry]) -> tuple[list[Group], list[Group]]:
     """Groups of which all is there, in the order in which they became whole, and what is there of the others."""
-    groups: dict[int, Group] = {}
-    for entry in waiting:
-        group = groups.pop(entry.whose, [])
-        groups[entry.whose] = [*group, entry]
-    if not any(group[0].siblings for group in groups.values()):
-        return list(groups.values()), []
     missing = {entry.first for entry in in_flight if entry.siblings}
-    whole = [sorted(group, key=_id) for first, group in groups.items() if first not in missing]
-    return whole, [group for first, group in groups.items() if first in missing]
+    whole: dict[int, Group] = {}
+    parts: dict[int, Group] = {}
+    for entry in waiting:
+        if not entry.siblings:
+            whole[entry.group_id] = [entry]
+        elif entry.first in missing:
+            parts.setdefault(entry.first, []).append(entry)
+        else:
+            group = whole.pop(entry.first, [])  # it stands where its last one came
+            group.append(entry)
+            whole[entry.first] = group
+    for group in whole.values():
+        group.sort(key=_id)
+    return list(whole.values()), list(parts.values())
 
 
 def is_short(group: Group, may_lack: int) -> bool:
