@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from asyncrl import spans
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
 from asyncrl.checks.learner import resolved_loss
@@ -284,6 +285,12 @@ def run_digest(config: Config) -> str:
 def disk_patience(config: RunSettings) -> Patience:
     """Of whoever writes into the run folder, with a full disk."""
     return Patience(config.run.disk_patience_s, Path(config.run.dir).resolve() / LOG_DIR / BOARD_FILE)
+
+
+def begin_trace(config: Config, role: str) -> None:
+    """Of this process, where `telemetry.trace` asks for it."""
+    if config.telemetry.trace:
+        spans.begin(Path(config.run.dir).resolve() / LOG_DIR / spans.FOLDER, role)
 
 
 NOT_OF_THE_UPDATE = (

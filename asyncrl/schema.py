@@ -319,6 +319,9 @@ class TelemetryConfig:
     the run."""
     ignore_alarms: list[str] = field(default_factory=list)
     """Names of alarms that are neither told nor heeded."""
+    trace: bool = False
+    """Write down what each process does when, in `logs/trace`, at most 64 MB for each: `asyncrl trace RUN` makes one
+    picture of it (docs/trace.md)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,7 +33,8 @@ COMMANDS = {
 }
 
 SETTLED = (
-    "keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "watch", "retriever", "export",
+    "keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "watch", "trace", "retriever",
+    "export",
 )  # fmt: skip
 """Commands that take no settings."""
 HELP = "settings, or a YAML file of them; `asyncrl settings` lists them"
@@ -115,6 +116,12 @@ def _add_looking(commands: Any) -> None:
     text = "a run that goes on: steps, evaluations, who is in it and who stands still, alarms, samples"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("run", metavar="RUN", type=Path, help="a run folder of this machine")
+    text = "what every process of a run did when, as one file for Perfetto (telemetry.trace=true)"
+    trace = commands.add_parser("trace", help=text, description=text)
+    trace.add_argument("run", metavar="RUN", type=Path, help="a run folder, of a run that goes on too")
+    trace.add_argument("--to", type=Path, metavar="FILE", help="trace.pftrace in the run folder unless given")
+    trace.add_argument("--group", type=int, metavar="ID", help="instead print what happened to this group")
+    trace.add_argument("--version", type=int, metavar="V", help="instead print what happened to this policy version")
     text = "runs side by side as one HTML file that needs no network: curves, tables, alarms, samples"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
@@ -241,6 +248,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
     if given.command == "watch":
         return load("asyncrl.cli.watch").main(given.run)
+    if given.command == "trace":
+        return load("asyncrl.cli.trace").main(given.run, given.to, group=given.group, version=given.version)
     if given.command == "report":
         return load("asyncrl.cli.report").main(given.runs, given.to)
     if given.command == "alarms":

@@ -20,7 +20,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
-from asyncrl.config import JOURNAL_DIR, KEYS_DIR, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.canary import ProvingPublisher
@@ -63,6 +63,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     config = load_config(overrides)
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
+    begin_trace(config, f"learner {place.rank}")
     config = with_keys(config)
     # Engines that start later on the same GPU find what is theirs free, whatever torch would rather keep for itself.
     share = LEARNER_SHARE if config.placement.mode == "colocated" else 1.0

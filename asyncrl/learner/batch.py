@@ -44,6 +44,8 @@ class MicroBatch:
     behavior_logprobs: Float[Tensor, " tokens"]
     members: tuple[Member, ...]
     """The trajectories, by `sequence_ids`; none in a batch that only joins collectives."""
+    groups: tuple[int, ...]
+    """Ids of their groups."""
     sequence_ids: Int[Tensor, " tokens"]
     """Trajectory, counted in this micro-batch. A shared prompt has that of its first sibling, outside every loss."""
     group_ids: Int[Tensor, " tokens"]
@@ -139,6 +141,7 @@ def pack(
     return MicroBatch(
         **{name: torch.from_numpy(array).to(device) for name, array in per_token.items()},
         members=packed_members,
+        groups=tuple(dict.fromkeys(plan.groups[g].group_id for g, _ in packed_members)),
         packing=plan_packing(layout.rows, layout.lengths, len(layout.source), device),
         truncated=sum(t.finish_reason == "length" for t in chosen),
         support=support_of(chosen, loss_rows, device),

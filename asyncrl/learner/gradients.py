@@ -22,6 +22,7 @@ from asyncrl.losses.config import needs_first_pass
 from asyncrl.losses.inputs import Kept
 from asyncrl.losses.kept import first_pass
 from asyncrl.schema import Config
+from asyncrl.spans import span
 
 UNDIVIDED = Denominators(tokens=1.0, sequences=1.0, groups=1.0)
 
@@ -74,10 +75,12 @@ def add_gradients(
 ) -> None:
     """Those of one micro-batch, to what is in the model and in `sums`."""
     set_gradient_sync(model, last)
-    inputs = loss_inputs(config, model, batch)
-    out = policy_loss(inputs, config.loss, denominators, kept=kept)
+    with span("forward", groups=batch.groups):
+        inputs = loss_inputs(config, model, batch)
+        out = policy_loss(inputs, config.loss, denominators, kept=kept)
     told = gradients_told(inputs)
-    backward(out.loss, world)
+    with span("backward", groups=batch.groups):
+        backward(out.loss, world)
     sums.loss = sums.loss + out.loss.detach()
     sums.micro_batches += 1
     for gradient in told:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Protocol
 
 from asyncrl.replay.protocol import Lease
+from asyncrl.spans import span
 
 LOOK_S = 0.2
 """Between two looks whether the learner is to stop."""
@@ -70,6 +71,9 @@ class LeasePrefetch:
 
     def _run(self, step: int, future: Future[Lease]) -> None:
         try:
-            future.set_result(self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s))
+            with span("fetch the batch", "leases", step=step + 1) as fetched:
+                lease = self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s)
+                fetched.also(groups=[group.group_id for group in lease.plan.groups])
+            future.set_result(lease)
         except BaseException as error:  # a thread's last act: hand whatever it was to `take`, which raises it
             future.set_exception(error)

@@ -18,6 +18,7 @@ from asyncrl.losses import TopK
 from asyncrl.losses.config import proximal_source, required_inputs
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+from asyncrl.spans import span
 
 
 def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -109,8 +110,12 @@ def scored_batches(
     config: Config, roles: Roles, lease: Lease, members: Sequence[Sequence[Member]], device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches of these trajectories, packed and scored. Collective."""
-    packed = [pack(lease, each, device, reference=roles.reference_comes, topk=needs_topk(config)) for each in members]
-    return with_scores(config, roles, packed)
+    with span("pack"):
+        packed = [
+            pack(lease, each, device, reference=roles.reference_comes, topk=needs_topk(config)) for each in members
+        ]
+    with span("score"):
+        return with_scores(config, roles, packed)
 
 
 @torch.no_grad()

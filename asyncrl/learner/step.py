@@ -30,6 +30,7 @@ from asyncrl.losses.config import scales_learning_rate
 from asyncrl.losses.diagnostics import ess_lr_scale
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+from asyncrl.spans import span
 
 TRAINED_TOKENS = "perf/trained_tokens"
 OPERATIONS, PACKED_TOKENS = "perf/operations", "perf/packed_tokens"
@@ -172,7 +173,8 @@ def update_policy(
     parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
     told = roles.call_hook(BEFORE, step, index)
     clip, limit = config.learner.clip_norm, roles.norm_limit("policy")
-    report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
+    with span("optimizer step"):
+        report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
     roles.note_norm(report, "policy", step)
     if roles.average is not None and report.applied:
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)

@@ -38,6 +38,7 @@ from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
 from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
+from asyncrl.spans import lap, span
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
@@ -117,7 +118,8 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     if rank == 0:
         replay.publish(policy_version=version, parent=start.parent)
     hold_back(roles.optimizer, publisher)
-    publisher.publish(version, roles.policy.named_hf_parameters())
+    with span("publish", version=version):
+        publisher.publish(version, roles.policy.named_hf_parameters())
     if rank == 0 and start.step < steps:
         evaluate(sets, replay, parts.best, trained=start.step, version=version)
 
@@ -139,7 +141,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         clock.lap("wait_batch")
 
         profile.begin(trained)
-        with one_more_try(config, parts.run_dir, rank):
+        with one_more_try(config, parts.run_dir, rank), span("train step", step=trained, version=version):
             measured = train_step(config, roles, guard, lease, rank=shard, world=dims.data, device=device, begun=begun)
         measured.ratios |= {name: (seconds, 1.0) for name, seconds in collectives.take().items()}
         measured = over_ranks(measured, device)
@@ -152,7 +154,8 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         # be sent, lost with this learner and given to other weights by the next one.
         ess = ess_of_groups(measured.group_weights, len(lease.plan.groups)) if measured.group_weights else ()
         reply = replay.trained(step=step, policy_version=version, ess=ess) if rank == 0 else TrainedReply()
-        sent = publisher.publish(version, roles.policy.named_hf_parameters())
+        with span("publish", version=version):
+            sent = publisher.publish(version, roles.policy.named_hf_parameters())
         if last:
             publisher.wait_copied()  # no step follows that would tell of a failure
         profile.end(trained, last=last)
@@ -371,6 +374,10 @@ def step_row(
     return row
 
 
+SPANS = {"wait_batch": "wait for a batch", "early": "train before the batch is full", "log": "write the row"}
+"""What laps are called in a trace, where they are not called alike."""
+
+
 @dataclass(slots=True)
 class StepClock:
     """Where the seconds went: the laps of a step are all of it, and the steps all of the time. The row of a step and
@@ -384,12 +391,14 @@ class StepClock:
     def start(self) -> None:
         self.laps = {}
         self.started = self.mark = self.now()
+        lap("start")
 
     def lap(self, name: str) -> None:
         """Everything since the last lap was `name`; what is of one name is added up."""
         now = self.now()
         self.laps[name] = self.laps.get(name, 0.0) + now - self.mark
         self.mark = now
+        lap(SPANS.get(name, name))
 
     def next(self) -> dict[str, float]:
         """`time/*` in seconds, of the step that ended with the last lap; the next one began then."""

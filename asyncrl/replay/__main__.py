@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.checks.machine import check_machine
-from asyncrl.config import JOURNAL_DIR, disk_patience, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, begin_trace, disk_patience, load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE, LedgerFile
@@ -32,6 +32,7 @@ def main(overrides: Sequence[str]) -> int:
     """
     config = load_config(overrides)
     check_machine(config, "replay")
+    begin_trace(config, "replay server")
     config = with_keys(config)
     keep_logging()
     patience = disk_patience(config)

@@ -32,6 +32,7 @@ from asyncrl.replay.server.survivors import learner_of
 from asyncrl.replay.shards.handlers import with_shards
 from asyncrl.replay.shards.payloads import InShards
 from asyncrl.replay.shards.receipts import Seals
+from asyncrl.spans import lap
 from asyncrl.storage.full_disk import Patience
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def run_server(
         memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, told, disk, folder, patience))
         server = server_of(memory, config, way_in, run_digest)
         log.info("replay server of run %s listens on %s", memory.run_id, config.address)
+        lap("start")
         server.serve(stopped)
 
 
@@ -113,7 +115,7 @@ def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest
     if config.shards:
         payloads = InShards(config.shards, memory.run_id, Seals(config.keys, run_digest), silence_s, clock)
         handlers = with_shards(Handlers(memory.core, payloads), payloads)
-    return ReplayServer(
+    server = ReplayServer(
         memory.core,
         handlers,
         way_in,
@@ -125,6 +127,8 @@ def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest
         sync=memory.sync,
         clock=clock,
     )
+    handlers.beside = server.measured
+    return server
 
 
 @contextlib.contextmanager

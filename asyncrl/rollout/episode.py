@@ -28,6 +28,7 @@ from asyncrl.rewards.score import Outcome
 from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
+from asyncrl.spans import span
 from asyncrl.types import NO_VERSION, Assignment, Completion, Prompt, SamplingParams, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class EpisodeRunner:
         return made
 
     async def _run(self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int) -> Episodes:
-        turns = itertools.count()
+        turns, order = itertools.count(), traced(name)
         longest = min(self.engine.max_length, self.max_tokens or self.engine.max_length)
 
         async def generate(
@@ -250,7 +251,9 @@ class EpisodeRunner:
                 seed=(seed + turn) % 2**63,
                 text_of=self._text_of,
             )
-            completions = await self.engine.generate(request)
+            with span("generate", **order, turn=turn, siblings=n) as generated:
+                completions = await self.engine.generate(request)
+                generated.also(tokens=sum(len(each.token_ids) for each in completions))
             self.sampled[".".join(name.split(".", 2)[:2])] += sum(len(each.token_ids) for each in completions)
             self.stepped()
             if temperature is None or temperature == sampling.temperature:
@@ -265,7 +268,8 @@ class EpisodeRunner:
             turns: Sequence[list[str]] | None = None,
         ) -> list[Outcome]:
             more = {} if turns is None else {"turns": turns}
-            outcomes = await self.score(completions, row, sampled=sampled, **more)
+            with span("reward", **order):
+                outcomes = await self.score(completions, row, sampled=sampled, **more)
             self.stepped()
             return outcomes
 
@@ -277,7 +281,8 @@ class EpisodeRunner:
             chat=self.chat,
             timeout_s=self.timeout_s,
         )
-        return await self.environment.run(prompt, size, tools)
+        with span("environment", **order):
+            return await self.environment.run(prompt, size, tools)
 
     def _text_of(self, ids: Sequence[int]) -> str:
         return self.decode([np.asarray(ids, np.int32)], special=True)[0]
@@ -291,6 +296,14 @@ def order_name(assignment: Assignment) -> str:
 def evaluation_name(assignment: EvalAssignment) -> str:
     """Of an evaluation, likewise."""
     return f"eval.{assignment.job_id}"
+
+
+def traced(name: str) -> dict[str, Any]:
+    """Of a request, what its spans are of."""
+    first, second, *_ = [*name.split("."), "0"]
+    if not (first.isdecimal() and second.isdecimal()):
+        return {"lane": "evaluations", "evaluation": second}
+    return {"lane": "groups", "group": int(first), "attempt": int(second)}
 
 
 def room_in(longest: int, length: int) -> int:

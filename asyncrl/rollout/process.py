@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.checks.placement import gpus_seen
-from asyncrl.config import config_from_dict
+from asyncrl.config import begin_trace, config_from_dict
 from asyncrl.errors import (
     ConfigError,
     DataError,
@@ -63,6 +63,7 @@ def run_worker_process(spec: WorkerSpec) -> int:
     )
     try:
         config = config_from_dict(spec.config)
+        begin_trace(config, spec.name)
         torch.set_num_threads(config.engine.threads)
         # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from asyncrl.spans import lap
+
 StatsSource = Callable[[], dict[str, float]]
 
 
@@ -37,13 +39,19 @@ class WorkerReport:
     def working(self, working: bool) -> None:
         if working == self._working:
             return
+        self.lap()
         now = time.monotonic()
         with self._lock:
             self._seconds[self._working] += now - self._since
             self._working, self._since = working, now
 
+    def lap(self) -> None:
+        """Of the trace: called now and then, so that one who is killed has told what it did."""
+        lap("make groups" if self._working else "wait for admission")
+
     def start_clocks(self) -> None:
         """From now on time counts as waiting: loading the engine was neither."""
+        lap("start")
         self._since = time.monotonic()
 
     def progress(self) -> float:

@@ -33,9 +33,10 @@ from asyncrl.errors import (
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name
+from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name, traced
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
+from asyncrl.spans import span
 from asyncrl.types import Assignment, DropReason, Prompt, SamplingParams, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class RolloutWorker:
                 self._start(acquired)
         finally:
             await self._cancel_all()
+            self._report.lap()
 
     def _start(self, acquired: Acquired) -> None:
         for assignment in acquired.assignments:
@@ -141,6 +143,11 @@ class RolloutWorker:
             self._evaluations[self._launch(self._evaluate(evaluation))] = evaluation
 
     async def _make_group(self, assignment: Assignment) -> None:
+        order = traced(order_name(assignment))
+        with span("group", **order, row=assignment.prompt_index) as made:
+            await self._make(assignment, order, made)
+
+    async def _make(self, assignment: Assignment, order: dict[str, Any], made: span) -> None:
         try:
             prompt = self._prompts[assignment.prompt_index]
         except OverlongError as error:
@@ -166,11 +173,15 @@ class RolloutWorker:
             await self._failed(assignment, DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT, error)
             return
         self._failures_in_row = 0
-        await self._wait_proven()
+        if not self._proven():
+            with span("wait for the canary", **order):
+                await self._wait_proven()
         # Filters judge groups, and of one that a resume found half admitted no worker has all.
         if not assignment.single and not await self._passes(assignment, prompt, group):
             return
-        reply = await self._told(self._replay.insert(group))
+        with span("insert", **order):
+            reply = await self._told(self._replay.insert(group))
+        made.also(status=reply.status)
         self._report.count(f"groups_{reply.status}")
         accepted = reply.status == "accepted"
         kept = sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories) if accepted else 0
@@ -218,7 +229,8 @@ class RolloutWorker:
                 f"asked to evaluate {assignment.eval_set!r}, and the sets of this worker are: {known}. Give all "
                 "processes of a run the same eval.path and eval.sets"
             )
-        result = await self._sets[assignment.eval_set](assignment)
+        with span("evaluate", **traced(evaluation_name(assignment)), set=assignment.eval_set):
+            result = await self._sets[assignment.eval_set](assignment)
         await self._wait_proven()
         await self._told(self._replay.report_evaluation(result))
         self._lost(evaluation_name(assignment), "evaluation")
@@ -259,6 +271,7 @@ class RolloutWorker:
         if now - self._looked_at < TURN_S:
             return
         self._looked_at = now
+        self._report.lap()
         mark = self._report.progress()
         if mark != self._progress[0] or len(self._groups) + len(self._evaluations) <= self._telling:
             self._progress = (mark, now)

@@ -68,10 +68,10 @@ def move_into_place(aside: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def replace_text(path: Path, text: str, aside: Path | None = None) -> None:
+def replace_text(path: Path, text: str | bytes, aside: Path | None = None) -> None:
     """Write `text` aside and rename: a reader sees the old or the new. Not synced: a power cut may take it back."""
     aside = aside or path.with_name(f"{path.name}.tmp")
-    aside.write_text(text)
+    aside.write_bytes(text if isinstance(text, bytes) else text.encode())
     aside.replace(path)
 
 

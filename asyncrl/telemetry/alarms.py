@@ -26,8 +26,10 @@ GAP_STEPS, GAP_S = 10, 120.0
 FREE_BYTES = "disk/free_bytes"
 """Given with a row by whoever writes it; no metric."""
 LEAST_FREE = 2 << 30
-PASSING = frozenset({"no_workers"})
-"""Told, and no reason to stop a run: workers that died come again, and a pool that gives up ends the run itself."""
+LEAST_MEMORY, MOST_SKEW_S = 0.05, 1.0
+PASSING = ("clock", "no_workers")
+"""Told, and no reason to stop a run: training needs no clock; workers that died come again, and a pool that gives up
+ends the run itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,18 @@ def disk(course: Course) -> str:
     return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has {free / 2**30:.1f} GiB left"
 
 
+def memory(course: Course) -> str:
+    free = course.last[-1].get("machine/memory_free") if course.last else None
+    return "" if free is None or free >= LEAST_MEMORY else f"a machine of the run has {free:.1%} of its memory left"
+
+
+def clock(course: Course) -> str:
+    skew = course.last[-1].get("machine/clock_skew_s") if course.last else None
+    if skew is None or skew <= MOST_SKEW_S:
+        return ""
+    return f"a machine's clock is {skew:.1f} s or more off that of the replay server's"
+
+
 def no_workers(course: Course) -> str:
     workers = course.last[-1].get("replay/workers") if course.last else None
     return "no rollout worker is connected" if workers == 0 else ""
@@ -233,6 +247,20 @@ ALARMS: tuple[Alarm, ...] = (
         "less than 2 GiB are free where the run folder lies",
         "Free space: a full disk makes the run wait. learner.keep_checkpoints, replay.journal.retain=none",
         disk,
+    ),
+    Alarm(
+        "memory",
+        "less than 5 % of its memory are free on a machine of the run, or in a container: the kernel may soon kill a "
+        "process",
+        "Lower replay.max_bytes, engine.max_sequences, rollout.max_in_flight or rollout.workers, whoever has it",
+        memory,
+    ),
+    Alarm(
+        "clock",
+        "the clock of a machine differs by more than a second from that of the replay server's: times in its logs and "
+        "files cannot be held against those of the others. Training does not depend on it",
+        "Let one time service set the clocks of all machines (chrony, ntp)",
+        clock,
     ),
 )
 

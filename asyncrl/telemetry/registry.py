@@ -151,6 +151,7 @@ _TIME = (
     Metric(
         "idle/learner_s_<reason>", "s", "in which it could have trained and had no batch, for this reason", LOWER, True
     ),
+    Metric("idle/replay", "share", "of the time since the step before, in which the replay server waited for messages"),
     Metric("idle/rollout", "share", "of the last seconds, in which workers had nothing to make", LOWER),
     Metric("idle/rollout_s", "s", "that all workers together had nothing to make", LOWER, True),
     Metric(
@@ -183,6 +184,15 @@ _TIME = (
         LOWER,
     ),
     Metric("memory/planned_gb", "GB", "what the plan of memory says of the same micro-batches"),
+    Metric(
+        "machine/memory_free", "share", "of its memory, of the fullest machine that a process of the run is on", HIGHER
+    ),
+    Metric(
+        "machine/clock_skew_s",
+        "s",
+        "by which a machine's clock differs at least from that of the replay server's, of the worst one",
+        LOWER,
+    ),
     Metric("checkpoint/save_s", "s", "the newest checkpoint took until it was whole", LOWER),
     Metric("checkpoint/wait_s", "s", "for which training stood still for it", LOWER),
     Metric("checkpoint/copy_wait_s", "s", "of them, waited for the copy of what is saved", LOWER),

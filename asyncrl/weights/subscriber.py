@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.spans import span
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
 from asyncrl.weights.canary import Canary, Proof
@@ -112,7 +113,8 @@ class SubscriberThread:
         if not known:
             started, halted = time.perf_counter(), self._halted_s()
             try:
-                self._wait_for(self._loader.submit(self._load, policy_version, tensors), beat)
+                with span("load", version=policy_version):
+                    self._wait_for(self._loader.submit(self._load, policy_version, tensors), beat)
             except WeightsError:
                 self._proven = True  # it serves what it served
                 raise
@@ -121,7 +123,8 @@ class SubscriberThread:
             self._stats["load_s"] += report["load_s"]
             self._stats["loads"] += 1
         if due and canary is not None and self._proof is not None:
-            report |= self._prove(self._proof, policy_version, Canary.from_wire(canary), beat)
+            with span("prove", version=policy_version):
+                report |= self._prove(self._proof, policy_version, Canary.from_wire(canary), beat)
             self._proven, self._proven_epoch = True, epoch
         self._policy_version, self._fingerprint = policy_version, fingerprint
         if not known:

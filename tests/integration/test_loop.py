@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.replay.audit.report import main as audit_main
 from tests.integration.conftest import LocalRun, StartLocal
+from tests.telemetry.traced import assert_run_is_traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,10 +59,14 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
             "eval.every": 4,
             "eval.rows": 32,
             "eval.chunk": 16,
+            "telemetry.trace": "true",
         }
     )
     assert run.finish(400) == 0, run.tail()
+    assert_run_is_traced(run.directory, ["learner 0", "learner 1", "replay server", "rollout-0", "rollout-1"])
     rows = run.rows()
+    assert all(0 <= row["idle/replay"] <= 1 and 0 < row["machine/memory_free"] < 1 for row in rows)
+    assert rows[-1]["machine/clock_skew_s"] < 0.01, "of processes of one machine"
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["policy_version"] for row in rows] == list(range(1, steps + 1))
     assert max(row["staleness/max"] for row in rows) <= max_staleness

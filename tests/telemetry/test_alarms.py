@@ -25,7 +25,7 @@ SOUND = {
     "time/step": 2.0, "reward/mean": 0.5, "reward/zero_variance_groups": 0.3, "policy/entropy": 1.0,
     "ratio/E/ess_seq": 0.9, "staleness/age_0/rms_log_ratio": 0.01, "completion/length_mean": 100.0,
     "completion/truncated": 0.05, "optim/nonfinite_steps": 0.0, "weights/canary_failed": 0.0, "replay/workers": 2.0,
-    FREE_BYTES: 1 << 40,
+    FREE_BYTES: 1 << 40, "machine/memory_free": 0.5, "machine/clock_skew_s": 0.001,
 }  # fmt: skip
 TROUBLES: dict[str, list[dict[str, Any]]] = {
     "engine_drift": [{"staleness/age_0/rms_log_ratio": 0.5}] * WINDOW,
@@ -38,6 +38,8 @@ TROUBLES: dict[str, list[dict[str, Any]]] = {
     "nonfinite": [{"optim/nonfinite_steps": 1.0}],
     "no_workers": [{"replay/workers": 0.0}],
     "disk": [{FREE_BYTES: 1 << 20}],
+    "memory": [{"machine/memory_free": 0.02}],
+    "clock": [{"machine/clock_skew_s": 4.0}],
 }
 
 

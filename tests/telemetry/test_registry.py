@@ -169,6 +169,7 @@ ELSEWHERE = {
     ),
     "tests/weights/test_files.py": ("weights/sent_version",),
     "tests/weights/test_snapshot.py": ("weights/copy_wait_s",),
+    "tests/integration/test_loop.py": ("idle/replay", "machine/memory_free", "machine/clock_skew_s"),
     "tests/integration/test_truncated_sampling.py": ("completion/support_mean",),
 }  # fmt: skip
 """Tests that see those which it would take a run to make here."""

@@ -25,6 +25,7 @@ from asyncrl.engines.hf.batch import RunningBatch
 from asyncrl.engines.hf.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, chunks
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.spans import moment
 from asyncrl.types import NO_VERSION, Completion
 
 _POLL_S = 0.5
@@ -57,7 +58,8 @@ class TransformersEngine:
         """Out of the inbox, not yet in the batch: without it a failing prefill would leave its callers waiting."""
         self._scoring: Job | None = None
         """Out of the inbox, like them."""
-        self._policy_version = NO_VERSION
+        self._policy_version = self._sampled_version = NO_VERSION
+        """Of the weights that are served, and of the last token that was sampled."""
         self._stats: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -276,6 +278,9 @@ class TransformersEngine:
             logits, temperature, batch.uniforms(start), batch.any_greedy, batch.truncations(start), batch.topk
         )
         self._stats["generated_tokens"] += len(drawn.tokens)
+        if self._sampled_version != self._policy_version:
+            self._sampled_version = self._policy_version
+            moment("first token", version=self._policy_version)
         finished = batch.record(drawn.tokens, drawn.logprobs, self._policy_version, start, drawn.recorded)
         for row in finished.tolist():
             pending, member = batch.owners[row]

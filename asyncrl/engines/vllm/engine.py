@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.lora import AdapterTable
@@ -37,6 +37,7 @@ from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.schema import Config
+from asyncrl.spans import moment
 from asyncrl.types import NO_VERSION, Completion
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class VllmEngine:
         self._vocabulary = int(model.vocab_size)
         with torch.device("meta"):
             self._parameters = self.table(AutoModelForCausalLM.from_config(model))
-        self._policy_version = NO_VERSION
+        self._policy_version = self._sampled_version = NO_VERSION
+        """Of the weights that are served, and those that tokens are known of."""
         self._width = args.tensor_parallel_size
         self._numbers = itertools.count()
         self._tokenless: dict[str, Sibling] = {}
@@ -225,6 +227,7 @@ class VllmEngine:
             async for output in self._client.stream(prompt, sampling_of(sibling), name):
                 last = output
                 self._tokenless.pop(name, None)
+                self._note_first(output.outputs[0])
                 if sibling.overtaken:
                     return None
                 if sibling.ends_now(output.outputs[0].token_ids) and not output.finished:
@@ -232,6 +235,15 @@ class VllmEngine:
         finally:
             self._tokenless.pop(name, None)
         return last
+
+    def _note_first(self, output: CompletionOutput) -> None:
+        """Outputs come at the first token of a sequence and at its end: what of a version comes first is told."""
+        label = version_label(self._policy_version)
+        if self._sampled_version != self._policy_version and any(
+            span.version == label for span in output.weight_versions or []
+        ):
+            self._sampled_version = self._policy_version
+            moment("first token", version=self._policy_version)
 
     async def _commit(self, policy_version: int) -> None:
         """One pause in which the staged weights become this version."""

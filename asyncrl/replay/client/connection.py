@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from asyncrl.errors import AsyncRLError, NoProgress, ReplayError, WireError
+from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.client.handshakes import Handshakes
 from asyncrl.replay.client.requests import Request, Requests, Response
 from asyncrl.replay.codec import reply as words
@@ -82,6 +83,7 @@ class Connection:
         """Why the last socket heard nothing, as far as its handshakes tell."""
         self._control: dict[int, str] = {}
         """Verbs of hellos and heartbeats under way; they are never resent."""
+        self._clocks = Clocks()
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
         self._wakeup = Wakeup(self._context)
@@ -202,7 +204,7 @@ class Connection:
             self._knocks = self._config.local_sockets and not (self._door and self._door.is_open(self.role))
             self._open_anew()
         if self._welcome:
-            self._say("heartbeat", [0, [self._stats(), self._requests.sent()]])
+            self._say("heartbeat", [0, [self._stats() | self._clocks.stats(), self._requests.sent()]])
         elif self._fatal is None:
             self._hello()
         self._give_up(now)
@@ -219,6 +221,7 @@ class Connection:
             number, self._next = self._next, self._next + 1
         self._control = {known: name for known, name in self._control.items() if known > number - CONTROL_KEPT}
         self._control[number] = verb
+        self._clocks.sent(number)
         self._send(verb, number, body)
 
     def _take_inbox(self) -> None:
@@ -284,7 +287,9 @@ class Connection:
             if verb == "hello":
                 self._welcomed(words.decode_welcome(reply.body))
             else:
-                self._beaten(words.decode_pulse(reply.body))
+                pulse = words.decode_pulse(reply.body)
+                self._clocks.heard(reply.request, pulse.time)
+                self._beaten(pulse)
         except WireError as error:
             self._die(WireError(f"{self._server}: {error}"))
 

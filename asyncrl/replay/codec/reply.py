@@ -48,6 +48,16 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTime:
+    """The clocks of the server's machine, in ns, when it answered."""
+
+    boot: str
+    """Of its kernel; see `asyncrl.spans.boot`."""
+    monotonic: int
+    wall: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pulse:
     """The reply to a heartbeat."""
 
@@ -56,6 +66,7 @@ class Pulse:
     window: int
     progress: int
     """Grows with every change at the server."""
+    time: ServerTime
 
 
 def decode_hello(envelope: Envelope) -> Hello:
@@ -87,9 +98,12 @@ def decode_welcome(body: Any) -> Welcome:
 
 def decode_pulse(body: Any) -> Pulse:
     """Raises WireError."""
-    lost, window, progress = wire.sequence(body, "the reply to a heartbeat", 3)
+    lost, window, progress, time = wire.sequence(body, "the reply to a heartbeat", 4)
     numbers = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(lost, "lost requests")]
-    return Pulse(numbers, _window(window), wire.integer(progress, "progress", 0, wire.MAX_ID))
+    boot, monotonic, wall = wire.sequence(time, "the server's clocks", 3)
+    clocks = [wire.integer(each, "time", 0, wire.MAX_ID) for each in (monotonic, wall)]
+    read = ServerTime(wire.text(boot, "boot", wire.MAX_NAME), *clocks)
+    return Pulse(numbers, _window(window), wire.integer(progress, "progress", 0, wire.MAX_ID), read)
 
 
 def window_after(body: Any) -> int:

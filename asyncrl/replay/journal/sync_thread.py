@@ -18,6 +18,7 @@ from pathlib import Path
 
 from asyncrl.errors import DiskFullError, JournalError
 from asyncrl.replay.journal.log import SegmentLog
+from asyncrl.spans import span
 from asyncrl.storage.full_disk import FullDisk, Patience
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class SyncThread:
             self._work.wait()
             self._work.clear()
             self._stopping.wait(max(0.0, rested_at - time.monotonic()))
-            done = self._write()
+            with span("write the journal", "journal"):
+                done = self._write()
             # On a fast disk short groups cost little, and who waits for one reply after the other is served sooner.
             rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
             self._tell()

@@ -6,7 +6,7 @@ next change, and `at_deadline` when the caller's patience ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
+from asyncrl.spans import moment
 from asyncrl.types import Assignment, DropReason, StepPlan
 
 MAX_WAIT_S = LONGEST_WAIT_S
@@ -48,6 +49,8 @@ class Handlers:
         self.payloads = payloads or WithPlanner()
         self.over = False
         """The shards may go."""
+        self.beside: Callable[[], Mapping[str, float]] = dict
+        """What the server measures of itself, for the row of a step."""
         self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
         """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
         the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
@@ -129,6 +132,8 @@ class Handlers:
             if not self.core.may_take(session.name, session.incarnation):
                 return None
             acquired = ask()
+            if acquired.assignments:
+                moment("admit", groups=[each.group_id for each in acquired.assignments], worker=session.name)
             something = acquired.assignments or acquired.evaluations or acquired.stop
             return Answer(messages.encode_acquired(acquired)) if something else None
 
@@ -152,6 +157,7 @@ class Handlers:
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
             raise
         reply = self.core.insert(session.name, session.incarnation, header, stored)
+        moment("inserted", groups=[header.group_id], status=reply.status)
         return Answer([reply.status, reply.reason, self.window()])
 
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
@@ -270,6 +276,7 @@ class Handlers:
         if known is None or known[0] is not plan:
             sharded = replace(plan, shards=shard_step(plan, *key[1:]))
             known = (plan, sharded, wire.encode_plan(sharded))
+            moment("lease", step=plan.step + 1, groups=[group.group_id for group in plan.groups])
         self._plans[key] = known
         if len(self._plans) > PLANS_KEPT:
             del self._plans[next(iter(self._plans))]
@@ -325,10 +332,13 @@ class Handlers:
         wire.integer(step, "step", 0, wire.MAX_ID)
         wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
         ess = [wire.number(value, "ess") for value in wire.sequence(told, "ess", limit=wire.MAX_TOKENS)]
-        return Answer(messages.encode_trained(self.core.trained(step=step, policy_version=version, ess=ess)))
+        reply = self.core.trained(step=step, policy_version=version, ess=ess)
+        moment("trained", step=step + 1, version=version)
+        return Answer(messages.encode_trained(replace(reply, metrics=reply.metrics | self.beside())))
 
     def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))
+        moment("commit", step=body + 1)
         return Answer()
 
     def _evaluate(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from asyncrl import spans
 from asyncrl.errors import AsyncRLError, FencedError, WireError
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec import reply as words
@@ -26,6 +27,7 @@ from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET
+from asyncrl.replay.server.idle import Idle
 from asyncrl.replay.server.outbox import Outbox
 from asyncrl.replay.server.replies import Replies
 from asyncrl.replay.server.router import Entrance
@@ -33,6 +35,7 @@ from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.replay.server.shutdown import Shutdown
 from asyncrl.replay.server.waiting import WaitingRequests
+from asyncrl.storage.memory import free_share
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ BATCH_BYTES = 8 << 20
 THROWN_AWAY = 20 * BATCH
 """Likewise, counting those of connections that are heard no more."""
 TICK_S = 0.2
+MACHINE: dict[str, Callable[[Sequence[float]], float]] = {"memory_free": min, "clock_skew_s": max}
+"""What peers tell of their machine with a heartbeat (`client.clocks`), and which of them is the worst."""
 
 
 class ReplayServer:
@@ -74,6 +79,7 @@ class ReplayServer:
         self.replies = Replies(self.outbox, run_id, boot)
         self.waiting = WaitingRequests(lambda: core.state.applied, self.replies, clock)
         self.shutdown = Shutdown(core.state.finished)
+        self.idle, self._kernel = Idle(), spans.boot()
 
     def serve(self, stop: threading.Event) -> None:
         """Until `stop`, or until the run is finished and everybody has left."""
@@ -91,7 +97,8 @@ class ReplayServer:
                 self._tick(now)
                 if self._over(now):
                     return
-            ready = dict(poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1))
+            with self.idle:
+                ready = dict(poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1))
             if self.entrance.heard(ready):
                 self._drain()
             if self.sync is not None and self.sync.wake_fd in ready:
@@ -263,6 +270,7 @@ class ReplayServer:
     def _heartbeat(self, session: Session, request: int, body: object) -> None:
         stats, outstanding = wire.sequence(body, "heartbeat", 2)
         numbers = messages.numbers(stats, "stats")
+        session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
         if session.role == "worker":
             self.core.heartbeat(session.name, session.incarnation, numbers)
         asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
@@ -271,7 +279,17 @@ class ReplayServer:
         # On a full disk nothing is applied and no credit given: without a word of progress its wait would be an error.
         self._beats_on_full_disk += bool(self.core.paused)
         progress = self.core.state.applied + self._beats_on_full_disk
-        self.replies.send(session.identity, "ok", request, [lost, self.handlers.window(), progress])
+        clocks = [self._kernel, time.monotonic_ns(), time.time_ns()]
+        self.replies.send(session.identity, "ok", request, [lost, self.handlers.window(), progress, clocks])
+
+    def measured(self) -> dict[str, float]:
+        """Of this process, and the worst of the machines that peers are on; for the row of a step."""
+        row = {"idle/replay": self.idle.share()}
+        told = [{"memory_free": free_share()}, *(session.machine for session in self.sessions.values())]
+        for name, worst in MACHINE.items():
+            values = [value for each in told if (value := each.get(name)) is not None]
+            row |= {f"machine/{name}": worst(values)} if values else {}
+        return row
 
     def _goodbye(self, session: Session, request: int) -> None:
         if session.role == "worker":

@@ -30,6 +30,8 @@ class Session:
     """The peer has the answers to all its requests below this number."""
     replies: dict[int, list[Frame]] = field(default_factory=dict)
     """Answers to requests that must not run twice, until the peer has them."""
+    machine: dict[str, float] = field(default_factory=dict)
+    """What it told of its machine with its last heartbeat."""
     waiting: set[int] = field(default_factory=set)
     """Requests that are waiting for something to happen."""
 

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.spans import span
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
 from asyncrl.weights.fingerprint import bucket_fingerprint
@@ -270,7 +271,8 @@ class BackgroundPublisher:
                         self._make_current(fresh, self._sender.keeps_previous)
                         self._condition.notify_all()
                 if fresh is not None:
-                    self._sender.send(fresh, self._previous)
+                    with span("send the weights", version=fresh.policy_version):
+                        self._sender.send(fresh, self._previous)
                 else:
                     self._sender.idle(self._current)
         except Exception as error:  # thread boundary: the learner gets it at its next publish

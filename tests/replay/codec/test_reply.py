@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(150)
 PATIENCE_S = 60
 WELCOME = ["run", "boot", 1000]
 STORED = ["stored", "", 1000]
+CLOCKS = ["boot", 1, 2]
 VERY_DEEP: Any = msgpack.unpackb(b"\x91" * 900 + b"\x90")
 """A list in a list in a list...: legal, and too deep for Python to show."""
 
@@ -70,7 +71,7 @@ class Handlers:
                 self._socket.send_multipart([peer, *(said or self._sound(heard.request, heard.verb))])
 
     def _sound(self, number: int, verb: str) -> Frames:
-        bodies = {"hello": WELCOME, "heartbeat": [sorted(self._unsound), 1000, 1], "insert": STORED}
+        bodies = {"hello": WELCOME, "heartbeat": [sorted(self._unsound), 1000, 1, CLOCKS], "insert": STORED}
         return reply("ok", number, bodies.get(verb, verb))
 
 

@@ -1,0 +1,232 @@
+"""The spans of all processes of a run on one clock, each in its place: `asyncrl trace RUN`.
+
+    logs/trace/*.spans -> processes -> times of the replay server's machine -> tracks on which spans nest -> Perfetto
+
+Lane `main` of each process has no gap: what it shows adds up to the time that the process was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from asyncrl import spans
+from asyncrl.config import LOG_DIR
+from asyncrl.errors import RunFolderError
+from asyncrl.telemetry import perfetto
+
+GROUP, VERSION = 1 << 60, 2 << 60
+"""Added to the id of a group, or a version: the number of its flow."""
+
+
+AROUND = ("group", "environment", "fetch the batch")
+"""Spans with the stations of a group in them, or that began before it: none themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    lane: str
+    begin: int
+    end: int
+    """ns; the same as `begin` for a moment."""
+    of: dict[str, Any]
+
+    def groups(self) -> list[int]:
+        """Ids of the groups that it is of."""
+        return [*self.of.get("groups", ()), *([self.of["group"]] if "group" in self.of else [])]
+
+    def flows(self) -> list[int]:
+        """What links it to spans of other processes."""
+        linked = [GROUP + group for group in self.groups()] if self.name not in AROUND else []
+        return linked + ([VERSION + self.of["version"]] if self.of.get("version", -1) >= 0 and versioned(self) else [])
+
+    def unit(self) -> tuple[Any, ...]:
+        """What stays together on one track."""
+        return tuple(self.of.get(key) for key in ("group", "attempt", "evaluation"))
+
+
+def versioned(span: Span) -> bool:
+    """A step is made with a version, and is no station on its way."""
+    return span.name != "train step"
+
+
+@dataclass(slots=True)
+class Process:
+    role: str
+    pid: int
+    host: str
+    boot: str
+    born: int
+    spans: list[Span] = field(default_factory=list)
+    lost: int = 0
+    """Spans that found no space on the disk."""
+    clocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """`(at, offset, error)` ns: how the replay server's clock differed from this one's."""
+
+    @property
+    def begin(self) -> int:
+        return min(self.born, *(span.begin for span in self.spans)) if self.spans else self.born
+
+    @property
+    def end(self) -> int:
+        return max((span.end for span in self.spans), default=self.born)
+
+    def accounted(self) -> float:
+        """Share of its time, from its birth to its last word, that its main lane tells of."""
+        covered = at = 0
+        for span in sorted((span for span in self.spans if span.lane == spans.MAIN), key=lambda span: span.begin):
+            covered += max(0, span.end - max(span.begin, at))
+            at = max(at, span.end)
+        return covered / (self.end - self.begin) if self.end > self.begin else 1.0
+
+
+def read_trace(folder: Path) -> list[Process]:
+    """Every process that left spans, by its role and birth, on the clock of the replay server's machine.
+
+    Raises:
+        RunFolderError: there are none.
+    """
+    found: dict[str, Process] = {}
+    for path in sorted((folder / LOG_DIR / spans.FOLDER).glob(f"*{spans.SUFFIX}")):
+        key = path.name.removesuffix(spans.SUFFIX).removesuffix(".older")
+        known = read_spans(path, found.get(key))
+        if known is not None:
+            found[key] = known
+    if not found:
+        raise RunFolderError(
+            f"{folder} has no spans in {LOG_DIR}/{spans.FOLDER}: start a run with telemetry.trace=true. What processes "
+            "on other machines wrote lies there, and can be copied beside these"
+        )
+    processes = sorted(found.values(), key=lambda process: (process.role, process.born))
+    for process in processes:
+        align(process)
+    return processes
+
+
+def read_spans(path: Path, known: Process | None) -> Process | None:
+    """What can be read of one file, up to where it is damaged: a dead machine may leave a record in part."""
+    for row in records(path):
+        if isinstance(row, dict) and "born" in row and row["format"] == spans.FORMAT:
+            known = known or Process(row["role"], row["pid"], row["host"], row["boot"], row["born"])
+            known.lost = max(known.lost, row["lost"])
+        elif known is None:
+            return None  # another format, or a head that found no space
+        elif isinstance(row, dict):
+            if row["server"] != known.boot:
+                known.clocks.append((row["at"], row["offset"], row["error"]))
+        else:
+            known.spans.append(Span(*row))
+    return known
+
+
+def records(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        found = msgpack.Unpacker(file, strict_map_key=False)
+        try:
+            yield from found
+        except (ValueError, msgpack.UnpackException):
+            return
+
+
+def align(process: Process) -> None:
+    """To the replay server's clock, where it is another one: by the offset at the time, between two by the line through
+    them, so that no order changes."""
+    if process.clocks:
+        process.clocks.sort()
+
+        def at(time: int) -> int:
+            return time + offset_at(process.clocks, time)
+
+        process.born = at(process.born)
+        process.spans = [Span(s.name, s.lane, at(s.begin), at(s.end), s.of) for s in process.spans]
+
+
+def offset_at(clocks: Sequence[tuple[int, int, int]], time: int) -> int:
+    """ns, linear between the two nearest measurements; before the first and after the last as those."""
+    later = next((place for place, (at, _, _) in enumerate(clocks) if at >= time), len(clocks))
+    if later in (0, len(clocks)):
+        return clocks[min(later, len(clocks) - 1)][1]
+    (left, low, _), (right, high, _) = clocks[later - 1], clocks[later]
+    return round(low + (high - low) * (time - left) / max(1, right - left))
+
+
+def tracks(process: Process) -> list[tuple[str, list[Span]]]:
+    """`(name, spans)` such that spans of one track nest or lie apart. What is of one group stays on one track, but for
+    what its siblings do at the same time."""
+    lanes: dict[str, dict[tuple[Any, ...], list[Span]]] = {}
+    for span in process.spans:
+        lanes.setdefault(span.lane, {}).setdefault(span.unit(), []).append(span)
+    found: list[tuple[str, list[Span]]] = []
+    for lane, units in sorted(lanes.items(), key=lambda item: (item[0] != spans.MAIN, item[0])):
+        places: list[tuple[int, list[Span]]] = []
+        """Of each track of the lane: when it is free again, and what is on it."""
+        rows = [row for unit in units.values() for row in nested(unit)]
+        for row in sorted(rows, key=lambda row: row[0].begin):
+            free = next((place for place, (until, _) in enumerate(places) if until <= row[0].begin), len(places))
+            on_it = places[free][1] if free < len(places) else []
+            places[free : free + 1] = [(max(span.end for span in row), [*on_it, *row])]
+        found += [(lane if len(places) == 1 else f"{lane} {place + 1}", row) for place, (_, row) in enumerate(places)]
+    return found
+
+
+def nested(unit: Iterable[Span]) -> list[list[Span]]:
+    """As few rows as it takes for spans to nest or lie apart, each by its begin."""
+    rows: list[tuple[list[int], list[Span]]] = []
+    for span in sorted(unit, key=lambda span: (span.begin, -span.end)):
+        for row in rows:
+            ends = row[0]
+            while ends and ends[-1] <= span.begin and ends[-1] < span.end:
+                ends.pop()
+            if not ends or ends[-1] >= span.end:
+                break
+        else:
+            row = [], []
+            rows.append(row)
+        row[0].append(span.end)
+        row[1].append(span)
+    return [row for _, row in rows]
+
+
+def as_perfetto(processes: Sequence[Process]) -> Iterator[bytes]:
+    """The packets of the whole trace."""
+    uuid = 0
+    for process in processes:
+        uuid += 1
+        parent = uuid
+        host = f" on {process.host}" if len({each.host for each in processes}) > 1 else ""
+        yield perfetto.process_track(parent, process.pid, f"{process.role}{host}")
+        for name, row in tracks(process):
+            uuid += 1
+            yield perfetto.lane_track(uuid, parent, name)
+            yield from slices(uuid, row)
+
+
+def slices(track: int, row: Sequence[Span]) -> Iterator[bytes]:
+    """Begins and ends in the order of a stack."""
+    open_: list[int] = []
+    for span in sorted(row, key=lambda span: (span.begin, -span.end)):
+        while open_ and open_[-1] <= span.begin:
+            yield perfetto.end(track, open_.pop())
+        if span.end == span.begin:
+            yield perfetto.instant(track, span.begin, span.name, span.of, span.flows())
+        else:
+            yield perfetto.begin(track, span.begin, span.name, span.of, span.flows())
+            open_.append(span.end)
+    while open_:
+        yield perfetto.end(track, open_.pop())
+
+
+def life_of(processes: Sequence[Process], *, group: int = -1, version: int = -1) -> list[tuple[Process, Span]]:
+    """What happened to a group, or a version, in all processes, by time."""
+    found = [
+        (process, span)
+        for process in processes
+        for span in process.spans
+        if group in span.groups() or (version >= 0 and span.of.get("version") == version and versioned(span))
+    ]
+    return sorted(found, key=lambda pair: (pair[1].begin, -pair[1].end))
