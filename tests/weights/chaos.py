@@ -20,11 +20,12 @@ from typing import Any
 
 from tests.forked import forked_from
 from tests.weights.board import BoardManager
-from tests.weights.chaos_processes import TIMEOUT_S, learner_process, worker_process
+from tests.weights.chaos_processes import SHARED_TIMEOUT_S, TIMEOUT_S, learner_process, worker_process
 from tests.weights.trap import Injection
 
 LIMIT_S = 3 * TIMEOUT_S + 2 * 2.0
 """A broadcast with the silent one, its acknowledgement, a group formed without it; and twice the publisher's grace."""
+SHARED_LIMIT_S = 3 * SHARED_TIMEOUT_S + 2 * 2.0
 STEADY = ("a", "b")
 WORKER_PHASES = (
     "before hello", "after hello", "before accept", "after accept", "bucket 0", "bucket 3", "fingerprint",
@@ -168,6 +169,7 @@ def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], No
         chosen = [injection for injection in injections if (injection.delta, injection.shared) == (delta, shared)]
         if not chosen:
             continue
+        limit_s = max(limit_s, SHARED_LIMIT_S if shared else 0.0)
         with cluster("always" if delta else "never", 2 if shared else 1, limit_s) as running:
             for number, injection in enumerate(chosen):
                 took = running.inject(injection, number)
