@@ -16,7 +16,7 @@ from asyncrl.cli.quickstart import prepare
 from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.telemetry.evaluations import is_evaluation
 
-pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 LAYOUT = ["learner.ranks=8", "learner.sequence_parallel=2", "learner.tensor_parallel=2"]
 
 

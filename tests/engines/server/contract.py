@@ -11,6 +11,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from asyncrl.cli.commands import free_port
 from asyncrl.engines.vllm.names import PROTOCOL
 from asyncrl.engines.vllm.receiver import SEAT
 from tests.engines.server.test_terms import SETTINGS
@@ -19,8 +20,8 @@ from tests.engines.server.test_terms import SETTINGS
 class ContractServer:
     """Answers on a port of its own until `stop`; `start` takes the same port again, as another process would."""
 
-    def __init__(self, shape: dict[str, Any], port: int = 0) -> None:
-        self.shape, self.port = shape, port
+    def __init__(self, shape: dict[str, Any]) -> None:
+        self.shape, self.port = shape, free_port()
         self.start()
 
     @property
@@ -32,12 +33,11 @@ class ContractServer:
         self.held = threading.Event()
         """Set: sequences wait after their first token."""
         self.begun: list[dict[str, Any]] = []
-        self.ended = 0
+        self.ended: list[dict[str, Any]] = []
         self.connections: set[socket.socket] = set()
         handler = type("Handler", (_Handler,), {"contract": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self._http.daemon_threads, self._http.block_on_close = True, False
-        self.port = self._http.server_port
         self.gone = False
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -104,9 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             spans = [{"version": label, "start": 0, "end": 1}, {"version": contract.label, "start": 1, "end": 3}]
             self._chunk(_tokens(8, 9, reason="length", spans=spans))
+            contract.ended.append(body)  # before the client can know
             self._line("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
-            contract.ended += 1
 
     def _chunk(self, chunk: dict[str, Any]) -> None:
         self._line(json.dumps(chunk))

@@ -5,7 +5,6 @@ Against `contract.py`: what is sent and what is made of answers. Weights and log
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,7 +121,7 @@ def test_what_a_lost_server_was_making_is_made_by_the_other_and_back_it_has_to_b
         return await task
 
     completions = asyncio.run(work())
-    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and pair[1].ended == 2
+    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and len(pair[1].ended) == 2
     assert receiver.changed() and receiver.width == 2
     pair[0].start()
     wait_until(lambda: engine.stats()["servers"] == 1 and receiver.changed())
@@ -138,7 +137,7 @@ def test_weights_of_somebody_else_are_noticed_before_a_token_of_them_is_taken(fo
     load(engine, 0)
     pair[0].label = "another:0"
     completions = asyncio.run(engine.generate(request(PROMPT, 4, new=3)))
-    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and pair[1].ended == 4
+    assert all(one.policy_versions.tolist() == [0] * 3 for one in completions) and len(pair[1].ended) == 4
     assert engine.stats()["lost_servers"] >= 1
     asyncio.run(engine.close())
 
@@ -197,8 +196,7 @@ def test_a_running_sequence_spans_an_update_and_one_cancelled_gives_its_place_ba
         pair[0].held.clear()
         return await running
 
-    began = time.monotonic()
     assert [one.policy_versions.tolist() for one in asyncio.run(work())] == [[0, 1, 1]] * 2
-    assert time.monotonic() - began < WAIT_S and engine.stats()["running"] == 0
+    assert engine.stats()["running"] == 0
     assert engine._router.load(pair[0].url) == 0
     asyncio.run(engine.close())
