@@ -48,6 +48,11 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     if runs:
         overrides = [str(runs[0] / CONFIG_FILE), *overrides]
     config = load_config(with_files(overrides))
+    if config.replay.admission != "group":
+        raise ConfigError(
+            f"replay.admission={config.replay.admission} is not simulated: groups are admitted whole. Plan with "
+            "replay.admission=group"
+        )
     gpus = gpus or config.placement.gpus or len(visible_gpus() or ())
     costs = given.costs(config.rollout.max_new_tokens, measured=bool(runs))
     if runs:
