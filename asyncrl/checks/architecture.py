@@ -116,7 +116,7 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             f"its rotary embedding ({rope.get('rope_type', rope.get('type'))}) depends on the longest sequence it is "
             "given, and no rank is given a whole one. Set learner.sequence_parallel=1"
         )
-    heads = text.get("num_attention_heads")
+    heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 has its own name for it
     keys = text.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
         return ""  # what config.json leaves to its class's default is looked at when the model is loaded

@@ -41,6 +41,12 @@ def test_sequences_are_shared_where_heads_are_even_or_repeat(ranks: int, togethe
         ({}, 3, 1, "must divide its 8 attention heads"),
         ({}, 8, 2, "its 4 attention heads, and divide its 2 key-value heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, 1, "Set it to one of 1, 2, 4, 12"),
+        (
+            {"model_type": "gpt2", "num_attention_heads": None, "n_head": 3, "num_key_value_heads": None},
+            2,
+            1,
+            "its 3 attent",
+        ),
         ({"rope_parameters": {"rope_type": "longrope"}}, 2, 1, "(longrope) depends on the longest sequence"),
     ],
 )
