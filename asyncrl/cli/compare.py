@@ -22,6 +22,7 @@ from asyncrl.telemetry.compared import (
     end_of,
     metrics_of,
     read_runs,
+    shown,
 )
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.registry import metric_of
@@ -64,7 +65,7 @@ def as_object(runs: Sequence[Run], ends: dict[str, list[End | None]], apart: Seq
 def settings_table(runs: Sequence[Run]) -> Table:
     table = Table("setting", *(run.name for run in runs), title="settings that differ", title_justify="left")
     for key, values in different_settings(runs).items():
-        table.add_row(key, *(ABSENT if value is None else str(value) for value in values))
+        table.add_row(key, *map(shown, values))
     return table
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import read_settings
+from asyncrl.config import default_settings, read_settings
 from asyncrl.errors import RunFolderError
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.report import Row, evaluated, read_metrics, series
@@ -97,11 +97,27 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
+UNKNOWN = "unknown there"
+"""Of a setting that the version which made a run did not have."""
+
+
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Key -> its value in each run, of those that are not the same in all; None where a run has no such setting."""
+    """Key -> its value in each run, of those that are not the same in all. A run whose version did not know a setting
+    did what its default does: `UNKNOWN` stands there, if others did something else."""
+    usual = default_settings()
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    found = {}
+    for key in keys:
+        values = [run.settings.get(key, UNKNOWN) for run in runs]
+        known = [usual.get(key, UNKNOWN) if key not in run.settings else run.settings[key] for run in runs]
+        if any(value != known[0] for value in known):
+            found[key] = values
+    return found
+
+
+def shown(value: Any) -> str:
+    """A setting's value as one types it."""
+    return "null" if value is None else str(value)
 
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
@@ -135,8 +151,9 @@ def best_of(metric: str, ends: Sequence[End | None]) -> float | None:
 def experiments(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that differ in nothing but `OF_ONE_RUN` stand together, in the order they were given."""
     found: dict[str, list[Run]] = {}
+    usual = default_settings()
     for run in runs:
-        rest = {key: value for key, value in run.settings.items() if key not in OF_ONE_RUN}
+        rest = {k: v for k, v in run.settings.items() if k not in OF_ONE_RUN and (k not in usual or v != usual[k])}
         found.setdefault(repr(sorted(rest.items())), []).append(run)
     return list(found.values())
 

@@ -78,7 +78,10 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
     """One row per step, in order: that of the step with the evaluations of its weights, the newest of each set."""
     steps: dict[int, Row] = {}
     for row in rows:
-        known = steps.get(row["step"], {})
+        known = steps.get(row["step"])
+        if known is None:
+            steps[row["step"]] = row
+            continue
         own = {name: value for name, value in row.items() if name.startswith("eval/")} if is_evaluation(row) else row
         steps[row["step"]] = {**row, **known, **own}
     return [steps[step] for step in sorted(steps)]

@@ -6,10 +6,15 @@ that no spike is lost; all values are those of `metrics.jsonl`, the ones of part
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,12 @@ from asyncrl.telemetry.compared import (
     end_of_values,
     names_of,
     settings_of,
+    shown,
 )
 from asyncrl.telemetry.evaluations import METRICS
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
-from asyncrl.telemetry.report import read_metrics
+from asyncrl.telemetry.report import Row, read_metrics
 
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
@@ -45,6 +51,10 @@ HEAD = (
 Curve = dict[str, list[float]]
 Series = dict[str, tuple[list[int], list[float]]]
 """Metric -> (steps, values)."""
+Drawn = dict[str, tuple[Curve, End | None]]
+"""Metric -> what is drawn of it, and where it ended."""
+ALONE_BYTES = 32 << 20
+"""Of metrics that one process reads in about a second."""
 
 
 def page_of(folders: Sequence[Path]) -> str:
@@ -57,14 +67,15 @@ def page_of(folders: Sequence[Path]) -> str:
     compared: list[Run] = []
     curves: dict[str, list[Curve]] = {}
     ends: dict[str, list[End | None]] = {}
-    for place, (folder, name) in enumerate(zip(folders, names_of(folders), strict=True)):
-        compared.append(Run(name, folder, settings_of(folder), ()))
-        found = columns(folder)  # one run after the other: the rows of many do not fit into memory together
-        for metric, (steps, values) in found.items():
-            curves.setdefault(metric, [{} for _ in folders])[place] = curve_of(steps, values)
-            ends.setdefault(metric, [None for _ in folders])[place] = end_of_values(metric, steps, values)
-        last = max((steps[-1] for steps, _ in found.values()), default=0)
-        runs.append({"name": name, "folder": str(folder), "steps": last})
+    compared += [
+        Run(name, folder, settings_of(folder), ()) for folder, name in zip(folders, names_of(folders), strict=True)
+    ]
+    for place, (run, drawn) in enumerate(zip(compared, all_drawn(folders), strict=True)):
+        for metric, (curve, end) in drawn.items():
+            curves.setdefault(metric, [{} for _ in folders])[place] = curve
+            ends.setdefault(metric, [None for _ in folders])[place] = end
+        last = max((end.step for _, end in drawn.values() if end), default=0)
+        runs.append({"name": run.name, "folder": str(run.folder), "steps": last})
     main = [metric for metric in [*evaluations_in(curves), *SHOWN] if metric in curves]
     data = {
         "head": HEAD,
@@ -75,7 +86,7 @@ def page_of(folders: Sequence[Path]) -> str:
         "main": main,
         "curves": curves,
         "ends": [{"metric": metric, "ends": marked(metric, ends[metric])} for metric in main],
-        "settings": [[key, *map(str, values)] for key, values in different_settings(compared).items()],
+        "settings": [[key, *map(shown, values)] for key, values in different_settings(compared).items()],
         "alarms": [row for run in runs for row in alarms_of(run)],
         "samples": [row for run in runs for row in samples_of(run)],
     }
@@ -85,16 +96,53 @@ def page_of(folders: Sequence[Path]) -> str:
     return TEMPLATE.read_text().replace("@DATA@", text, 1)
 
 
+def all_drawn(folders: Sequence[Path]) -> list[Drawn]:
+    """`drawn` of each: one after the other in a process, since the rows of many do not fit into memory together; in
+    several, where there is more to read than it takes to start them."""
+    sizes = [path.stat().st_size for folder in folders if (path := folder / METRICS_FILE).exists()]
+    workers = min(len(folders), os.cpu_count() or 1)
+    if sum(sizes) < ALONE_BYTES or workers < 2 or threading.active_count() > 1:  # a fork copies no other thread
+        return [drawn(folder) for folder in folders]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(drawn, folders))
+
+
+def drawn(folder: Path) -> Drawn:
+    return {name: (curve_of(*found), end_of_values(name, *found)) for name, found in columns(folder).items()}
+
+
 def columns(folder: Path) -> Series:
-    """Every metric with its values, by name."""
-    found: Series = {}
+    """Every metric with its values, by name. Rows with the same names are taken together: most rows of a run."""
+    shapes: dict[tuple[str, ...], list[Row]] = {}
     for row in read_metrics(folder):
-        for name, value in row.items():
-            if name not in OF_EVERY_ROW and isinstance(value, int | float) and math.isfinite(value):
-                steps, values = found.setdefault(name, ([], []))
-                steps.append(row["step"])
-                values.append(value)
+        shapes.setdefault(tuple(row), []).append(row)
+    found: Series = {}
+    for names, rows in shapes.items():
+        steps = [row["step"] for row in rows]
+        for name, values in zip(names, zip(*(row.values() for row in rows), strict=True), strict=True):
+            if name in OF_EVERY_ROW:
+                continue
+            of_some, kept = finite(steps, values)
+            if name in found:
+                found[name] = by_step(found[name][0] + of_some, found[name][1] + kept)
+            elif kept:
+                found[name] = of_some, kept
     return found
+
+
+def finite(steps: list[int], values: Sequence[Any]) -> tuple[list[int], list[float]]:
+    """Those that are numbers; JSON's 1e999 is read as none."""
+    with contextlib.suppress(TypeError, OverflowError):  # of a sum with what is no number
+        if math.isfinite(math.fsum(values)):
+            return steps, list(values)
+    pairs = [(s, v) for s, v in zip(steps, values, strict=True) if isinstance(v, int | float) and math.isfinite(v)]
+    return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def by_step(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """In their order: rows of several shapes follow each other."""
+    order = sorted(range(len(steps)), key=steps.__getitem__)
+    return [steps[place] for place in order], [values[place] for place in order]
 
 
 def curve_of(steps: list[int], values: list[float]) -> Curve:

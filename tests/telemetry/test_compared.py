@@ -93,3 +93,17 @@ def test_runs_are_called_by_as_much_of_their_path_as_tells_them_apart(tmp_path: 
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err
+
+
+def test_a_setting_that_an_older_version_did_not_have_differs_only_where_it_does_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / name, seed, 0.1, [0.5 + seed / 10]) for seed, name in enumerate("abc")]
+    for folder, own in zip(runs, ("", "  skip_spikes: 0.0\n", "  skip_spikes: 2.0\n"), strict=True):
+        with (folder / "config.yaml").open("a") as file:
+            file.write(own)
+    assert told(capsys, *runs[:2])["settings"].keys() == {"seed", "run.name", "run.dir"}, "0.0 is what it always did"
+    found = told(capsys, runs[0], runs[2])["settings"]
+    assert found["learner.skip_spikes"] == ["unknown there", 2.0]
+    apart = compared.experiments(compared.read_runs(runs))
+    assert [[run.name for run in each] for each in apart] == [["a", "b"], ["c"]]

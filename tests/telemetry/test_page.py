@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import main
+from asyncrl.telemetry import page
 from asyncrl.telemetry.page import POINTS, SAMPLES, TEMPLATE, curve_of, page_of
 
 
@@ -143,3 +144,12 @@ def test_the_command_writes_it_into_the_first_run(tmp_path: Path, capsys: pytest
     empty.mkdir()
     (empty / "config.yaml").write_text("seed: 1\n")
     assert main(["report", str(empty)]) == 0
+
+
+def test_many_large_runs_are_read_by_several_processes_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [make_run(tmp_path / f"run{seed}", some_rows(300, seed)) for seed in range(3)]
+    alone = data_in(page_of(folders))
+    monkeypatch.setattr(page, "ALONE_BYTES", 0)
+    assert data_in(page_of(folders)) == alone
