@@ -31,7 +31,8 @@ from asyncrl.learner.resume import Start, begin, highest_version
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.sealing import refuse_unshared
 from asyncrl.learner.settings import CheckpointSettings
-from asyncrl.learner.train import StepLog, Training
+from asyncrl.learner.step_row import StepLog
+from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint

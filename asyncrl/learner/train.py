@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -18,14 +16,13 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.evaluation.samples import to_line
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.collective_clock import clock_of
-from asyncrl.learner.early import Early
+from asyncrl.learner.early import Begun, Early
 from asyncrl.learner.export import export_critic, export_hf
-from asyncrl.learner.flops import peak_of, speed
+from asyncrl.learner.flops import peak_of
 from asyncrl.learner.group_ess import ess_of_groups
-from asyncrl.learner.metrics import Bins, Measured, over_ranks, plan_histograms, plan_metrics
+from asyncrl.learner.metrics import Measured, over_ranks, plan_histograms
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.out_of_memory import one_more_try
 from asyncrl.learner.prefetch import LeasePrefetch
@@ -34,11 +31,13 @@ from asyncrl.learner.ranks import barrier, however_long
 from asyncrl.learner.resume import Start
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.samples import Samples
-from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
+from asyncrl.learner.step import train_step
+from asyncrl.learner.step_clock import StepClock
+from asyncrl.learner.step_row import StepLog, step_row, tell_best, write_evaluations
 from asyncrl.learner.stop import Asked, agreed, never
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
-from asyncrl.spans import lap, span
+from asyncrl.spans import span
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
@@ -47,16 +46,6 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 60.0
 """What copies and exports of checkpoints get when a run is asked to stop."""
-
-
-class StepLog(Protocol):
-    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.MetricsLog`)."""
-
-    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None: ...
-
-    def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,102 +89,162 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     Raises:
         NoProgress: no batch in time. NonFiniteError, CheckpointError, WeightsError.
     """
-    settings, steps = config.learner, config.learner.steps
-    replay, publisher, roles, start = parts.replay, parts.publisher, parts.roles, parts.start
-    rank, world, device = parts.rank, parts.world, parts.device
-    guard = NonFiniteGuard(parts.run_dir / "nonfinite", rank, settings.max_nonfinite_steps)
-    guard.skipped = start.skipped_steps
-    dims = ParallelDims.of(settings, world)
-    shard = dims.data_rank(rank)
-    leases = LeasePrefetch(replay, rank=shard, world=dims.data, wait_s=config.replay.wait_timeout_s)
-    early = Early(config, roles, replay, leases, shard, dims.data, device, rank == 0) if early_groups(config) else None
-    clock, collectives = StepClock(), clock_of(roles, world, device)
-    peak, profile = peak_of(device), Profile(settings.profile, parts.run_dir, rank, device)
-    sampled, sets = Samples(config.model.path, source_names(config.data)), eval_sets(config)
-    metrics = {each.name: each.config.reward.metric for each in sets}
+    return _Loop(config, parts, asked).run()
 
-    version = start.policy_version
-    if rank == 0:
-        replay.publish(policy_version=version, parent=start.parent)
-    hold_back(roles.optimizer, publisher)
-    with span("publish", version=version):
-        publisher.publish(version, roles.policy.named_hf_parameters())
-    if rank == 0 and start.step < steps:
-        evaluate(sets, replay, parts.best, trained=start.step, version=version)
 
-    clock.start()
-    for step in range(start.step, steps):
-        trained, last, begun = step + 1, step + 1 == steps, None
-        if early is not None:
-            profile.begin(trained)
-            with one_more_try(config, parts.run_dir, rank):
-                begun = early.begin(step, asked, clock.lap)
-        leases.wait(step, asked)
-        if agreed(asked(), device):
-            profile.end(step, last=True)
-            save_before_end(config, parts, step, version, skipped=guard.skipped)
-            return version
-        lease = leases.take(step)
-        if not last:
-            leases.ask(step + 1)
-        clock.lap("wait_batch")
+class _Loop:
+    """What `train` holds over the steps."""
 
-        profile.begin(trained)
-        with one_more_try(config, parts.run_dir, rank), span("train step", step=trained, version=version):
-            measured = train_step(config, roles, guard, lease, rank=shard, world=dims.data, device=device, begun=begun)
-        measured.ratios |= {name: (seconds, 1.0) for name, seconds in collectives.take().items()}
+    def __init__(self, config: Config, parts: Training, asked: Asked) -> None:
+        settings, roles, dims = config.learner, parts.roles, ParallelDims.of(config.learner, parts.world)
+        self.config, self.parts, self.asked = config, parts, asked
+        self.shard, self.shards = dims.data_rank(parts.rank), dims.data
+        self.version = parts.start.policy_version
+        self.guard = NonFiniteGuard(parts.run_dir / "nonfinite", parts.rank, settings.max_nonfinite_steps)
+        self.guard.skipped = parts.start.skipped_steps
+        wait_s = config.replay.wait_timeout_s
+        self.leases = LeasePrefetch(parts.replay, rank=self.shard, world=self.shards, wait_s=wait_s)
+        self.early = (
+            Early(config, roles, parts.replay, self.leases, self.shard, self.shards, parts.device, parts.rank == 0)
+            if early_groups(config)
+            else None
+        )
+        self.clock, self.collectives = StepClock(), clock_of(roles, parts.world, parts.device)
+        self.peak = peak_of(parts.device)
+        self.profile = Profile(settings.profile, parts.run_dir, parts.rank, parts.device)
+        self.sampled, self.sets = Samples(config.model.path, source_names(config.data)), eval_sets(config)
+        self.metrics = {each.name: each.config.reward.metric for each in self.sets}
+
+    def run(self) -> int:
+        parts, steps = self.parts, self.config.learner.steps
+        self.publish_first()
+        self.clock.start()
+        for step in range(parts.start.step, steps):
+            begun = None if self.early is None else self.begin_early(self.early, step)
+            lease = self.batch(step)
+            if lease is None:
+                save_before_end(self.config, parts, step, self.version, skipped=self.guard.skipped)
+                return self.version
+            measured = self.step(step, lease, begun)
+            reply, sent = self.publish(step, measured, len(lease.plan.groups))
+            row, evaluations = self.report(step, lease, measured, reply, sent)
+            if due(step + 1, self.config.learner.save_every, step + 1 == steps):
+                begin_save(parts, step, self.version, skipped=self.guard.skipped)
+                self.clock.lap("checkpoint")
+            if parts.rank == 0:  # after the checkpoint: it may be the one that was measured
+                tell_best(parts.best, step + 1, self.version, row, evaluations, self.metrics)
+        self.end()
+        return self.version
+
+    def publish_first(self) -> None:
+        """The weights that training begins with, and their evaluation."""
+        parts, start = self.parts, self.parts.start
+        if parts.rank == 0:
+            parts.replay.publish(policy_version=self.version, parent=start.parent)
+        hold_back(parts.roles.optimizer, parts.publisher)
+        self.send()
+        if parts.rank == 0 and start.step < self.config.learner.steps:
+            evaluate(self.sets, parts.replay, parts.best, trained=start.step, version=self.version)
+
+    def send(self) -> PublishStats:
+        with span("publish", version=self.version):
+            return self.parts.publisher.publish(self.version, self.parts.roles.policy.named_hf_parameters())
+
+    def begin_early(self, early: Early, step: int) -> Begun | None:
+        """Train what of the batch is there."""
+        self.profile.begin(step + 1)
+        with one_more_try(self.config, self.parts.run_dir, self.parts.rank):
+            return early.begin(step, self.asked, self.clock.lap)
+
+    def batch(self, step: int) -> Lease | None:
+        """That of `step`, with the next one asked for; None when the run was asked to stop."""
+        self.leases.wait(step, self.asked)
+        if agreed(self.asked(), self.parts.device):
+            self.profile.end(step, last=True)
+            return None
+        lease = self.leases.take(step)
+        if step + 1 < self.config.learner.steps:
+            self.leases.ask(step + 1)
+        self.clock.lap("wait_batch")
+        return lease
+
+    def step(self, step: int, lease: Lease, begun: Begun | None) -> Measured:
+        """Train the policy on the batch."""
+        config, parts = self.config, self.parts
+        roles, device = parts.roles, parts.device
+        self.profile.begin(step + 1)
+        with (
+            one_more_try(config, parts.run_dir, parts.rank),
+            span("train step", step=step + 1, version=self.version),
+        ):
+            measured = train_step(
+                config, roles, self.guard, lease, rank=self.shard, world=self.shards, device=device, begun=begun
+            )
+        measured.ratios |= {name: (seconds, 1.0) for name, seconds in self.collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
-        clock.lap("train")
+        self.clock.lap("train")
+        return measured
 
-        publisher.wait_copied()  # over since the optimizer's step, unless there was none: warm-up, or a skipped step
-        version += 1
+    def publish(self, step: int, measured: Measured, groups: int) -> tuple[TrainedReply, PublishStats]:
+        """The next version, of the weights that the step made of the one before."""
+        parts, last = self.parts, step + 1 == self.config.learner.steps
+        parts.publisher.wait_copied()  # over since the optimizer's step, unless there was none: warm-up, a skipped step
+        self.version += 1
         # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
         # be sent, lost with this learner and given to other weights by the next one.
-        ess = ess_of_groups(measured.group_weights, len(lease.plan.groups)) if measured.group_weights else ()
-        reply = replay.trained(step=step, policy_version=version, ess=ess) if rank == 0 else TrainedReply()
-        with span("publish", version=version):
-            sent = publisher.publish(version, roles.policy.named_hf_parameters())
+        ess = ess_of_groups(measured.group_weights, groups) if measured.group_weights else ()
+        reply = TrainedReply()
+        if parts.rank == 0:
+            reply = parts.replay.trained(step=step, policy_version=self.version, ess=ess)
+        sent = self.send()
         if last:
-            publisher.wait_copied()  # no step follows that would tell of a failure
-        profile.end(trained, last=last)
+            parts.publisher.wait_copied()  # no step follows that would tell of a failure
+        self.profile.end(step + 1, last=last)
         barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
-        clock.lap("publish")
+        self.clock.lap("publish")
+        return reply, sent
 
-        if rank == 0:
-            evaluate(sets, replay, parts.best, trained=trained, version=version)
+    def report(
+        self, step: int, lease: Lease, measured: Measured, reply: TrainedReply, sent: PublishStats
+    ) -> tuple[dict[str, float], tuple[EvalSummary, ...]]:
+        """Write what is known of the step, before its checkpoint: of a step that is never trained again, a death in
+        between would leave no row for good. Returns the row (of rank 0) and the evaluations that ended."""
+        config, parts, trained = self.config, self.parts, step + 1
+        if parts.rank == 0:
+            evaluate(self.sets, parts.replay, parts.best, trained=trained, version=self.version)
         evaluations = reply.evaluations
-        if last and sets:  # before the last checkpoint: after it a restarted learner has nothing to do
-            evaluations += last_evaluations(replay, config.replay.wait_timeout_s, rank=rank, device=device)
-        # Before the checkpoint: of a step that is never trained again, a death in between would leave no row for good.
-        row: dict[str, float] = {}
+        if trained == config.learner.steps and self.sets:
+            # Before the last checkpoint: after it a restarted learner has nothing to do.
+            wait_s = config.replay.wait_timeout_s
+            evaluations += last_evaluations(parts.replay, wait_s, rank=parts.rank, device=parts.device)
         commit_saved(parts)
-        clock.lap("evaluate")
-        times = clock.next()
-        if rank == 0:
-            row = step_row(lease, measured, sent, publisher.stats(), reply, times, world, peak)
+        self.clock.lap("evaluate")
+        times, row = self.clock.next(), dict[str, float]()
+        if parts.rank == 0:
+            sending = parts.publisher.stats()
+            row = step_row(lease, measured, sent, sending, reply, times, parts.world, self.peak)
             row |= parts.checkpoints.timings()
-            parts.log.write(trained, version, row)
-            write_evaluations(parts.log, evaluations, metrics)
+            parts.log.write(trained, self.version, row)
+            write_evaluations(parts.log, evaluations, self.metrics)
             parts.log.histograms(trained, plan_histograms(lease.plan))
-            parts.log.samples(trained, sampled.rows(lease.plan, lease.samples, config.telemetry.samples_per_step))
-        clock.lap("log")
-        if due(trained, settings.save_every, last):
-            begin_save(parts, step, version, skipped=guard.skipped)
-            clock.lap("checkpoint")
-        if rank == 0:  # after the checkpoint: it may be the one that was measured
-            tell_best(parts.best, trained, version, row, evaluations, metrics)
+            samples = self.sampled.rows(lease.plan, lease.samples, config.telemetry.samples_per_step)
+            parts.log.samples(trained, samples)
+        self.clock.lap("log")
+        return row, evaluations
 
-    patience = disk_patience(config)
-    export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience, trained=steps)
-    if roles.critic is not None:
-        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
-    parts.checkpoints.finish()
-    commit_saved(parts)
-    if rank == 0:
-        replay.finish()
-    parts.checkpoints.finish_errands()
-    return version
+    def end(self) -> None:
+        """Of a run that was not asked to stop: exports, and every checkpoint whole."""
+        config, parts, rank, roles = self.config, self.parts, self.parts.rank, self.parts.roles
+        patience, steps = disk_patience(config), config.learner.steps
+        export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience, trained=steps)
+        if roles.critic is not None:
+            export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
+        parts.checkpoints.finish()
+        commit_saved(parts)
+        if rank == 0:
+            parts.replay.finish()
+        parts.checkpoints.finish_errands()
 
 
 def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> None:
@@ -291,117 +340,3 @@ def last_evaluations(
             return ()
 
     return however_long(wait if rank == 0 else tuple, device)
-
-
-def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
-    """A row each, at the step of the oldest weights that it measured.
-
-    Args:
-        metrics: what the mean of each set is called, see `reward.metric`.
-    """
-    for summary in summaries:
-        # One version per step, and none is asked for that an earlier learner published.
-        step = summary.step + summary.version_min - summary.policy_version
-        log.write(step, summary.version_min, evaluation_metrics(summary, metrics[summary.eval_set]))
-        log.samples(step, [to_line(sample) for sample in summary.samples], summary.eval_set)
-
-
-def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
-    """`eval/<name>/*`; the mean is called `metric`, other figures as they are."""
-    name = f"eval/{summary.eval_set}"
-    row = {
-        f"{name}/count": float(summary.count),
-        f"{name}/failed": float(summary.failed),
-        f"{name}/version_min": float(summary.version_min),
-        f"{name}/version_max": float(summary.version_max),
-        f"{name}/superseded": float(summary.superseded),
-    }
-    if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
-        row |= {f"{name}/{metric}": summary.mean}
-        row |= {f"{name}/{metric}_low": summary.low, f"{name}/{metric}_high": summary.high}
-    return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
-
-
-def tell_best(
-    best: BestCheckpoint,
-    trained: int,
-    version: int,
-    row: Mapping[str, float],
-    summaries: Iterable[EvalSummary],
-    metrics: Mapping[str, str],
-) -> None:
-    """What `learner.keep_best` is by now: of the step just trained, and of evaluations that came with it."""
-    found = [
-        (
-            each.step,
-            evaluation_metrics(each, metrics[each.eval_set]).get(best.metric),
-            (each.version_min, each.version_max),
-        )
-        for each in summaries
-        if best.metric.startswith(f"eval/{each.eval_set}/")
-    ]
-    if best.metric in row:
-        found.append((trained, row[best.metric], (version, version)))
-    for step, value, versions in found:
-        if best.told(step, value, versions):
-            log.info("the best checkpoint is that of step %d now: %s %g", step, best.metric, value)
-
-
-def step_row(
-    lease: Lease,
-    measured: Measured,
-    sent: PublishStats,
-    sending: Mapping[str, float],
-    reply: TrainedReply,
-    times: dict[str, float],
-    ranks: int,
-    peak: float | None,
-) -> dict[str, float]:
-    """Everything known about a step, by metric name.
-
-    Args:
-        peak: FLOP/s of a rank's GPU, see `peak_of`.
-    """
-    row = dict(reply.metrics) | plan_metrics(lease.plan) | measured.row()
-    row |= {"weights/wait_previous_s": sent.wait_previous_s, "weights/bytes": float(sent.nbytes)}
-    row |= dict(sending) | times
-    seconds = times["time/step"]
-    row["idle/learner"] = times["time/wait_batch"] / seconds
-    row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
-    trained_s = times["time/train"] + times.get("time/early", 0.0)
-    row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), trained_s, ranks, peak)
-    row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
-    return row
-
-
-SPANS = {"wait_batch": "wait for a batch", "early": "train before the batch is full", "log": "write the row"}
-"""What laps are called in a trace, where they are not called alike."""
-
-
-@dataclass(slots=True)
-class StepClock:
-    """Where the seconds went: the laps of a step are all of it, and the steps all of the time. The row of a step and
-    its checkpoint count for the step that comes after it."""
-
-    now: Callable[[], float] = time.perf_counter
-    laps: dict[str, float] = field(default_factory=dict)
-    started: float = 0.0
-    mark: float = 0.0
-
-    def start(self) -> None:
-        self.laps = {}
-        self.started = self.mark = self.now()
-        lap("start")
-
-    def lap(self, name: str) -> None:
-        """Everything since the last lap was `name`; what is of one name is added up."""
-        now = self.now()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self.mark
-        self.mark = now
-        lap(SPANS.get(name, name))
-
-    def next(self) -> dict[str, float]:
-        """`time/*` in seconds, of the step that ended with the last lap; the next one began then."""
-        row = {f"time/{name}": seconds for name, seconds in self.laps.items()} | {"time/step": self.mark - self.started}
-        self.laps, self.started = {}, self.mark
-        return row

@@ -18,8 +18,9 @@ from asyncrl.learner.metrics import Measured, over_ranks
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.step_clock import StepClock
 from asyncrl.learner.stop import Asked, agreed, never
-from asyncrl.learner.train import STOP_WITHIN_S, StepClock, due
+from asyncrl.learner.train import STOP_WITHIN_S, due
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Drawn, RowBatches, draws_before, snapshot_of
 from asyncrl.sft.examples import Example

@@ -18,7 +18,7 @@ from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.counterfactual import SUMS, estimates
 from asyncrl.learner.flops import speed
 from asyncrl.learner.metrics import Measured
-from asyncrl.learner.train import evaluation_metrics
+from asyncrl.learner.step_row import evaluation_metrics
 from asyncrl.losses import PRESETS, policy_loss
 from asyncrl.losses.config import needs_first_pass, resolve
 from asyncrl.losses.kept import first_pass

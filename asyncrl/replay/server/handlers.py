@@ -334,7 +334,7 @@ class Handlers:
         ess = [wire.number(value, "ess") for value in wire.sequence(told, "ess", limit=wire.MAX_TOKENS)]
         reply = self.core.trained(step=step, policy_version=version, ess=ess)
         moment("trained", step=step + 1, version=version)
-        return Answer(messages.encode_trained(replace(reply, metrics=reply.metrics | self.beside())))
+        return Answer(messages.encode_trained(replace(reply, metrics={**reply.metrics, **self.beside()})))
 
     def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))
