@@ -36,7 +36,8 @@ _packed: Callable[[Any], bytes] = msgpack.packb  # pyright: ignore[reportAssignm
 
 
 class SpanFile:
-    """Made with its first span, and again where somebody deletes it. A span that finds no space is lost and counted."""
+    """Made with its first span; where somebody deletes it, again once it would be full. A span that finds no space is
+    lost and counted."""
 
     def __init__(self, folder: Path, role: str, limit: int = FILE_BYTES) -> None:
         self._name = re.sub(r"[^\w.-]+", "_", role)
@@ -69,7 +70,6 @@ class SpanFile:
         for old in sorted(folder.glob(f"{self._name}@*{SUFFIX}"))[:-FILES_KEPT]:
             old.unlink(missing_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._size = 0
         try:
             self._append(_packed(self._head | {"lost": self.lost}))
         except OSError:
@@ -85,7 +85,7 @@ class SpanFile:
 
     def _close(self) -> None:
         os.close(self._file)
-        self._file = -1
+        self._file, self._size = -1, 0  # or what follows would be closed again, and lost, for good
 
 
 _file: SpanFile | None = None
@@ -120,8 +120,9 @@ def active() -> bool:
 def note(name: str, begin: int, end: int, lane: str = "", **of: Any) -> None:
     """A span that is over. Those of a lane lie in each other or apart; `group` (with `attempt`) in the lane of their
     group. Without a lane it is that of the thread. A span without a length is a moment."""
-    if _file is not None:
-        _file.write([name, lane or _lane(), begin, end, of])
+    file = _file  # another thread may `end` meanwhile
+    if file is not None:
+        file.write([name, lane or _lane(), begin, end, of])
 
 
 def moment(name: str, lane: str = "", **of: Any) -> None:
@@ -166,8 +167,9 @@ class span:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if _file is not None and self._begin:
-            _file.write([self._name, self._lane or _lane(), self._begin, now(), self._of])
+        file = _file
+        if file is not None and self._begin:
+            file.write([self._name, self._lane or _lane(), self._begin, now(), self._of])
 
     def also(self, **of: Any) -> None:
         """What is known only by now."""

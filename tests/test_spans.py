@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import spans
-from asyncrl.telemetry.trace import read_trace, records
+from asyncrl.errors import RunFolderError
+from asyncrl.telemetry.trace import as_perfetto, life_of, read_trace, records
 
 
 @pytest.fixture
@@ -120,3 +122,31 @@ def test_what_is_damaged_is_read_up_to_there(folder: Path, tmp_path: Path) -> No
     assert [each.of["group"] for each in process.spans] == [0, 1]
     (folder / f"empty@1-2{spans.SUFFIX}").touch()
     assert len(read_trace(tmp_path)) == 1
+
+
+def test_whatever_byte_is_wrong_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
+    spans.begin(folder, "wrong")
+    spans.moment("work", group=1, groups=[2], version=3, turn=0)
+    spans.clocks("another machine", 5, 3)
+    spans.lap("serve", step=1)
+    (path,) = folder.iterdir()
+    content = path.read_bytes()
+    shown = 0
+    for place in range(len(content)):
+        wrong = (0x00, 0x80, 0x90, 0xC0, 0xFF)[place % 5]
+        path.write_bytes(content[:place] + bytes([wrong]) + content[place + 1 :])
+        with contextlib.suppress(RunFolderError):  # where it is in the head
+            found = read_trace(tmp_path)
+            shown += len(b"".join(as_perfetto(found))) > 0
+            life_of(found, group=1, version=3)
+    assert shown > len(content) / 5
+
+
+def test_a_file_that_somebody_deleted_is_made_again(folder: Path) -> None:
+    file = spans.SpanFile(folder, "gone", limit=1000)
+    file.write(["a", "main", 1, 2, {}])
+    file._path.unlink()
+    for number in range(200):
+        file.write(["b", "main", number, number, {}])
+    assert file._path.exists() and file.lost == 1, "the one that found it gone"
+    file._close()

@@ -19,7 +19,9 @@ def free_share(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> float | None:
         limit = int((cgroup / "memory.max").read_text())  # "max" is no number
         used = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        found.append(1 - (used - int(stat["inactive_file"])) / limit)
+        # The active ones too: weights that several processes have mapped would else look like memory that is gone.
+        files = int(stat["inactive_file"]) + int(stat["active_file"])
+        found.append(1 - (used - files) / limit)
     return max(0.0, min(found)) if found else None
 
 

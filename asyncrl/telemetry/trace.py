@@ -111,17 +111,36 @@ def read_trace(folder: Path) -> list[Process]:
 def read_spans(path: Path, known: Process | None) -> Process | None:
     """What can be read of one file, up to where it is damaged: a dead machine may leave a record in part."""
     for row in records(path):
-        if isinstance(row, dict) and "born" in row and row["format"] == spans.FORMAT:
-            known = known or Process(row["role"], row["pid"], row["host"], row["boot"], row["born"])
-            known.lost = max(known.lost, row["lost"])
-        elif known is None:
-            return None  # another format, or a head that found no space
-        elif isinstance(row, dict):
-            if row["server"] != known.boot:
-                known.clocks.append((row["at"], row["offset"], row["error"]))
-        else:
-            known.spans.append(Span(*row))
+        match row:
+            case {"format": spans.FORMAT, "role": str(role), "pid": int(pid), "host": str(host), **rest}:
+                match rest:
+                    case {"boot": str(boot), "born": int(born), "lost": int(lost)}:
+                        known = known or Process(role, pid, host, boot, born)
+                        known.lost = max(known.lost, lost)
+                    case _:
+                        return known
+            case _ if known is None:
+                return None  # another format, or a head that found no space
+            case {"server": str(server), "at": int(at), "offset": int(offset), "error": int(error)}:
+                if server != known.boot:
+                    known.clocks.append((at, offset, error))
+            case [str(name), str(lane), int(begin), int(end), dict(of)] if is_told(of):
+                known.spans.append(Span(name, lane, begin, end, of))
+            case _:
+                return known
     return known
+
+
+def is_told(of: dict[Any, Any]) -> bool:
+    """Whether it is what a span can be of: texts and numbers by name, ids not negative."""
+    plain = {name: value for name, value in of.items() if name != "groups"}
+    groups = of.get("groups", [])
+    return (
+        all(isinstance(name, str) and isinstance(value, str | int | float | None) for name, value in plain.items())
+        and isinstance(groups, list)
+        and all(isinstance(each, int) and each >= 0 for each in [*groups, of.get("group", 0)])
+        and isinstance(of.get("version", 0), int)
+    )
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -129,7 +148,7 @@ def records(path: Path) -> Iterator[Any]:
         found = msgpack.Unpacker(file, strict_map_key=False)
         try:
             yield from found
-        except (ValueError, msgpack.UnpackException):
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException):  # TypeError: a key that can be none
             return
 
 

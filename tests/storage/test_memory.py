@@ -17,6 +17,6 @@ def test_the_smaller_of_machine_and_container_counts(tmp_path: Path) -> None:
     assert free_share(meminfo, cgroup) == 0.6, "no limit"
     (cgroup / "memory.max").write_text("1000\n")
     (cgroup / "memory.current").write_text("900\n")
-    (cgroup / "memory.stat").write_text("anon 700\ninactive_file 150\n")
+    (cgroup / "memory.stat").write_text("anon 700\ninactive_file 100\nactive_file 50\n")
     assert free_share(meminfo, cgroup) == 0.25
     assert 0 < (free_share() or 1) <= 1

@@ -173,7 +173,8 @@ class Steps:
         before = {entry.group_id for entry in sealed.members if entry.trained}
         self._run.record(ev.Trained(step, policy_version))
         if ess:
-            self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share in ess)))
+            shares = zip(ess, groups_of(sealed.members), strict=True)
+            self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share, group in shares for _ in group)))
         again = [entry.group_id for entry in sealed.members if self._may_reuse(entry)]
         if again:
             self._run.record(ev.Reused(tuple(again)))
@@ -266,7 +267,8 @@ class Steps:
     def _may_reuse(self, entry: Entry) -> bool:
         if entry.state is not GroupState.TRAINED or entry.payload is None or entry.header is None:
             return False
-        if entry.trained >= self._run.settings.max_times_sampled:
+        # A resume by group may find members of groups begun by sample: of those some could be reused without the rest.
+        if entry.siblings or entry.trained >= self._run.settings.max_times_sampled:
             return False
         # Over-age for the next step it would only hold a place that a new group could have.
         state = self._state

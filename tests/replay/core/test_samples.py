@@ -184,6 +184,25 @@ def test_a_run_that_is_resumed_by_group_or_by_sample_ends_what_it_began_the_othe
         assert [len(group.trajectories) for group in play.train()[0].groups] == [4]
 
 
+def test_what_was_begun_by_sample_is_trained_once_even_if_the_resumed_run_uses_groups_again() -> None:
+    """Its members have ages of their own: some could be used again when their siblings are too old for it."""
+    play = by_sample(group_size=2, max_staleness=2)
+    first, second = play.acquire(2)
+    others = play.acquire()
+    again = {"order": "ess", "max_times_sampled": 3, "group_size": 2, "max_staleness": 2}
+    play.core.run.settings = settings(groups_per_step=1, pipeline_depth=1, **again)
+    insert(play, first)
+    for order in others:
+        insert(play, order)
+    play.train()
+    play.load()
+    insert(play, second, (1, 4))
+    assert play.core.lease(1) is not None
+    play.core.trained(step=1, policy_version=2, ess=[0.5])
+    assert not play.core.state.buffer.waiting
+    assert {entry.ess for entry in play.core.state.ledger.together(first.group_id)} == {0.5}
+
+
 def test_what_is_about_groups_with_one_id_is_refused() -> None:
     for changes in ({"window": 1}, {"max_times_sampled": 2}, {"order": "prioritized"}):
         with pytest.raises(ConfigError, match="admission by sample knows no"):
