@@ -113,17 +113,17 @@ def make_safe(inputs: LossInputs) -> Tokens:
     mask = inputs.loss_mask
     dtype = torch.float64 if inputs.learner_logprobs.dtype == torch.float64 else torch.float32
     cur = torch.where(mask, inputs.learner_logprobs.to(dtype), 0.0)
-    frozen = cur.detach()
-
-    def anchor(logprobs: Tensor) -> Tensor:
-        logprobs = logprobs.detach().to(dtype)
-        return torch.where(mask & (logprobs > -torch.inf), logprobs, frozen)
-
-    mu = anchor(inputs.behavior_logprobs)
-    prox = None if inputs.proximal_logprobs is None else anchor(inputs.proximal_logprobs)
-    ref = None if inputs.ref_logprobs is None else anchor(inputs.ref_logprobs)
+    mu = _anchor(inputs.behavior_logprobs, mask, cur)
+    prox = None if inputs.proximal_logprobs is None else _anchor(inputs.proximal_logprobs, mask, cur)
+    ref = None if inputs.ref_logprobs is None else _anchor(inputs.ref_logprobs, mask, cur)
     advantages = torch.where(mask, inputs.advantages.detach().to(dtype), 0.0)
     return Tokens(inputs, mask, cur, mu, prox, ref, advantages)
+
+
+def _anchor(logprobs: Tensor, mask: Tensor, cur: Tensor) -> Tensor:
+    """Constants; the current ones, as constants, where there is nothing to compare with."""
+    logprobs = logprobs.detach().to(cur.dtype)
+    return torch.where(mask & (logprobs > -torch.inf), logprobs, cur.detach())
 
 
 def edge_ends(tokens: Tokens, edge: str) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:

@@ -44,7 +44,7 @@ SPLITTABLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPLITTABLE)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     parts=st.integers(1, 4),

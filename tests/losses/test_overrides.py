@@ -71,11 +71,10 @@ def agree(batch: Batch, name: str, changes: dict[str, Any]) -> bool:
     reference = loss_of(row.surrogate, row.anchor == "loglinear", config)
     assert out.loss.item() == pytest.approx(reference(batch, batch.cur, batch.cur), rel=1e-9, abs=1e-12)
     assert inputs.learner_logprobs.grad is not None
-    for seed in (0, 1):
-        direction = np.random.default_rng(seed).standard_normal(len(batch.cur)) * batch.mask
-        expected = slope(reference, batch, direction)
-        got = float(inputs.learner_logprobs.grad.numpy() @ direction)
-        assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    # No wrong gradient is orthogonal to a direction that is drawn.
+    direction = np.random.default_rng(0).standard_normal(len(batch.cur)) * batch.mask
+    got = float(inputs.learner_logprobs.grad.numpy() @ direction)
+    assert got == pytest.approx(slope(reference, batch, direction), rel=1e-5, abs=1e-7)
     return True
 
 
