@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.learner import early_groups, resolved_loss
-from asyncrl.cli.rerun import name_of, rerun_config, written
-from asyncrl.config import config_to_dict, load_config
+from asyncrl.cli.rerun import changed_by, name_of, rerun_config, written
+from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.replay.audit.rerun import read_surviving
 from asyncrl.telemetry.run_folder import write_config
@@ -41,6 +41,13 @@ def test_groups_are_trained_together_as_in_the_run(run: Path, order: str, early:
     recorded = load_config(settings)
     write_config(recorded, run)
     assert early_groups(recorded) == early_groups(rerun_config(run, [])) == early
+
+
+def test_how_the_ranks_of_the_run_shared_the_model_is_no_change_of_what_is_learned(run: Path) -> None:
+    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
+    layout = [f"learner.{key}=2" for key in ("replicas", "sequence_parallel", "tensor_parallel")]
+    write_config(load_config([*settings, "reward.function=a:b", "learner.ranks=8", *layout]), run)
+    assert changed_by(rerun_config(run, []), read_config(run / "config.yaml")) == []
 
 
 def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:

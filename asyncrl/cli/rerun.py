@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.learner import early_groups
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.commands import written
 from asyncrl.config import JOURNAL_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -46,7 +47,10 @@ FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_stale
 FIXED = ("learner.groups_per_step", "learner.ranks")
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Rooms of the settings that say what is minimised."""
-OF_A_RERUN = ("learner.save_every", "learner.early_groups", "learner.replicas", "learner.tensor_parallel")
+OF_A_RERUN = (
+    *("learner.save_every", "learner.early_groups"),
+    *("learner.replicas", "learner.sequence_parallel", "learner.tensor_parallel"),
+)
 """Set by `rerun_config`, and without a say in what is learned."""
 UNCHANGED = (
     "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
@@ -155,7 +159,9 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, o
     barrier()
 
     def probe(roles: Roles) -> Probe:
-        return Probe(config, roles.policy, replay, rank=place.rank, world=place.world, device=place.device)
+        dims = ParallelDims.of(config.learner, place.world)
+        shard = dims.data_rank(place.rank)
+        return Probe(config, roles.policy, replay, rank=shard, world=dims.data, device=place.device)
 
     parts = assemble(
         config,

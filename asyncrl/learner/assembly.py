@@ -161,7 +161,7 @@ def assemble(
         early=early_groups(config),
     )
     sender = publisher(roles)
-    opened.callback(sender.close)
+    opened.push(lambda error, *_: sender.close(failed=error is not None))
     rows = log(start) if place.rank == 0 else NoLog()
     opened.callback(rows.close)
     return Training(

@@ -61,8 +61,8 @@ class ProvingPublisher:
     def stats(self) -> dict[str, float]:
         return self._publisher.stats() | self._stats
 
-    def close(self) -> None:
-        self._publisher.close()
+    def close(self, *, failed: bool = False) -> None:
+        self._publisher.close(failed=failed)
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -61,7 +61,7 @@ class Probe:
     def stats(self) -> dict[str, float]:
         return self._row
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         return
 
     @torch.no_grad()

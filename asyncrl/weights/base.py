@@ -87,7 +87,9 @@ class Publisher(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """Let what is on its way arrive. `failed`: this rank ends by an error, and the others wait for it in vain."""
+        ...
 
 
 class Subscriber(Protocol):

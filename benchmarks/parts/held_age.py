@@ -152,7 +152,7 @@ class DelayLine:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         return
 
 

@@ -128,6 +128,7 @@ class KeptWeights:
         self.versions: list[int] = []
         self.first: dict[str, torch.Tensor] = {}
         self.newest: dict[str, torch.Tensor] = {}
+        self.failed: bool | None = None
 
     def publish(
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
@@ -145,8 +146,8 @@ class KeptWeights:
     def stats(self) -> dict[str, float]:
         return {"weights/engines": 1.0, "weights/gather_s": 0.0}
 
-    def close(self) -> None:
-        return
+    def close(self, *, failed: bool = False) -> None:
+        self.failed = failed
 
 
 class KeptRows:

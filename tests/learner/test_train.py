@@ -330,6 +330,7 @@ def test_a_copy_that_fails_beside_a_skipped_step_ends_the_run_before_a_further_v
         run(make_config(tmp_path), replay, publisher=publisher)
     assert replay.named("trained") == [(0, 1)]
     assert publisher.versions == [0, 1]
+    assert publisher.failed, "a rank that sends its share would wait for rank 0, which waits for it"
 
 
 def summary(**values: Any) -> EvalSummary:

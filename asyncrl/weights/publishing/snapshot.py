@@ -173,14 +173,16 @@ class BackgroundPublisher:
     def stats(self) -> dict[str, float]:
         return self._stats | (self._sender.stats() if self._sender is not None else {})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._copy.close(min(self._wait_s, _GATHER_S))
         if self._filling is not None:
             self._filling.end(failed=True)  # of one that hangs: the sender would wait for it, and this for the sender
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        if self._sender is not None:
+        conducted = self._ranks is not None and self._ranks[0] > 0
+        if self._sender is not None and not (failed and conducted):
+            # Who is conducted stays until rank 0 ends; that waits for the step in which this rank has failed.
             self._thread.join(self._wait_s)
 
     def _fill(
