@@ -61,6 +61,9 @@ def test_nobody_but_the_torchrun_that_started_the_rank_is_told(parent: Parent):
     assert parent.got == []
 
 
+@pytest.mark.slow
+@pytest.mark.unhurried
+@pytest.mark.timeout(400)
 def test_a_rank_whose_torchrun_died_while_it_imported_ends():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
@@ -69,7 +72,7 @@ def test_a_rank_whose_torchrun_died_while_it_imported_ends():
         [sys.executable, "-c", rank],
         env={**os.environ, **environment(), launcher.LAUNCHER: str(gone.pid)},
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (1, b""), "it does not go on as the child of whoever adopted it"
 
