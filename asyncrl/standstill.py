@@ -31,15 +31,17 @@ class Kind:
     name: str
     follows: str
     """What does not happen while it stands still."""
+    waits: str = ""
+    """Who waits for it; empty where nobody does at once."""
 
 
 LOCAL = Kind("asyncrl local", "nothing that dies is started again, and nobody shows the run")
 POOL = Kind("the rollout pool", "a worker that dies is not started again")
-WORKER = Kind("a rollout worker", "its groups are made by others")
-REPLAY = Kind("the replay server", "nothing is admitted, stored or trained")
-SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it")
+WORKER = Kind("a rollout worker", "its groups are made by others", "the learner waits")
+REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "everybody waits")
+SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it", "the replay server waits")
 TORCHRUN = Kind("torchrun", "a learner rank that dies is not started again")
-RANK = Kind("a learner rank", "no step ends")
+RANK = Kind("a learner rank", "no step ends", "the run waits")
 
 KINDS = (
     ("asyncrl.learner.torchrun", TORCHRUN),

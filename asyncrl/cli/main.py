@@ -113,7 +113,7 @@ def _add_looking(commands: Any) -> None:
                       help="measure the costs in this run; of several the engines' speed by batch too")  # fmt: skip
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
     plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    text = "a run that goes on: steps, evaluations, who is in it and who stands still, alarms, samples"
+    text = "a run that goes on: steps, evaluations, who is in it, who waits for whom since when, alarms, samples"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("run", metavar="RUN", type=Path, help="a run folder of this machine")
     text = "what every process of a run did when, as one file for Perfetto (telemetry.trace=true)"

@@ -28,6 +28,8 @@ SAY_S = 60.0
 BOARD_FILE = "waiting"
 """In the folder of the logs."""
 BOARD_BYTES = 1024
+IS_FULL = "the disk is full: "
+"""Begins what the board says while somebody waits."""
 
 Result = TypeVar("Result")
 
@@ -100,7 +102,7 @@ class FullDisk:
         if first or now - self._said_at >= SAY_S:
             self._said_at = now
             text = (
-                f"the disk is full: {wanted}. Nothing is lost; waited {now - since:.0f} s for space, of "
+                f"{IS_FULL}{wanted}. Nothing is lost; waited {now - since:.0f} s for space, of "
                 f"{self.patience.limit_s:g} (run.disk_patience_s)"
             )
             post(self.patience.board, text)

@@ -5,8 +5,9 @@ consumes: the run folder, /proc · waits for: nothing; `look` is called about on
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.family import STOPPED, ProcessId
+from asyncrl.config import LOG_DIR
+from asyncrl.family import STOPPED, ProcessId, ancestors
 from asyncrl.plain_text import plain
-from asyncrl.standstill import Standstills, who
+from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
+from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE
 from asyncrl.telemetry.progress import MetricsTail, RunView, clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
+ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
+"""Of a worker, while another one runs, and of those that only start others."""
 SAID, SAMPLES, TEXT = 6, 3, 160
 """Lines of news, and samples, that are shown, and characters of each text."""
 
@@ -32,6 +37,16 @@ class Seen:
     state: str
     """`runs`, `stopped` or `gone`."""
     since: float
+    kind: Kind | None = None
+    exact: bool = True
+    """Whether `since` is when it came to this, and not when it was first seen."""
+
+
+def in_run(folder: Path) -> list[ProcessId]:
+    """Those that hold its lock, and those of a run that they run below, as torchrun."""
+    own = living_in(folder)
+    above = {each for process in own for each in ancestors(process.pid) if kind_of(each.command()) is not None}
+    return [*own, *(above - set(own))]
 
 
 class WatchView(RunView):
@@ -48,7 +63,7 @@ class WatchView(RunView):
         console: Console,
         *,
         ignored: Sequence[str] = (),
-        living: Callable[[Path], Sequence[ProcessId]] = living_in,
+        living: Callable[[Path], Sequence[ProcessId]] = in_run,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(run_dir, steps, console, ignored=ignored)
@@ -59,26 +74,89 @@ class WatchView(RunView):
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE)
         self._samples: list[dict[str, object]] = []
         self._moved = now()
+        self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
+        self._full: Seen | None = None
+        self._waits: dict[tuple[str, float], str] = {}
+        self._lasting = set[tuple[str, float]]()
 
     def look(self) -> bool:
         """Take in what is new and show it. False when nobody is in the run any more."""
         now, living = self._now(), list(self._living(self._run_dir))
-        for process in living:
-            state = "stopped" if process.state() in STOPPED else "runs"
-            known = self._seen.get(process)
-            if known is None or known.state != state:
-                self._seen[process] = Seen(known.name if known else who(process), state, now)
-        for process in set(self._seen) - set(living):
-            if self._seen[process].state != "gone":
-                self._seen[process] = Seen(self._seen[process].name, "gone", now)
-                self.say(f"{self._seen[process].name} (pid {process.pid}) is gone")
+        self._notice_who(living, now)
+        self._notice_board(now)
         for said in self._standstills.look(living):
             self.say(said)
+        self._notice_waits(now, bool(living))
         self._samples = [*self._samples, *map(dict, self._samples_tail.read())][-SAMPLES:]
         before = self._latest.get("step")
         self.refresh("training" if living else "nobody is in this run")
         self._moved = now if self._latest.get("step") != before else self._moved
         return bool(living)
+
+    def _notice_who(self, living: Sequence[ProcessId], now: float) -> None:
+        for process in living:
+            state = "stopped" if process.state() in STOPPED else "runs"
+            known = self._seen.get(process)
+            if known is None:
+                kind = kind_of(process.command())
+                name = who(process)
+                self._replaced(name)
+                self._seen[process] = Seen(name, state, now, kind, exact=state == "runs")
+            elif known.state != state:
+                known.state, known.since, known.exact = state, now, True
+        for process in set(self._seen) - set(living):
+            gone = self._seen[process]
+            if gone.state != "gone":
+                gone.state, gone.since, gone.exact = "gone", now, True
+                self.say(f"{gone.name} (pid {process.pid}) is gone")
+
+    def _replaced(self, name: str) -> None:
+        """One of this name has come: nobody waits for the first of those that went."""
+        gone = [process for process, seen in self._seen.items() if seen.state == "gone" and seen.name == name]
+        if gone:
+            del self._seen[min(gone, key=lambda process: self._seen[process].since)]
+
+    def _notice_board(self, now: float) -> None:
+        text, full = read_board(self._board), False
+        with contextlib.suppress(OSError):  # the folder is begun anew
+            # Who waits says so again every SAY_S; what one that died left there is no wait.
+            full = text.startswith(IS_FULL) and time.time() - self._board.stat().st_mtime < 2 * SAY_S
+        if not full:
+            self._full = None
+        elif self._full is None:
+            self._full = Seen("", "", now, exact=bool(self._seen))
+        if text and text != self._notice and (full or self._notice):
+            self.say(text)
+        self._notice = text
+
+    def _notice_waits(self, now: float, living: bool) -> None:
+        """In lines, where nothing is drawn, what has lasted for `NAMED_S`, once."""
+        self._waits = dict(self._waiting()) if living else {}
+        self._lasting &= self._waits.keys()
+        for known, text in self._waits.items():
+            if self._live is None and known not in self._lasting and now - known[1] >= NAMED_S:
+                self._lasting.add(known)
+                super().say(text)
+
+    def _waiting(self) -> Iterator[tuple[tuple[str, float], str]]:
+        """`X waits for Y since ...`: for whom or what somebody waits now, and what does not happen without."""
+        running = {seen.kind for seen in self._seen.values() if seen.state == "runs"}
+        for process, seen in sorted(self._seen.items(), key=lambda pair: pair[1].since):
+            if seen.state == "runs" or seen.kind is None:
+                continue
+            waits = ITS_GROUPS if seen.kind is WORKER and WORKER in running else seen.kind.waits
+            said = "stopped by a signal" if seen.state == "stopped" else "gone, and not started again yet"
+            whom = f"{waits or NOBODY} for {seen.name} (pid {process.pid}) since {self._at(seen)}"
+            yield (str(process.pid), seen.since), f"{whom}: {said}; until then {seen.kind.follows}"
+        if self._full is not None:
+            whom = f"whoever writes into the run folder waits for space on its disk since {self._at(self._full)}"
+            yield (BOARD_FILE, self._full.since), whom
+
+    def _at(self, seen: Seen) -> str:
+        """`07:55:12, 0:08 ago`."""
+        ago = self._now() - seen.since
+        moment = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+        return f"{moment}{'' if seen.exact else ' or before'}, {clock(ago)} ago"
 
     def say(self, text: str) -> None:
         self._said = [*self._said, text][-SAID:]
@@ -95,7 +173,8 @@ class WatchView(RunView):
             samples.add_row(*(one_line(str(row.get(key)))[:TEXT] for key in SHOWN))
         last = Text(f"last step {clock(now - self._moved)} ago")
         said = [one_line(text) for text in self._said]
-        return [last, roles, *said, *([samples] if self._samples else [])]
+        waits = [Text(text, style="bold red") for text in self._waits.values()]
+        return [last, *waits, roles, *said, *([samples] if self._samples else [])]
 
 
 def one_line(text: str) -> Text:

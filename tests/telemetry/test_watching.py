@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,30 @@ from rich.console import Console
 from asyncrl.cli.main import main
 from asyncrl.family import ProcessId
 from asyncrl.plain_text import PlainStream
+from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.watching import WatchView
 from tests.replay.helpers import Clock
 
 
-@pytest.fixture
-def role() -> Iterator[subprocess.Popen]:
+@contextmanager
+def started() -> Iterator[subprocess.Popen]:
     """A process that looks like a replay server, and does nothing until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "asyncrl.replay"], stdin=subprocess.PIPE
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "asyncrl.replay"], stdin=subprocess.PIPE
     )
-    yield process
-    process.kill()
-    process.communicate()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def role() -> Iterator[subprocess.Popen]:
+    with started() as process:
+        yield process
 
 
 def make_run(folder: Path) -> Path:
@@ -61,6 +71,8 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
             assert view.look()
         console.print(*view.below(), sep="\n")
         shown = out.getvalue()
+        assert f"everybody waits for the replay server (pid {role.pid}) since " in " ".join(shown.split())
+        assert "until then nothing is admitted" in shown
         assert f"(pid {role.pid}) stands still" in shown and "stopped" in shown and "last step 0:10 ago" in shown
         assert "alarm low_ess at step 2: small" in shown
         assert "one [red]two" in shown and "three" in shown and "\x1b[2J\n" not in shown
@@ -70,6 +82,56 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
         out.truncate(0)
         console.print(*view.below(), sep="\n")
     assert f"(pid {role.pid}) is gone" in out.getvalue()
+
+
+def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
+    tmp_path: Path, role: subprocess.Popen
+) -> None:
+    clock, out = Clock(), io.StringIO()
+    server, me = ProcessId.of(role.pid), ProcessId.of(os.getpid())
+    assert server is not None and me is not None
+    living = [server, me]
+    with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living, now=clock) as view:
+        view.look()
+        living = [me]
+        for _ in range(12):
+            clock.now += 1
+            view.look()
+        waits = f"everybody waits for the replay server (pid {role.pid}) since "
+        assert out.getvalue().count(waits) == 1 and "gone, and not started again yet" in out.getvalue()
+        assert any(waits in str(line) for line in view.below())
+        with started() as other:
+            another = ProcessId.of(other.pid)
+            assert another is not None
+            living = [me, another]
+            view.look()
+        assert not any(waits in str(line) for line in view.below())
+
+
+def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
+    clock, out, folder = Clock(), io.StringIO(), make_run(tmp_path / "run")
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    board = folder / "logs" / BOARD_FILE
+    make_board(board)
+    full = FullDisk(Patience(board=board, clock=clock))
+    with WatchView(folder, 4, Console(file=out, width=200), living=lambda _: [me], now=clock) as view:
+        view.look()
+        full.note(folder / "metrics.jsonl", 7)
+        for _ in range(10):
+            clock.now += 1
+            view.look()
+        assert any("waits for space on its disk since" in str(line) for line in view.below())
+        full.over()
+        view.look()
+        assert not any("waits for space on its disk since" in str(line) for line in view.below())
+        full.note(folder / "metrics.jsonl", 7)
+        os.utime(board, (1.0, 1.0))  # who wrote it has died: nobody says it again
+        view.look()
+        assert not any("waits for space on its disk since" in str(line) for line in view.below())
+    said = out.getvalue()
+    assert said.count("waits for space on its disk since") == 1 and "needs 7 bytes" in said
+    assert "there is space again" in said
 
 
 def test_the_view_draws_on_a_terminal_whose_stream_lets_only_plain_text_pass(
