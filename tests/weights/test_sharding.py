@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast import together
 from asyncrl.weights.broadcast.landing import ShareLanding, write_flat
+from asyncrl.weights.broadcast.protocol import fetch
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
@@ -231,3 +233,19 @@ def test_a_rank_that_sends_its_share_takes_memory_for_two_copies_of_that_and_no_
         taken[world] = counted.nbytes
     assert 2 * whole <= taken[1] <= 2.01 * whole
     assert taken[4] <= 2.01 * whole / 4
+
+
+def test_ranks_that_wait_for_orders_get_a_tick_before_torch_logs_that_they_wait(monkeypatch):
+    assert together._TICK_S < 5.0
+    monkeypatch.setattr(together, "_TICK_S", 0.0)
+    store = dist.HashStore()
+    others = together.OtherSenders(store, 2, "p", 60.0)
+    others.tick()
+    assert not store.check(["order/1"]), "nobody waits before the first version, and orders are not kept for ever"
+    others.take(0)
+    others.tick()
+    assert [fetch(store, f"order/{number}")["kind"] for number in (1, 2)] == ["take", "tick"]
+    alone = together.OtherSenders(store, 1, "p", 60.0)
+    alone.take(0)
+    alone.tick()
+    assert not store.check(["order/3"])

@@ -290,6 +290,7 @@ class BroadcastSender:
 
     def _tick(self) -> None:
         """The members wait for the next event in the store itself: this brings them back to look around."""
+        self._others.tick()
         if self._group is not None and time.monotonic() >= self._next_tick:
             self._post_event({"kind": "tick"})
 

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 _KEPT_ORDERS = 256
 _LOOK_S = 60.0
 _BEAT_S = 1.0
+_TICK_S = 2.0
+"""Between two orders: torch logs two lines when a wait in the store ends after `protocol.pushed`'s 5 s."""
 _GRACE = 2.0
 """Times `weights.timeout_s`: what the word to go may take after an order to form, which waits for other ranks."""
 
@@ -78,6 +80,12 @@ class OtherSenders:
         self._store, self._timeout_s = store, timeout_s
         self._peers = [_peer(rank, publisher) for rank in range(1, senders)]
         self._number = 0
+        self._ordered_at = 0.0
+
+    def tick(self) -> None:
+        """Called while there is nothing to order; before the first version nobody waits."""
+        if self._number and time.monotonic() >= self._ordered_at + _TICK_S:
+            self._order({"kind": "tick"})
 
     def take(self, policy_version: int) -> None:
         """The version before is needed no more."""
@@ -118,6 +126,7 @@ class OtherSenders:
         if not self._peers:
             return
         self._number += 1
+        self._ordered_at = time.monotonic()
         post(self._store, f"order/{self._number}", message)
         if self._number > _KEPT_ORDERS:
             self._store.delete_key(f"order/{self._number - _KEPT_ORDERS}")
@@ -126,7 +135,7 @@ class OtherSenders:
         """Their events have numbers below those of the subscribers."""
         answers = collect(
             self._store, self._peers, epoch=epoch, event=event, timeout_s=self._timeout_s,
-            live=lambda: self._peers, meanwhile=lambda: None,
+            live=lambda: self._peers, meanwhile=self.tick,
         )  # fmt: skip
         for (name, _), (verdict, detail) in zip(self._peers, answers, strict=True):
             if verdict != "ok":
