@@ -15,21 +15,27 @@ def refused(engine: EngineConfig) -> Iterator[str]:
     """Why these `engine.urls` cannot be used."""
     if not engine.urls:
         yield "engine=server needs the addresses of its servers. Set engine.urls=[http://127.0.0.1:8000]"
-    if len(set(engine.urls)) != len(engine.urls):
+    wrong = [why for url in engine.urls for why in _wrong(url)]
+    yield from wrong
+    if not wrong and len({urlsplit(connected_at(url)).netloc.lower() for url in engine.urls}) != len(engine.urls):
         yield f"engine.urls names a server twice: {', '.join(engine.urls)}. Name each once"
-    for url in engine.urls:
-        yield from _wrong(url)
-    if engine.key_env and not os.environ.get(engine.key_env):
+    key = os.environ.get(engine.key_env, "") if engine.key_env else ""
+    if engine.key_env and not key:
         yield f"engine.key_env={engine.key_env} names an environment variable that is not set. Export it"
+    if not key.isascii() or not key.isprintable():  # the error of a header that cannot be sent would show the key
+        yield f"the key in {engine.key_env} has a line break, or a character that no header has. Export it without"
 
 
 def _wrong(url: str) -> Iterator[str]:
-    place = urlsplit(url)
+    if "@" in url:
+        yield "engine.urls: an address has a name or password in it, which every log would show. Use engine.key_env"
+        return
     try:
+        place = urlsplit(url)
         port = place.port
     except ValueError:
-        port = None
-    extra = place.username or place.query or place.fragment or place.path not in ("", "/")
+        place, port = urlsplit(""), None
+    extra = place.query or place.fragment or place.path not in ("", "/")
     if place.scheme not in ("http", "https") or not place.hostname or port is None or extra:
         yield f"engine.urls: {url!r} is no http://HOST:PORT. Give each server so, with nothing behind the port"
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def _of_a_run(folder: Path, settings: dict[str, Any], later: Sequence[str]) -> t
         return kept, []
     base = re.sub(r"-\d+$", "", folder.resolve().name)
     fresh = next(name for n in itertools.count(2) if not (folder.parent / (name := f"{base}-{n}")).exists())
-    print(f"repeats {folder} in {folder.parent / fresh} (run.name=NAME chooses another)", flush=True)
+    print(f"repeats {folder} in {folder.parent / fresh} (run.name=NAME chooses another)", file=sys.stderr, flush=True)
     return kept, [f"run.name={quoted(fresh)}", f"run.dir={quoted(str(folder.parent / fresh))}"]
 
 

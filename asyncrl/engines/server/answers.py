@@ -78,13 +78,15 @@ class Answer:
 
         Raises:
             ServerGoneError: tokens of weights that are not ours: it was started anew, or somebody else loads its own.
-            GenerationError: it ended for another reason than a stop token or its length, or is not whole.
+            GenerationError: it ended for another reason than a stop token or its length, or is not whole, or no answer.
         """
         name, count, end = sibling.request.request_id, len(self.token_ids), sibling.end
         if self.finish_reason not in ("stop", "length") and end is None:
             raise GenerationError(f"request {name!r}: {url} ended a sequence with {self.finish_reason!r}")
         if len(self.logprobs) != count:
             raise GenerationError(f"request {name!r}: {url} gave {count} tokens and {len(self.logprobs)} log-probs")
+        if not 1 <= count <= sibling.request.sampling.max_new_tokens or not np.isfinite(self.logprobs).all():
+            raise GenerationError(f"request {name!r}: {url} gave {count} tokens, or log-probs that are no numbers")
         versions = np.full(count, NO_VERSION, np.int32)
         for span in self.spans if run is not None else ():
             version = version_in(span["version"], run or "")

@@ -82,6 +82,7 @@ class ServerEngine:
         self._servers = {link.url: Server(link, config.engine.max_sequences) for link in links}
         self._router = Router(list(self._servers))
         self._changed = asyncio.Condition()
+        self._max_length = 0
         self._closed = False
         self._loop = LoopThread("servers")
         try:
@@ -96,7 +97,7 @@ class ServerEngine:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and completion together, on any of the servers that there ever were."""
+        """Tokens of prompt and completion together, on any of the servers: one that holds fewer does not come later."""
         return self._max_length
 
     def receiver(self) -> ServersReceiver:
@@ -149,7 +150,8 @@ class ServerEngine:
         self._closed = True
 
         async def close() -> None:
-            self._watch.cancel()
+            for task in self._watch:
+                task.cancel()
             await asyncio.gather(*(server.link.close() for server in self._servers.values()))
 
         await asyncio.to_thread(self._loop.call, close(), self._timeout_s)
@@ -175,13 +177,16 @@ class ServerEngine:
             if server.facts is None:
                 log.warning("engine.urls: %s; going on without it until it is there", server.why)
         self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
-        self._watch = asyncio.create_task(self._keep_looking())
+        self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
-    async def _keep_looking(self) -> None:
-        """waits for: nothing; looks at every server as long as the engine lives."""
+    async def _keep_looking_at(self, server: Server) -> None:
+        """waits for: nothing; looks at it as long as the engine lives. Each by itself: one that takes a connection and
+        says nothing would keep the loss and the return of the others unseen."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for server, error in await self._look_at_all():
+            try:
+                await self._look_at(server)
+            except ConfigError as error:
                 if server.why != str(error):  # it came back as another: the run goes on with the rest
                     log.error("%s", error)
                 server.why = str(error)
@@ -202,15 +207,24 @@ class ServerEngine:
             if server.facts is None:
                 if time.monotonic() < server.not_before:
                     return
-                server.arrive(await facts_of(server.link, self._dtype, self._shape))
+                facts = await facts_of(server.link, self._dtype, self._shape)
+                if facts.max_length < self._max_length:
+                    raise ConfigError(
+                        f"engine.urls: {server.url} cannot be used: it holds {facts.max_length} tokens, and requests "
+                        f"may have {self._max_length}. Start it with --max-model-len {self._max_length}"
+                    )
+                server.arrive(facts)
                 log.info("%s is there", server.url)
                 return
             loading = self._loading
-            label = (await server.link.get("/weight_info", LOOK_TIMEOUT_S))["weight_version"]
+            label = str(await server.link.get("/weight_info", "weight_version", LOOK_TIMEOUT_S))
             server.silent_since = None
             if server.serves and not loading and not self._loading and version_in(label, self._run) is None:
                 await self._lose(server, foreign(server.url, label))
-        except ServerGoneError as error:
+        except ConfigError as error:
+            await self._lose(server, str(error))
+            raise
+        except (ServerGoneError, GenerationError) as error:
             now = time.monotonic()
             server.silent_since = server.silent_since or now
             server.why = str(error)
@@ -289,7 +303,7 @@ class ServerEngine:
                 server = self._servers[placed]
                 try:
                     completion = await self._run_on(server, sibling)
-                except ServerGoneError as error:
+                except (ServerGoneError, ConfigError) as error:  # the second: it was started anew as another
                     self._router.end(placed, 1)
                     placed = None
                     await self._lose(server, str(error))
@@ -312,7 +326,12 @@ class ServerEngine:
             run = self._run if server.version != NO_VERSION else None
             salt = label_of(self._run, server.version)
             async for chunk in server.link.stream(generation_body(sibling, name, salt)):
-                self._counts["generated_tokens"] += answer.add(chunk)
+                try:
+                    self._counts["generated_tokens"] += answer.add(chunk)
+                except (KeyError, TypeError, AttributeError) as error:
+                    raise ServerGoneError(
+                        f"{server.url} sent no chunk of vLLM's ({error!r}): {chunk!s:.200}"
+                    ) from error
                 server.has_tokens(sibling)
                 if sibling.ends_now(answer.token_ids) and not answer.finish_reason:
                     await server.link.abort(name)
@@ -323,7 +342,7 @@ class ServerEngine:
         results = await asyncio.gather(*map(work, servers), return_exceptions=True)
         done = []
         for server, result in zip(servers, results, strict=True):
-            if isinstance(result, EngineDiedError | TimeoutError):
+            if isinstance(result, EngineDiedError | ConfigError | TimeoutError):
                 await self._lose(server, str(result) or f"{server.url} gave no answer in time")
             elif isinstance(result, BaseException):
                 raise result

@@ -42,9 +42,15 @@ class ServerLink:
             trust_env=False,  # a proxy of the environment would see keys, and reach another machine's loopback
         )
 
-    async def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """Raises ServerGoneError, or ConfigError: there is no such endpoint, or the key is wrong."""
-        return await self._ask("GET", path, timeout_s=timeout_s)
+    async def get(self, path: str, part: str, timeout_s: float | None = None) -> Any:
+        """`part` of the answer.
+
+        Raises:
+            ServerGoneError: no answer, or one without it.
+            ConfigError: there is no such endpoint, it is elsewhere, or the key is wrong.
+            GenerationError: it refuses.
+        """
+        return self._part(await self._ask("GET", path, timeout_s=timeout_s), part)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **parameters: str) -> Any:
         """Raises as `get`."""
@@ -53,7 +59,7 @@ class ServerLink:
     async def call_workers(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         """One of `vllm.plugin.WorkerExtension` in every worker process of the server."""
         answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
-        return answer["results"]
+        return self._part(answer, "results")
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Chunks of a generation, each with the tokens that are new; ended by the last, never by a broken line.
@@ -77,8 +83,8 @@ class ServerLink:
                     if text == "[DONE]":
                         return
                     chunk = json.loads(text)
-                    if "error" in chunk:
-                        raise ServerGoneError(f"{self.url} broke off {name!r}: {chunk['error']!s:.300}")
+                    if not isinstance(chunk, dict) or "error" in chunk:
+                        raise ServerGoneError(f"{self.url} broke off {name!r}: {text:.300}")
                     yield chunk
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise self._gone(error) from error
@@ -92,7 +98,7 @@ class ServerLink:
         sampling |= {"detokenize": False, "skip_reading_prefix_cache": True}
         body = {"request_id": name, "token_ids": ids.tolist(), "sampling_params": sampling}
         answer = await self.post("/inference/v1/generate", body)
-        found = answer["prompt_logprobs"] or []
+        found = self._part(answer, "prompt_logprobs") or []
         if len(found) != len(ids):
             raise GenerationError(f"{self.url} scored {len(found) - 1} of {len(ids) - 1} tokens")
         chosen = [by_token[str(token)]["logprob"] for token, by_token in zip(ids[1:], found[1:], strict=True)]
@@ -134,12 +140,19 @@ class ServerLink:
                 raise
             raise self._gone(error) from error
 
+    def _part(self, answer: Any, name: str) -> Any:
+        if not isinstance(answer, dict) or name not in answer:
+            raise ServerGoneError(f"{self.url} gave no answer of vLLM, one without {name!r}: {answer!s:.200}")
+        return answer[name]
+
     def _refuse(self, answer: httpx.Response, what: str) -> None:
         said = f"{self.url} answered {what} with status {answer.status_code}: {answer.text:.300}"
         if answer.status_code in (401, 403):
             raise ConfigError(
                 f"{said}. Its --api-key is not what we sent: export it, and name the variable with engine.key_env=NAME"
             )
+        if answer.is_redirect:
+            raise ConfigError(f"{said}. It sends elsewhere, where nothing was judged: give that address in engine.urls")
         if answer.status_code == 404:
             raise ConfigError(f"{said}. {START_IT}")
         if answer.status_code >= BROKEN:

@@ -98,10 +98,12 @@ async def facts_of(link: ServerLink, dtype: str, shape: Mapping[str, Any] | None
     Raises:
         ServerGoneError: no answer. ConfigError: it is not as it has to be.
     """
-    said = (await link.get("/server_info?config_format=json"))["vllm_config"]  # at first it looks around for seconds
-    version = (await link.get("/version", LOOK_TIMEOUT_S))["version"]
-    facts = Facts(version=version, settings=said)
-    why = next(problems(facts, dtype), "")
+    said = await link.get("/server_info?config_format=json", "vllm_config")  # at first it looks around for seconds
+    facts = Facts(version=await link.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
+    try:
+        why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that one"
     if not why:
         await link.check_generation()
     if not why and shape is not None:

@@ -22,6 +22,12 @@ class ContractServer:
 
     def __init__(self, shape: dict[str, Any]) -> None:
         self.shape, self.port = shape, free_port()
+        self.instead: dict[str, Any] = {}
+        """By path, what is answered in place of the right answer."""
+        self.hangs = ""
+        """The path that is not answered until `stop`."""
+        self.refuses = False
+        """Sequences, as one that was given another key."""
         self.start()
 
     @property
@@ -65,19 +71,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         contract = self.contract
+        self._hang()
         answers = {
             "/server_info": {"vllm_config": SETTINGS},
             "/version": {"version": "0.32.0"},
             "/weight_info": {"weight_version": contract.label},
+            **contract.instead,
         }
         self._say(answers[self.path.partition("?")[0]])
+
+    def _hang(self) -> None:
+        while self.path.partition("?")[0] == self.contract.hangs and not self.contract.gone:
+            time.sleep(0.005)
 
     def do_POST(self) -> None:
         contract = self.contract
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         path = self.path.partition("?")[0]
         if path == "/inference/v1/generate":
-            return self._generate(body) if body else self._say({"error": "empty"}, 422)
+            if contract.refuses or not body:
+                return self._say({"error": "no"}, 401 if contract.refuses else 422)
+            return self._generate(body)
         if path in ("/pause", "/resume"):
             contract.paused = path == "/pause"
         if path == "/update_weight_version":

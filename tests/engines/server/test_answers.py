@@ -74,3 +74,15 @@ def test_labels_say_run_and_version_and_requests_have_no_seed():
     assert version_in(label_of(RUN, 12), RUN) == 12 and version_in(label_of(RUN, 12), "ffff") is None
     sampling = generation_body(SIBLING, "a.0", "salt")["sampling_params"]
     assert "seed" not in sampling and sampling["logprobs"] == 0 and sampling["max_tokens"] == 9
+
+
+def test_more_tokens_than_were_asked_for_none_at_all_and_log_probs_that_are_no_numbers_are_no_answer():
+    short = Sibling(request(np.array([3, 4], np.int32), new=2), 0, 0)
+    with pytest.raises(GenerationError, match="gave 3 tokens"):
+        answered(span(f"{RUN}:3", 0, 3)).completion(short, URL, RUN)
+    with pytest.raises(GenerationError, match="gave 0 tokens"):
+        Answer(finish_reason="stop").completion(SIBLING, URL, RUN)
+    answer = answered(span(f"{RUN}:3", 0, 3))
+    answer.logprobs[1] = float("nan")
+    with pytest.raises(GenerationError, match="no numbers"):
+        answer.completion(SIBLING, URL, RUN)

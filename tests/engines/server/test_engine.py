@@ -20,6 +20,7 @@ from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
 from tests.engines.models import request
 from tests.engines.server.contract import ContractServer
+from tests.engines.server.test_terms import SETTINGS
 
 MODEL = Qwen3Config(
     vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -200,4 +201,50 @@ def test_a_running_sequence_spans_an_update_and_one_cancelled_gives_its_place_ba
     assert [one.policy_versions.tolist() for one in asyncio.run(work())] == [[0, 1, 1]] * 2
     assert engine.stats()["running"] == 0
     assert engine._router.load(pair[0].url) == 0
+    asyncio.run(engine.close())
+
+
+def test_what_a_server_answers_that_is_nothing_ends_no_look_at_the_others(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    pair[0].instead["/weight_info"] = ["no", "vLLM"]
+    wait_until(lambda: "no answer of vLLM" in engine._servers[pair[0].url].why)
+    pair[0].stop()
+    wait_until(lambda: engine.stats()["servers"] == 1)
+    pair[0].start()  # that it is back is seen by the same looks
+    wait_until(lambda: pair[0].url in engine._there())
+    asyncio.run(engine.close())
+
+
+def test_one_that_takes_connections_and_says_nothing_hides_no_other(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    pair[0].stop()
+    wait_until(lambda: engine.stats()["servers"] == 1)
+    pair[0].hangs = "/server_info"
+    pair[0].start()
+    pair[1].label = "another:0"
+    wait_until(lambda: engine.stats()["servers"] == 0)
+    asyncio.run(engine.close())
+
+
+def test_one_that_came_back_with_less_room_is_not_used(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    small = SETTINGS | {"model_config": SETTINGS["model_config"] | {"max_model_len": 32}}
+    pair[0].stop()
+    wait_until(lambda: engine.stats()["servers"] == 1)
+    pair[0].instead["/server_info"] = {"vllm_config": small}
+    pair[0].start()
+    wait_until(lambda: "Start it with --max-model-len 64" in engine._servers[pair[0].url].why)
+    assert list(engine._there()) == [pair[1].url]
+    asyncio.run(engine.close())
+
+
+def test_a_request_that_meets_a_server_without_our_key_is_made_by_the_other(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    pair[0].refuses = True
+    completions = asyncio.run(engine.generate(request(PROMPT, 2, new=3)))
+    assert len(completions) == len(pair[1].ended) == 2 and not pair[0].ended
     asyncio.run(engine.close())

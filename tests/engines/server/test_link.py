@@ -56,6 +56,7 @@ def streamed(url: str) -> list[object]:
     ("status", "error", "said"),
     [
         (401, ConfigError, "engine.key_env=NAME"),
+        (307, ConfigError, "sends elsewhere"),
         (404, ConfigError, "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"),
         (500, ServerGoneError, "status 500"),
         (400, GenerationError, "status 400"),
@@ -64,7 +65,7 @@ def streamed(url: str) -> list[object]:
 def test_an_answer_that_refuses_says_what_to_do(status, error, said):
     with answering(status) as url:
         with pytest.raises(error, match=said):
-            asyncio.run(link(url).get("/server_info"))
+            asyncio.run(link(url).get("/server_info", "vllm_config"))
         with pytest.raises(error, match=said):
             streamed(url)
 
@@ -76,7 +77,24 @@ def test_one_that_is_no_vllm_or_not_there_is_gone():
         with pytest.raises(ServerGoneError, match="broke off"):
             streamed(url)
     with pytest.raises(ServerGoneError, match="ConnectError"):
-        asyncio.run(link(url).get("/health"))
+        asyncio.run(link(url).get("/version", "version"))
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b'{"vllm": 1}'])
+def test_json_of_something_else_is_no_answer(body):
+    with answering(200, body) as url:
+        with pytest.raises(ServerGoneError, match="no answer of vLLM, one without 'version'"):
+            asyncio.run(link(url).get("/version", "version"))
+        with pytest.raises(ServerGoneError, match="without 'results'"):
+            asyncio.run(link(url).call_workers("asyncrl_poll", ()))
+    with answering(200, b"data: 7\n\n") as url, pytest.raises(ServerGoneError, match="broke off 'a': 7"):
+        streamed(url)
+
+
+def test_settings_that_nobody_knows_are_refused_with_the_version():
+    odd = b'{"vllm_config": {"model": 1}, "version": "0.32.0"}'
+    with answering(200, odd) as url, pytest.raises(ConfigError, match=r"is not that of vLLM 0\.32 \(KeyError"):
+        asyncio.run(facts_of(link(url), "", None))
 
 
 def test_a_stream_that_ends_before_its_end_is_broken():
