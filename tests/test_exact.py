@@ -22,11 +22,11 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.exact import kernels
 from asyncrl.exact.arithmetic import bits_for, exp, on_grid, to_units
 from asyncrl.exact.model import make_exact
-from asyncrl.learner.canary import probe_logprobs, probes_of
+from asyncrl.learner.canary import canary_of, probes_of
 from asyncrl.learner.layout import Layout, use_layout
 from asyncrl.learner.model import PolicyModel, compute_exactly
 from asyncrl.types import TOPK_LOGPROBS, SamplingParams
-from asyncrl.weights.canary import Canary, Proof
+from asyncrl.weights.canary import Proof
 from tests.engines.models import CONFIGS, SHAPE, make_model, prompt, request, weights_of
 from tests.engines.running import HeldRunner, asked_to_load, closing
 from tests.exact_pack import Sibling, likeliest_by_learner, scored_by_learner
@@ -272,13 +272,12 @@ def test_the_canary_of_an_exact_engine_allows_no_difference():
     model = make_model("qwen2")
     engine, policy = exact_engine(model), policy_of(model)
     probes = probes_of(policy, 0)
-    ours = probe_logprobs(policy, probes, CPU)
 
     async def work():
         return engine.score(probes)
 
     served = asyncio.run(closing(engine, work()))
-    canary = Canary(sequences=probes, logprobs=tuple(ours), learner_dtype="float32", wire_dtype="float32")
+    canary = canary_of(policy, probes, CPU, "float32", "float32")
     proof = Proof(score=lambda _: served, engine_dtype="float32", exact=True)
     assert proof.prove(1, canary).max == 0
     served[2][7] = np.nextafter(served[2][7], np.float32(0))

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from asyncrl.cli import main as command
 from asyncrl.cli import verify
 from asyncrl.config import config_to_dict, load_config, to_yaml
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.weights.canary import HALF
 from tests.engines.models import CONFIGS, SHAPE
 
 
@@ -43,6 +46,27 @@ def test_an_engine_that_keeps_one_old_tensor_is_found_and_named(tmp_path, capsys
     monkeypatch.setattr(TransformersEngine, "load_weights", forget_one)
     assert verify.main(save_model(tmp_path / "model"), []) == 1
     assert "float32" in capsys.readouterr().out.split("DIFFERS at probe")[0]
+
+
+def test_two_layers_of_a_deep_model_that_changed_places_are_found_in_bfloat16(tmp_path, capsys, monkeypatch):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=128, intermediate_size=384, num_hidden_layers=24, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    load, other = TransformersEngine.load_weights, {"11": "12", "12": "11"}
+
+    def exchange_two(self, version, tensors):
+        moved = {re.sub(r"layers\.(1[12])\.", lambda m: f"layers.{other[m[1]]}.", k): t for k, t in tensors.items()}
+        load(self, version, moved)
+
+    assert verify.main(str(tmp_path / "model"), []) == 0
+    monkeypatch.setattr(TransformersEngine, "load_weights", exchange_two)
+    assert verify.main(str(tmp_path / "model"), []) == 1
+    half = [line for line in capsys.readouterr().out.splitlines() if line.startswith("transformers  bfloat16")]
+    assert half[0].endswith("ok") and "DIFFERS at probe" in half[1]
+    assert float(half[1].split()[3]) < HALF.mean  # else the bound of every model finds it, and this shows nothing
 
 
 def save_mixture(folder) -> str:

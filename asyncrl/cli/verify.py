@@ -12,22 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import load_config, read_config
 from asyncrl.engines.factory import make_engine
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.learner.canary import is_routed, probe_logprobs, probes_of
+from asyncrl.learner.canary import canary_of, probes_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole
 from asyncrl.telemetry.resumed import is_supervised
-from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, tolerance
+from asyncrl.weights.canary import Canary, Difference, Tolerance, compare
 from asyncrl.weights.publishing.gather import unique_tensors
 
 CPU = torch.device("cpu")
@@ -57,7 +55,7 @@ class Row:
             return f"{name}{'':>43}  failed: {self.why}"
         allowed = self.allowed
         result = "ok" if self.passed else f"DIFFERS at probe {self.found.probe}, token {self.found.token}"
-        numbers = f"{self.found.max:>12.2e}{self.found.mean:>10.1e}{allowed.max:>13g}{allowed.mean:>8g}"
+        numbers = f"{self.found.max:>12.2e}{self.found.mean:>10.1e}{allowed.max:>13g}{allowed.mean:>8.2g}"
         return f"{name}{numbers}  {result}{self._share(self.found)}"
 
     def _share(self, found: Difference) -> str:
@@ -79,12 +77,12 @@ def main(path: str, overrides: Sequence[str]) -> int:
     transformers_logging.disable_progress_bar()
     config, policy = load_policy(path, overrides)
     probes = probes_of(policy, config.seed)
-    expected = probe_logprobs(policy, probes, CPU)
+    canary = canary_of(policy, probes, CPU, "float32", "float32")
     print(f"{path}: {len(probes)} probes of {len(probes[0])} tokens, learner in float32\n{HEADER}")
     rows = []
     for engine in installed_engines():
         for dtype in DTYPES:
-            rows.append(verify_engine(config, policy, engine, dtype, probes, expected))
+            rows.append(verify_engine(config, policy, engine, dtype, canary))
             print(rows[-1], flush=True)
     return 0 if all(row.passed for row in rows) else 1
 
@@ -128,15 +126,14 @@ def verify_engine(
     policy: PolicyModel,
     engine: str,
     dtype: str,
-    probes: Sequence[NDArray[np.int32]],
-    expected: Sequence[NDArray[np.float32]],
+    canary: Canary,
 ) -> Row:
     """Load `policy` into a new engine, cast to `dtype` as on the wire, and compare. An engine that cannot is a row."""
     settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype, exact=False))
     if engine != "vllm":
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
-    canary = Canary(sequences=tuple(probes), logprobs=tuple(expected), learner_dtype="float32", wire_dtype=dtype)
-    allowed = tolerance("float32", dtype, dtype, routed=is_routed(policy))
+    canary = replace(canary, wire_dtype=dtype)
+    allowed = canary.tolerance(dtype)
     wire = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in unique_tensors(policy.named_hf_parameters())}
     try:
         served = make_engine(settings)

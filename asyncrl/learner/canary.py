@@ -31,7 +31,6 @@ class ProvingPublisher:
         self._device = device
         chosen = with_dtypes(config, learner=device.type)
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
-        self._routed = is_routed(model)
         self._probes = probes_of(model, config.seed)
         self._stats: dict[str, float] = {}
 
@@ -40,14 +39,7 @@ class ProvingPublisher:
     ) -> PublishStats:
         started = time.perf_counter()
         if canary is None:
-            learner_dtype, wire_dtype = self._dtypes
-            canary = Canary(
-                sequences=self._probes,
-                logprobs=tuple(probe_logprobs(self._model, self._probes, self._device)),
-                learner_dtype=learner_dtype,
-                wire_dtype=wire_dtype,
-                routed=self._routed,
-            )
+            canary = canary_of(self._model, self._probes, self._device, *self._dtypes)
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
         stopped = time.perf_counter()
@@ -83,10 +75,14 @@ def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:
 
 
 @torch.no_grad()
-def probe_logprobs(
-    model: PolicyModel, sequences: Sequence[NDArray[np.int32]], device: torch.device
-) -> list[NDArray[np.float32]]:
-    """[T] token ids -> [T - 1] log-probs of tokens 1.. at temperature 1, by the forward that training uses.
+def canary_of(
+    model: PolicyModel,
+    sequences: Sequence[NDArray[np.int32]],
+    device: torch.device,
+    learner_dtype: str,
+    wire_dtype: str,
+) -> Canary:
+    """Of [T] token ids each: log-probs of tokens 1.. at temperature 1, as the forward that training uses gives them.
 
     Collective over the ranks; every one computes the same.
     """
@@ -97,6 +93,13 @@ def probe_logprobs(
     packing = plan_packing(np.arange(total), lengths, total, device)
     arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
     ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
-    logprobs = model(ids, positions, chosen, predictors, packing, 1.0)[0].float().cpu().numpy()
+    logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
     reshard(model)
-    return [logprobs[start + 1 : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return Canary(
+        sequences=tuple(sequences),
+        logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths - 1)[:-1])),
+        learner_dtype=learner_dtype,
+        wire_dtype=wire_dtype,
+        routed=is_routed(model),
+        largest_logit=float(largest.max()),
+    )

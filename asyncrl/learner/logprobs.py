@@ -71,6 +71,19 @@ def judged_logprobs(
     return logprobs, likeliest
 
 
+@torch.no_grad()
+def largest_logits(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    bias: Float[Tensor, " vocabulary"] | None,
+) -> Float[Tensor, " tokens"]:
+    """Largest |logit| of each token's distribution, fp32 (float64 of float64)."""
+    found = [
+        _logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in _chunks(len(hidden), len(weight))
+    ]
+    return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
+
+
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:
     rows = head_rows(vocabulary)
     return [slice(start, start + rows) for start in range(0, tokens, rows)]

@@ -25,7 +25,7 @@ from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, 
 from asyncrl.learner.building import DTYPES, Build, built
 from asyncrl.learner.flops import Work
 from asyncrl.learner.loading import REFUSALS, Recipe
-from asyncrl.learner.logprobs import judged_logprobs, token_logprobs
+from asyncrl.learner.logprobs import judged_logprobs, largest_logits, token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.scores import refuse_scores
@@ -45,7 +45,7 @@ class PolicyModel(PackedModel):
     """Log-probs are bit for bit those of an exact engine (`compute_exactly`)."""
     through_entropy: bool = False
     """The entropy has a gradient: the loss has a bonus for it (`loss.entropy_coef`)."""
-    entries = ("judge", "seen_alone")
+    entries = ("judge", "probed", "seen_alone")
 
     fp32_head: bool = False
     """As `model.fp32_head`."""
@@ -122,6 +122,25 @@ class PolicyModel(PackedModel):
         logprobs, likeliest = judged_logprobs(hidden, *self.head_weights, wanted, wide=self.fp32_head)
         counted = self.told(likeliest.to(logprobs.dtype), mine, len(predictors))
         return self.told(logprobs, mine, len(predictors)), counted.bool()
+
+    @torch.no_grad()
+    def probed(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> tuple[Float[Tensor, " chosen"], Float[Tensor, " chosen"]]:
+        """Log-probs as `forward` gives them at temperature 1, to the bit; and the largest |logit| beside each."""
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        wanted = input_ids.index_select(0, loss_positions)
+        wanted = wanted if mine is None else wanted[mine]
+        weight, bias = self.head_weights
+        logprobs, _ = token_logprobs(hidden, weight, bias, wanted, 1.0, exact=self.exact, wide=self.fp32_head)
+        found = logprobs, largest_logits(hidden, weight, bias)
+        logprobs, largest = (self.told(each, mine, len(predictors)) for each in found)
+        return logprobs, largest
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing

@@ -38,7 +38,14 @@ def test_a_canary_survives_the_wire_to_the_bit():
     for name in ("sequences", "logprobs"):
         for ours, theirs in zip(getattr(canary, name), getattr(back, name), strict=True):
             assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
-    assert (back.learner_dtype, back.wire_dtype) == ("float32", "float32")
+    assert (back.learner_dtype, back.wire_dtype, back.largest_logit) == ("float32", "float32", np.inf)
+    assert Canary.from_wire(replace(canary, largest_logit=2.5).to_wire()).largest_logit == 2.5
+
+
+def test_a_learner_that_does_not_say_its_largest_logit_is_held_to_the_outer_bound():
+    wire = canary_of(zeros(), "bfloat16").to_wire()
+    del wire["largest_logit"]
+    assert Canary.from_wire(wire).tolerance("bfloat16") == HALF
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,14 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype():
     with pytest.raises(WeightsError, match=r"version 7 .* up to 0\.01 .* Probe 0, token 1: learner 0\.0000, engine"):
         proof.prove(7, canary_of(zeros()))
     assert replace(proof, engine_dtype="bfloat16").prove(7, canary_of(zeros())).max == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("largest", "mean"), [(0.0, 2e-4), (1.0, 2 / 128), (6.4, 0.1), (30.0, 0.1), (np.nan, 2e-4)])
+def test_the_mean_that_bfloat16_may_differ_by_follows_the_largest_logit_up_to_that_of_all_models(largest, mean):
+    canary = replace(canary_of(zeros(), "bfloat16"), largest_logit=largest)
+    assert canary.tolerance("bfloat16") == replace(HALF, mean=pytest.approx(mean))
+    assert replace(canary, routed=True).tolerance("bfloat16") == ROUTED
+    assert replace(canary, learner_dtype="float32").tolerance("float32") == FULL
 
 
 def test_of_experts_in_half_precision_a_few_tokens_may_differ_much_and_in_float32_none():
