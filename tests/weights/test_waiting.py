@@ -116,7 +116,10 @@ def test_who_stood_still_for_longer_than_events_are_kept_joins_anew(monkeypatch)
         looks.append(wait_s)
         return len(looks) > 10  # else it would look for ever
 
-    member: Any = SimpleNamespace(_closed=threading.Event(), _look=look, _stats={"epoch": 0.0, "epochs": 0.0})
+    member: Any = SimpleNamespace(
+        _closed=threading.Event(), _look=look, _stats={"epoch": 0.0, "epochs": 0.0},
+        _receiver=SimpleNamespace(changed=lambda: False),
+    )  # fmt: skip
     for _ in range(3):
         publisher.BroadcastSender._post_event(sender, {"kind": "tick"})
     seat: Any = SimpleNamespace(epoch=7)
