@@ -144,7 +144,7 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
         row |= {
             "reward/mean": float(flat.mean()),
             "reward/std": float(flat.std()),
-            "reward/zero_variance_groups": float(np.mean([group.std() == 0 for group in rewards])),
+            "reward/zero_variance_groups": float(np.mean([group.min() == group.max() for group in rewards])),
             "completion/length_mean": float(np.mean(lengths)),
         }
     headers = [trajectory for group in members for trajectory in group]

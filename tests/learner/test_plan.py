@@ -171,6 +171,15 @@ def test_the_length_of_a_completion_is_what_was_sampled_and_no_observation():
     assert plan_metrics(plan)["completion/length_mean"] == 7.0
 
 
+def test_three_equal_rewards_are_alike_though_their_mean_is_rounded() -> None:
+    headers = tuple(
+        TrajectoryHeader(length=4, prompt_length=3, reward=0.05, version_tokens=((0, 1),)) for _ in range(3)
+    )
+    group = GroupHeader(group_id=0, prompt_index=0, attempt=0, worker="w", trajectories=headers)
+    plan = StepPlan(step=0, policy_version=0, groups=(group,), staleness={0: 0}, max_staleness=0, shards=())
+    assert plan_metrics(plan)["reward/zero_variance_groups"] == 1.0
+
+
 @settings(max_examples=200, deadline=None)
 @given(step_plans(), st.integers(1, 3), st.integers(1, 3), st.integers(4, 60), st.data())
 def test_what_a_batch_is_begun_with_is_what_it_begins_with(

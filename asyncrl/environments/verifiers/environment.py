@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.collector import load
 from asyncrl.environments.openai.environment import AgentEpisodes
 from asyncrl.environments.verifiers.hosted import Hosted
 from asyncrl.errors import ConfigError, EpisodeError
@@ -56,7 +57,7 @@ class Verifiers(AgentEpisodes):
         several = Verifiers(**args).several_turns
         if args.get("path"):
             sys.path.insert(0, os.path.abspath(args["path"]))
-        room = importlib.import_module("asyncrl.environments.verifiers.host")
+        room = load("asyncrl.environments.verifiers.host")
         given = {"taskset": "", "env": {}, "uv": True} | args | {"harness": named(args.get("harness", ""))}
         room.built({key: given[key] for key in ("taskset", "harness", "env", "uv")})
         return several

@@ -21,6 +21,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl import collector
+
+if __name__ == "__main__":
+    collector.rest()
+
 import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.episode import Episode
@@ -169,6 +174,7 @@ async def main(settings: dict[str, Any]) -> int:
     )
     try:
         env = built(settings)
+        collector.wake()
     except ConfigError as error:
         say(out, line({"refused": str(error)}))
         return 2
