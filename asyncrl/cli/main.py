@@ -125,7 +125,10 @@ def _add_looking(commands: Any) -> None:
     text = "runs side by side as one HTML file that needs no network: curves, tables, alarms, samples"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    report.add_argument("--to", type=Path, metavar="FILE", help="report.html of the first run unless given")
+    target = report.add_mutually_exclusive_group()
+    target.add_argument("--to", type=Path, metavar="FILE", help="report.html of the first run unless given")
+    target.add_argument("--serve", action="store_true",
+                        help="serve it on loopback instead, at a secret address, current until Ctrl-C")  # fmt: skip
     text = "every alarm with what it means and what to do"
     alarms = commands.add_parser("alarms", help=text, description=text)
     alarms.add_argument("--markdown", action="store_true", help="as the page docs/alarms.md")
@@ -250,6 +253,8 @@ def run(given: argparse.Namespace) -> int:
         return load("asyncrl.cli.watch").main(given.run)
     if given.command == "trace":
         return load("asyncrl.cli.trace").main(given.run, given.to, group=given.group, version=given.version)
+    if given.command == "report" and given.serve:
+        return load("asyncrl.cli.report_server").serve(given.runs)
     if given.command == "report":
         return load("asyncrl.cli.report").main(given.runs, given.to)
     if given.command == "alarms":

@@ -1,0 +1,173 @@
+"""`asyncrl report RUN ... --serve`: the page for a browser of this machine, made anew when a run has written more.
+
+Only who has the address may read it: it has a random token, and has to be asked for by a name of loopback, so that no
+page of another site whose name resolves to this machine gets it.
+
+consumes:     requests, files of the runs
+waits for:    the next request, without a deadline; a connection that says nothing for `IDLE_S` is closed
+unblocked by: a request, Ctrl-C, SIGTERM
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.telemetry.alarms import ALARMS_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.page import page_of
+
+LOOPBACK = "127.0.0.1"
+AGAIN_S = 15
+"""After so many seconds the browser asks whether there is more."""
+IDLE_S = 60.0
+FILES = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE)
+AGAIN = """<script>
+"use strict";
+let tag = null;  // of the first answer
+setInterval(async () => {
+  const answer = await fetch(location.href, { method: "HEAD", cache: "no-store" }).catch(() => null);
+  const now = answer && answer.ok ? answer.headers.get("ETag") : null;
+  const searched = [...document.querySelectorAll("input[type=search]")].some(box => box.value);
+  if (now && tag && now !== tag && !searched) location.reload();
+  else tag ??= now;
+}, %d);
+</script>
+"""
+State = tuple[tuple[int, int, int], ...]
+
+
+class CurrentPage:
+    """The page of some runs, as their files are when it is asked for; one request makes it, others wait for that."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises RunFolderError."""
+        self._folders = folders
+        self._lock = threading.Lock()
+        self._state = self._now()
+        self._text = self._made()
+
+    def _made(self) -> bytes:
+        return kept_current(page_of(self._folders)).encode()
+
+    def tag(self) -> str:
+        """What the files are like now: another one means another page."""
+        return tag_of(self._now())
+
+    def text(self) -> tuple[str, bytes]:
+        """Its tag and itself. Raises AsyncRLError, OSError."""
+        with self._lock:
+            state = self._now()
+            if state != self._state:
+                self._text, self._state = self._made(), state
+            return tag_of(state), self._text
+
+    def _now(self) -> State:
+        return tuple(_state(folder / name) for folder in self._folders for name in FILES)
+
+
+def kept_current(page: str) -> str:
+    """The page with a script that loads it again when there is more, and not while one searches in it."""
+    allowed = page.replace("default-src 'none';", "default-src 'none'; connect-src 'self';", 1)
+    head, end, rest = allowed.rpartition("</body>")
+    return f"{head}{AGAIN % (AGAIN_S * 1000)}{end}{rest}"
+
+
+def tag_of(state: State) -> str:
+    return "-".join(str(number) for file in state for number in file)
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class ReportServer(ThreadingHTTPServer):
+    """On loopback alone, at a port that is free unless one is given."""
+
+    daemon_threads = True
+
+    def __init__(self, page: CurrentPage, port: int = 0) -> None:
+        """Raises OSError."""
+        self.page, self.token = page, secrets.token_urlsafe(32)
+        super().__init__((LOOPBACK, port), _Answers)
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: ReportServer
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    server_version, sys_version = "asyncrl", ""
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        port = self.server.server_port
+        named = self.headers.get_all("Host", []) in ([f"{LOOPBACK}:{port}"], [f"localhost:{port}"])
+        given = self.path.encode("latin-1", "replace")
+        if not named or not secrets.compare_digest(given, f"/{self.server.token}/".encode()):
+            self._send(403, b"Not for you: the whole address is in the terminal of `asyncrl report --serve`\n", body)
+            return
+        try:
+            tag, text = self.server.page.text() if body else (self.server.page.tag(), b"")
+        except (AsyncRLError, OSError) as error:
+            self._send(503, f"{error}\n".encode(errors="replace"), body)
+            return
+        self._send(200, text, body, tag)
+
+    def _send(self, code: int, text: bytes, body: bool, tag: str = "") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cache-Control", "no-store")
+        if tag:
+            self.send_header("ETag", f'"{tag}"')
+        if body:
+            self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if body:
+            self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the token would stand in it."""
+
+
+def serve(folders: Sequence[Path]) -> int:
+    """Until Ctrl-C or SIGTERM. Raises RunFolderError, OSError."""
+    with ReportServer(CurrentPage(folders)) as server:
+        print(
+            f"{server.url}\nIt is kept current until Ctrl-C. Whoever on this machine knows the address can read it",
+            flush=True,
+        )
+        before = signal.signal(signal.SIGTERM, _end)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nended: nobody serves the page any more")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
