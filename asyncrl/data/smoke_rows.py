@@ -102,8 +102,8 @@ class NumbersTask(vf.Task[NumbersData]):
         return 1.0 / (1 + self.away(trace))
 
     @vf.reward(weight=0.1)
-    async def brief(self, trace: vf.Trace) -> float:  # or a group that is wrong by the same would teach nothing
-        return 1.0 / (1 + len(trace.last_reply or ""))
+    async def low(self, trace: vf.Trace) -> float:  # or a pair that is wrong by the same would teach nothing
+        return float("0." + "".join(re.findall(r"[0-9]", trace.last_reply or "")) + "0")
 
     def away(self, trace: vf.Trace) -> int:
         said = re.search(r"\\d{1,6}", trace.last_reply or "")
