@@ -4,7 +4,6 @@ until as many tokens are sampled per second in which engines had work."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from asyncrl.errors import RunFolderError
 from asyncrl.planner.costs import Costs, Decode, Histogram
 from asyncrl.planner.outcome import Measured
 from asyncrl.planner.simulation import Setup, Simulation
+from asyncrl.storage.lines import row_of
 
 SKIPPED, FEWEST = 0.1, 4
 """Share of the steps that are warm-up, and the steps that have to be left."""
@@ -85,8 +85,8 @@ def lengths_of(folder: Path) -> Histogram:
     """Of all completions that were trained. Raises RunFolderError where there are no histograms."""
     file = folder / "histograms.jsonl"
     counts: dict[int, float] = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        found = json.loads(line).get(LENGTHS)
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        found = (row_of(line) or {}).get(LENGTHS)  # the last line may be torn: the run was killed, or goes on
         if found:
             for (low, high), count in zip(itertools.pairwise(found["edges"]), found["counts"], strict=True):
                 whole = range(max(1, math.ceil(low)), max(1, math.ceil(low)) + 1)

@@ -84,7 +84,7 @@ class Decode:
     @classmethod
     def of_rates(cls, rates: Sequence[tuple[int, float]]) -> Decode:
         """`rates`: (sequences decoded together, tokens/s of all of them)."""
-        if any(rate <= 0 for _, rate in rates):
+        if not all(0 < rate < math.inf for _, rate in rates):  # of a number that is none no simulation comes to an end
             raise ConfigError("an engine's speed has to be above 0 tokens/s at every batch")
         return cls(tuple((batch, batch / rate) for batch, rate in rates))
 

@@ -100,7 +100,7 @@ def test_every_length_of_a_histogram_of_whole_numbers_counts_once(tmp_path: Path
     lengths = [3, 3, 7, 12, 12, 12]
     counts, edges = np.histogram(lengths, 64)
     line = {LENGTHS: {"edges": edges.tolist(), "counts": counts.tolist()}}
-    (tmp_path / "histograms.jsonl").write_text(json.dumps(line))
+    (tmp_path / "histograms.jsonl").write_text(json.dumps(line) + '\n{"histogram/compl')
     found = lengths_of(tmp_path)
     drawn = found.draw(np.random.default_rng(0), 1000, 6)
     assert found.mean == pytest.approx(np.mean(lengths))

@@ -85,6 +85,9 @@ def test_what_nobody_says_is_asked_for() -> None:
         Given().costs(100, measured=False)
     with pytest.raises(ConfigError, match="sequences:tokens/s"):
         Given(tokens_per_s="fast").costs(100, measured=True)
+    for rate in ("nan", "inf", "0"):
+        with pytest.raises(ConfigError, match="above 0 tokens/s"):
+            Given(tokens_per_s=f"1:{rate}").costs(100, measured=True)
     assert Given().costs(100, measured=True).lengths.mean == 50
 
 
