@@ -39,11 +39,14 @@ def test_the_collector_is_awake_after_an_import_and_after_one_that_failed(tmp_pa
 
 def test_every_process_that_lets_the_collector_rest_wakes_it_before_anything_else() -> None:
     resting = [path for path in PACKAGE.rglob("*.py") if "    collector.rest()" in path.read_text()]
-    assert len(resting) == 3
+    assert len(resting) == 4
     for path in resting:
         head, _, begun = path.read_text().rpartition('if __name__ == "__main__":\n')
-        assert begun.startswith("    collector.wake()\n"), path
         assert head.count("collector.rest()") == 1, path
+        if path == PACKAGE / "environments" / "verifiers" / "host.py":  # a taskset is imported while it is built
+            assert "env = built(settings)\n        collector.wake()\n" in head
+        else:
+            assert begun.startswith("    collector.wake()\n"), path
 
 
 def test_command_replay_server_pool_and_reward_process_begin_without_what_they_do_not_need() -> None:
