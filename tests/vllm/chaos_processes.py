@@ -138,7 +138,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
     torch.set_num_threads(1)
     trap = LoadTrap()
     broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
-    vllm_settings.WorkerExtension = TrappedCalls
+    vllm_settings.EXTENSION = f"{TrappedCalls.__module__}.{TrappedCalls.__qualname__}"
     engine: Any = make_engine(config)
     receiver: Any = Staging()
     if isinstance(engine, OwnProcesses):
