@@ -101,7 +101,7 @@ def trained_moments(trained: roles.Roles) -> dict[str, torch.Tensor]:
         f"{name}.{key}.{moment}": whole(value)
         for name, model, optimizer in trained.trained()
         for key, parameter in model.named_parameters()
-        for moment, value in optimizer.state[parameter].items()
+        for moment, value in optimizer.state.get(parameter, {}).items()  # a look at a frozen one would add it
     }
 
 

@@ -167,6 +167,7 @@ rank = dist.get_rank()
 while not (folder / "end").exists():
     time.sleep(0.05)
 dist.all_reduce(total)
+dist.destroy_process_group()  # or who leaves first may abort the other, with a thread of gloo in its last exchange
 """
 
 
