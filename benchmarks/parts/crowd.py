@@ -51,6 +51,9 @@ class Receives:
     def staged(self) -> dict[str, torch.Tensor]:
         return {}
 
+    def changed(self) -> bool:
+        return False
+
     def leave(self) -> None: ...
 
 
