@@ -11,13 +11,11 @@ run folder is used, and made by whichever process of the run comes first.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,9 +47,9 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
     aside.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=aside, prefix="keys-"))  # of mode 0700
     try:
-        with _private():
-            for role in ROLES:
-                create_certificates(str(made), role)
+        for role in ROLES:
+            for path in create_certificates(str(made), role):
+                os.chmod(path, 0o600)  # not by the umask, which is the whole process's: another thread may set it back
         try:
             made.rename(directory)
         except OSError as error:
@@ -60,16 +58,6 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
             raise ConfigError(f"{directory} is there already; remove it, or name another folder") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[None]:
-    """Without it the secrets are readable by others for a moment."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def with_keys(config: Config) -> Config:

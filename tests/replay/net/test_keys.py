@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.net import keyring
 from asyncrl.replay.net.keyring import ROLES, key_pair, make_keys, public_key, with_keys
 from asyncrl.replay.net.keys import check_address, is_loopback, secure_client
 from asyncrl.types import NO_VERSION
@@ -153,6 +155,25 @@ def test_each_role_has_a_pair_readable_by_its_owner_only_and_none_is_overwritten
         make_keys(made)
     assert list(made.parent.iterdir()) == [made]
     assert os.umask(before) == before
+
+
+def test_keys_made_by_several_threads_are_readable_by_their_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask is the process's: whatever another thread sets it to meanwhile, the files are of mode 0600."""
+
+    def interrupted(*given: str) -> tuple[str, str]:
+        os.umask(0o022)
+        return create_certificates(*given)
+
+    monkeypatch.setattr(keyring, "create_certificates", interrupted)
+    before = os.umask(0o077)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(make_keys, [tmp_path / str(number) for number in range(8)]))
+    finally:
+        os.umask(before)
+    assert {mode(path) for path in tmp_path.glob("*/*")} == {0o600}
 
 
 def test_without_a_setting_the_keys_are_in_the_run_folder_and_made_once(tmp_path: Path) -> None:
