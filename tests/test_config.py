@@ -412,6 +412,7 @@ REFUSED = [
     (["run.name=a,b"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=x(1).jsonl"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
+    (["learner.lr=choice(1,2)"], ["could not be read as `key=value`", "'learner.lr=\"choice(1,2)\"'"]),
     (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),
     (["model.checkpoint_keep=matmul"], ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"]),
     (
@@ -450,6 +451,16 @@ def test_missing_required_settings_are_named_together() -> None:
         load_config([])
     assert "model.path=... " in str(refused.value)
     assert "reward.function=..." in str(refused.value)
+
+
+def test_what_one_caller_sets_or_changes_no_other_gets() -> None:
+    plain = config_to_dict(load_config(REQUIRED))
+    for given in (["learner.lr=9", "engine.vllm.seed=1", "data.where={level: 3}", "loss=ppo"], ["learner.lr=8"]):
+        config = load_config([*REQUIRED, *given])
+        config.data.where["level"] = config.loss.preset = "changed"
+        config.engine.urls.append("http://127.0.0.1:1")
+    assert config_to_dict(load_config(REQUIRED)) == plain
+    assert load_config([*REQUIRED, "loss=ppo"]).loss.preset == "ppo"
 
 
 GOES_WITH = {

@@ -37,6 +37,9 @@ PROBE_LENGTHS = (9, 14, 5)
 PROBES_IN_ROWS = 2
 """So many of them where a pack is out of the question: what is asked is only whether padding does harm. The reference
 code of recurrent layers takes seconds a layer for each."""
+MANY = 50_000_000
+"""Parameters from which on more threads score sooner. In a smaller model they wait for each other longer than they
+compute, and burn the cores meanwhile that the engine starts on."""
 PACKABLE = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
 """Kinds in a config's `layer_types` that a pack is right for. Of any other nothing short proves that it does:
 chunked attention, say, differs beyond its first chunk of 8,192 tokens."""
@@ -88,7 +91,7 @@ def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: De
     """
     refusal = None
     try:
-        with every_core() if mesh is None else nullcontext():
+        with every_core() if mesh is None and is_large(model.hf) else nullcontext():
             told = choose_layout(model, name, dtype, longest).value
     except ConfigError as error:
         told, refusal = str(error), error
@@ -97,6 +100,10 @@ def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: De
     if told not in {layout.value for layout in Layout}:
         raise refusal or ConfigError(told)
     use_layout(model, Layout(told))
+
+
+def is_large(hf: PreTrainedModel) -> bool:
+    return sum(parameter.numel() for parameter in hf.parameters()) >= MANY
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.checks.architecture import foreign_maths
+from asyncrl.learner import layout
 from asyncrl.learner.critic import build_critic
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.layout import Layout
@@ -102,9 +103,9 @@ def test_a_warning_says_which_layers_keep_a_model_from_being_packed_and_what_tha
     assert "once per completion" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "sequences"), [("Qwen3-Next", 2), ("Llama", 3)])
-def test_a_model_is_asked_on_every_core_and_no_more_than_is_in_question(
-    name: str, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "sequences", "many"), [("Qwen3-Next", 2, 1), ("Llama", 3, 1), ("Llama", 3, 10**6)])
+def test_a_large_model_is_asked_on_every_core_and_any_no_more_than_is_in_question(
+    name: str, sequences: int, many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked, before, scored = [], torch.get_num_threads(), PolicyModel.seen_alone
 
@@ -113,8 +114,9 @@ def test_a_model_is_asked_on_every_core_and_no_more_than_is_in_question(
         return scored(model, ids)
 
     monkeypatch.setattr(PolicyModel, "seen_alone", seen_alone)
+    monkeypatch.setattr(layout, "MANY", many)
     build(name, tmp_path)
-    assert asked == [max(before, len(os.sched_getaffinity(0)))] * sequences
+    assert asked == [before if many > 1 else max(before, len(os.sched_getaffinity(0)))] * sequences
     assert torch.get_num_threads() == before
 
 
