@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.learner.ranks import gather_over_data
-from asyncrl.losses.diagnostics import Sums, summarize
+from asyncrl.losses.diagnostics import LOG_RATIO_EDGES, Sums, ratio_counts, summarize
 from asyncrl.types import StepPlan, members_of
 
 Numbers = tuple[float, ...]
+Bins = tuple[list[float], list[float]]
+"""Edges, one more than there are counts, and the counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +100,13 @@ class Measured:
             row |= {f"{stem}mean": mean, f"{stem}std": math.sqrt(max(squares / max(1.0, count) - mean**2, 0.0))}
         return row | explained_variance(row)
 
+    def histograms(self) -> dict[str, Bins]:
+        """Of each age the trained tokens by log-ratio of the learner to the behavior policy, at every update."""
+        return {
+            f"histogram/ratio/age_{age}": (list(LOG_RATIO_EDGES), list(ratio_counts(numbers)))
+            for age, numbers in self.ages.items()
+        }
+
 
 def _double(value: float | Numbers) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
@@ -162,8 +171,6 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
     return row
 
 
-Bins = tuple[list[float], list[float]]
-"""Edges, one more than there are counts, and the counts."""
 BINS = 16
 WIDEST = 1e300
 """Of a reward in a histogram: between two that are further apart no bins can be told."""

@@ -227,7 +227,7 @@ class _Loop:
             row |= parts.checkpoints.timings()
             parts.log.write(trained, self.version, row)
             write_evaluations(parts.log, evaluations, self.metrics)
-            parts.log.histograms(trained, plan_histograms(lease.plan))
+            parts.log.histograms(trained, plan_histograms(lease.plan) | measured.histograms())
             samples = self.sampled.rows(lease.plan, lease.samples, config.telemetry.samples_per_step)
             parts.log.samples(trained, samples)
         self.clock.lap("log")

@@ -6,7 +6,7 @@ user reads (a mean of effective sample sizes would not be the effective sample s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,10 @@ TOKEN_MOMENTS = ("offset", "offset_square", "log_square", "kl_k1", "kl_k3", "abs
 All are 0 where log r is, so tokens outside the mask drop out by themselves; and near r = 1 nothing cancels.
 """
 
+_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+LOG_RATIO_EDGES = (-LOG_RATIO_LIMIT, *(-each for each in reversed(_BOUNDS)), *_BOUNDS, LOG_RATIO_LIMIT)
+"""Of the bins that log-ratios are counted in, nats; what lies beyond the ends is in the first or last bin."""
+
 
 @dataclass(slots=True)
 class Sums:
@@ -34,8 +38,9 @@ class Sums:
     """Name -> (numerator, denominator); the metric is their quotient."""
     tokens: dict[str, Float[Tensor, " 7"]] = field(default_factory=dict)
     """Place -> the `TOKEN_MOMENTS`, each added up, and the number of tokens. For its metrics see `token_metrics`."""
-    ages: dict[str, Float[Tensor, " 8"]] = field(default_factory=dict)
-    """Age in versions -> `tokens` of the edge E at that age, and how many of them were clipped."""
+    ages: dict[str, Float[Tensor, " 21"]] = field(default_factory=dict)
+    """Age in versions -> `tokens` of the edge E at that age, how many of them were clipped, and how many are in each
+    bin of `LOG_RATIO_EDGES`."""
     sequences: dict[str, Float[Tensor, " 6"]] = field(default_factory=dict)
     """Place -> what `sequence_metrics` takes apart."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -132,9 +137,12 @@ def age_sums(sums: Sums, tokens: Tokens, columns: Float[Tensor, "8 T"], log_rati
     age = (tokens.raw.staleness.long() * tokens.mask).clamp(0, MAX_AGES)
     ages = int(age.max()) + 1
     table = columns.new_zeros(len(columns), ages).index_add(1, age, columns)
+    inner = log_ratio.new_tensor(LOG_RATIO_EDGES[1:-1])
+    bins = torch.bucketize(log_ratio, inner, right=True) + age * (len(inner) + 1)
+    binned = columns.new_zeros(ages * (len(inner) + 1)).index_add(0, bins, columns[-2]).view(ages, -1)
     largest = log_ratio.new_full((ages,), -LOG_RATIO_LIMIT).scatter_reduce(0, age, log_ratio, "amax")
     for index in (index for index, number in enumerate(table[-2].tolist()) if number):
-        sums.ages[str(index)] = table[:, index]
+        sums.ages[str(index)] = torch.cat([table[:, index], binned[index]])
         sums.maxima[f"staleness/age_{index}/max"] = largest[index].clamp(max=LOG_RATIO_LIMIT).exp()
 
 
@@ -147,7 +155,8 @@ def summarize(sums: Sums) -> dict[str, Tensor]:
     metrics = {name: numerator / denominator.clamp(min=1) for name, (numerator, denominator) in sums.means.items()}
     for place, moments in sums.tokens.items():
         metrics |= {f"{place}/{name}": value for name, value in token_metrics(moments).items()}
-    for age, (*moments, count, clipped) in sums.ages.items():
+    for age, numbers in sums.ages.items():
+        *moments, count, clipped = numbers[: len(TOKEN_MOMENTS) + 2]
         of_age = token_metrics(torch.stack([*moments, count]))
         of_age |= {"clip_fraction": clipped / count, "token_share": count / sums.tokens["ratio/E"][-1]}
         metrics |= {f"staleness/age_{age}/{name}": value for name, value in of_age.items()}
@@ -156,6 +165,11 @@ def summarize(sums: Sums) -> dict[str, Tensor]:
     if "ratio/E" in sums.tokens:
         metrics["kl/behavior"] = metrics["ratio/E/kl_k3"]
     return metrics | sums.maxima
+
+
+def ratio_counts(numbers: Sequence[float]) -> Sequence[float]:
+    """Of a row of `Sums.ages` how many tokens are in each bin of `LOG_RATIO_EDGES`."""
+    return numbers[len(TOKEN_MOMENTS) + 2 :]
 
 
 def token_metrics(moments: Float[Tensor, " 7"]) -> dict[str, Tensor]:

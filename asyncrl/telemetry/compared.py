@@ -23,7 +23,7 @@ from asyncrl.telemetry.resumed import CONFIG_FILE
 SHOWN = (
     "reward/mean", "loss/total", "kl/behavior", "policy/entropy", "ratio/E/ess_seq", "optim/grad_norm",
     "completion/length_mean", "completion/truncated", "reward/zero_variance_groups", "staleness/mean", "goodput/share",
-    "idle/learner", "idle/rollout", "perf/trained_tokens_per_s",
+    "reward/failed", "idle/learner", "idle/rollout", "perf/trained_tokens_per_s",
 )  # fmt: skip
 """In this order; evaluations come first. Those that no run has are left out."""
 OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")

@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from asyncrl.telemetry.report import Row, evaluated, series
+from asyncrl.telemetry.evaluations import METRICS
+from asyncrl.telemetry.registry import OF_EVERY_ROW, unit_of
+from asyncrl.telemetry.report import Row, series
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    names: tuple[str, ...]
+    """Of its metrics, with `*` for any."""
+
+
+PANELS = (
+    Panel("evaluations, with their 95 % intervals", tuple(f"eval/*/{metric}" for metric in METRICS)),
+    Panel("reward of what was trained", ("reward/mean",)),
+    Panel("loss", ("loss/total",)),
+    Panel("KL", ("kl/behavior", "kl/reference")),
+    Panel("entropy", ("policy/entropy",)),
+    Panel("length of completions", ("completion/length_mean",)),
+    Panel("staleness", ("staleness/mean", "staleness/max")),
+    Panel("failures and drops so far", ("reward/failed", "replay/dropped_*", "optim/nonfinite_steps")),
+    Panel("idle", ("idle/learner", "idle/rollout", "idle/replay")),
+)
+"""In this order; one that the run has no value of is left out."""
+COLUMNS, WIDTH, HEIGHT = 3, 5.0, 3.2
+"""Panels in a row, and inches of one."""
 
 
 def plot_curves(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Reward and evaluations above, staleness below, over the steps, as PNG."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    """A panel for each of `PANELS`, over the steps, as PNG."""
+    curves_of(rows, title).savefig(path, dpi=100)
+
+
+def curves_of(rows: Sequence[Row], title: str) -> Figure:
+    names = sorted({name for row in rows for name in row} - set(OF_EVERY_ROW))
+    drawn = [(panel, found) for panel in PANELS if (found := with_values(rows, panel, names))]
+    down = max(1, -(-len(drawn) // COLUMNS))
+    figure = Figure(figsize=(COLUMNS * WIDTH, down * HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
-    _plot(above, rows, "reward/mean", label="reward/mean", alpha=0.6)
-    for name, metric in evaluated(rows):
-        _plot(above, rows, f"eval/{name}/{metric}", label=f"eval/{name}/{metric}", marker="o", markersize=3)
-    above.set_title(title)
-    above.set_ylabel("reward, evaluations")
-    _plot(below, rows, "staleness/mean", label="staleness/mean")
-    _plot(below, rows, "staleness/max", label="staleness/max", linestyle=":")
-    below.set_ylabel("staleness (policy versions)")
-    below.set_xlabel("step")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(loc="best")
-    figure.savefig(path, dpi=120)
+    figure.suptitle(title)
+    for place, (panel, found) in enumerate(drawn, start=1):
+        draw(figure.add_subplot(down, COLUMNS, place), rows, panel.title, found)
+    return figure
 
 
-def _plot(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
-    steps, values = series(rows, name)
-    if steps:
-        axes.plot(steps, values, **style)
+def with_values(rows: Sequence[Row], panel: Panel, names: Sequence[str]) -> list[str]:
+    known = [name for pattern in panel.names for name in names if fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in known if series(rows, name)[0]]
+
+
+def draw(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
+    units = list(dict.fromkeys(map(unit_of, names)))
+    for name in names:
+        steps, values = series(rows, name)
+        said = f"{name} ({unit_of(name)})" if len(units) > 1 else name
+        (line,) = axes.plot(steps, values, label=said, marker="o" if len(steps) < 30 else "", markersize=3, linewidth=1)
+        between = [row for row in rows if row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None]
+        if name.startswith("eval/") and between:
+            low, high = ([row[f"{name}_{end}"] for row in between] for end in ("low", "high"))
+            axes.fill_between([row["step"] for row in between], low, high, color=line.get_color(), alpha=0.2, lw=0)
+    axes.set_title(title, fontsize="medium")
+    axes.set_ylabel(", ".join(units))
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if not any(value for name in names for value in series(rows, name)[1]):
+        axes.set_ylim(0, 1)  # around a line of zeros matplotlib shows less than none
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize="small", framealpha=0.6)

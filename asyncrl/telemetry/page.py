@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from asyncrl.storage.lines import read_lines
+from asyncrl.storage.lines import read_lines, row_of, tail
 from asyncrl.telemetry.alarms import ALARMS_FILE
 from asyncrl.telemetry.compared import (
     SHOWN,
@@ -34,25 +34,27 @@ from asyncrl.telemetry.compared import (
     shown,
 )
 from asyncrl.telemetry.evaluations import METRICS
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
-from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
+from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE
+from asyncrl.telemetry.page_samples import cell, samples_of
+from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of, unit_of
 from asyncrl.telemetry.report import Row, read_metrics
 
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
 """Of a curve: one for every two pixels of a panel."""
-SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
-"""Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
-how it ended."""
 HEAD = (
-    "Every number is one of metrics.jsonl, or a mean of some. The band around a curve goes from the smallest to the "
-    "largest value of the steps at a place, the curve through the last of them. A legend's box hides its run."
+    "Every number is one of metrics.jsonl, or a mean of some. The band around an evaluation is its 95 % interval; "
+    "around any other curve it goes from the smallest to the largest value of the steps at a place, the curve through "
+    "the last of them. A legend's box hides its run."
 )
+FAILURES = ("replay/dropped_", "optim/nonfinite_steps")
+"""Beginnings of what stands after the main metrics where it is not zero throughout."""
 Curve = dict[str, list[float]]
 Series = dict[str, tuple[list[int], list[float]]]
 """Metric -> (steps, values)."""
-Drawn = dict[str, tuple[Curve, End | None]]
-"""Metric -> what is drawn of it, and where it ended."""
+Interval = tuple[float, float]
+Drawn = dict[str, tuple[Curve, End | None, Interval | None]]
+"""Metric -> what is drawn of it, where it ended, and the interval of an evaluation there."""
 ALONE_BYTES = 32 << 20
 """Of metrics that one process reads in about a second."""
 
@@ -67,25 +69,29 @@ def page_of(folders: Sequence[Path]) -> str:
     compared: list[Run] = []
     curves: dict[str, list[Curve]] = {}
     ends: dict[str, list[End | None]] = {}
+    intervals: dict[str, list[Interval | None]] = {}
     compared += [
         Run(name, folder, settings_of(folder), ()) for folder, name in zip(folders, names_of(folders), strict=True)
     ]
     for place, (run, drawn) in enumerate(zip(compared, all_drawn(folders), strict=True)):
-        for metric, (curve, end) in drawn.items():
+        for metric, (curve, end, interval) in drawn.items():
             curves.setdefault(metric, [{} for _ in folders])[place] = curve
             ends.setdefault(metric, [None for _ in folders])[place] = end
-        last = max((end.step for _, end in drawn.values() if end), default=0)
+            intervals.setdefault(metric, [None for _ in folders])[place] = interval
+        last = max((end.step for _, end, _ in drawn.values() if end), default=0)
         runs.append({"name": run.name, "folder": str(run.folder), "steps": last})
-    main = [metric for metric in [*evaluations_in(curves), *SHOWN] if metric in curves]
+    main = [metric for metric in [*evaluations_in(curves), *SHOWN, *failures_in(curves)] if metric in curves]
+    spread = histograms_of(folders)
     data = {
         "head": HEAD,
         "how": f"Mean over the last {TAIL:.0%} of the steps, at most {TAIL_MOST}; of evaluations the last one. ★: best",
         "runs": runs,
-        "metrics": {metric: words_of(metric) for metric in curves},
+        "metrics": {metric: words_of(metric) for metric in [*curves, *spread]},
         "order": sorted(curves),
         "main": main,
         "curves": curves,
-        "ends": [{"metric": metric, "ends": marked(metric, ends[metric])} for metric in main],
+        "ends": [{"metric": metric, "ends": marked(metric, ends[metric], intervals[metric])} for metric in main],
+        "histograms": spread,
         "settings": [[key, *map(shown, values)] for key, values in different_settings(compared).items()],
         "alarms": [row for run in runs for row in alarms_of(run)],
         "samples": [row for run in runs for row in samples_of(run)],
@@ -108,7 +114,23 @@ def all_drawn(folders: Sequence[Path]) -> list[Drawn]:
 
 
 def drawn(folder: Path) -> Drawn:
-    return {name: (curve_of(*found), end_of_values(name, *found)) for name, found in columns(folder).items()}
+    found = columns(folder)
+    made: Drawn = {}
+    for name, (steps, values) in found.items():
+        around = intervals_of(name, found)
+        last = (around[0][-1], around[1][-1]) if around else None
+        made[name] = curve_of(steps, values, around), end_of_values(name, steps, values), last
+    return made
+
+
+def intervals_of(name: str, found: Series) -> tuple[list[float], list[float]] | None:
+    """Of an evaluation the lower ends of its values' intervals, and the upper ones: the value, where it has none."""
+    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+    if not name.startswith("eval/") or low is None or high is None:
+        return None
+    lows, highs = (dict(zip(*ends, strict=True)) for ends in (low, high))
+    pairs = list(zip(*found[name], strict=True))
+    return [lows.get(step, value) for step, value in pairs], [highs.get(step, value) for step, value in pairs]
 
 
 def columns(folder: Path) -> Series:
@@ -120,14 +142,12 @@ def columns(folder: Path) -> Series:
     for names, rows in shapes.items():
         steps = [row["step"] for row in rows]
         for name, values in zip(names, zip(*(row.values() for row in rows), strict=True), strict=True):
-            if name in OF_EVERY_ROW:
-                continue
-            of_some, kept = finite(steps, values)
-            if name in found:
-                found[name] = by_step(found[name][0] + of_some, found[name][1] + kept)
-            elif kept:
-                found[name] = of_some, kept
-    return found
+            if name not in OF_EVERY_ROW:
+                of_some, kept = finite(steps, values)
+                into = found.setdefault(name, ([], []))
+                into[0].extend(of_some)
+                into[1].extend(kept)
+    return {name: known if len(shapes) == 1 else by_step(*known) for name, known in found.items() if known[0]}
 
 
 def finite(steps: list[int], values: Sequence[Any]) -> tuple[list[int], list[float]]:
@@ -145,17 +165,20 @@ def by_step(steps: list[int], values: list[float]) -> tuple[list[int], list[floa
     return [steps[place] for place in order], [values[place] for place in order]
 
 
-def curve_of(steps: list[int], values: list[float]) -> Curve:
-    """`x` and `y`; of many, of each part its last step, its smallest, largest and last value."""
+def curve_of(steps: list[int], values: list[float], around: tuple[list[float], list[float]] | None = None) -> Curve:
+    """`x` and `y`, and the band `around` as `low` and `high`; of many, of each part its last step and value, and the
+    smallest and largest that are around it."""
     if len(values) <= POINTS:
-        return {"x": list(steps), "y": values}
+        band = {} if around is None else {"low": around[0], "high": around[1]}
+        return {"x": list(steps), "y": values, **band}
+    low, high = around or (values, values)
     bounds = [len(values) * part // POINTS for part in range(POINTS + 1)]
-    parts = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
+    parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
     return {
-        "x": [steps[end - 1] for end in bounds[1:]],
-        "y": [rounded(part[-1]) for part in parts],
-        "low": [rounded(min(part)) for part in parts],
-        "high": [rounded(max(part)) for part in parts],
+        "x": [steps[part.stop - 1] for part in parts],
+        "y": [rounded(values[part.stop - 1]) for part in parts],
+        "low": [rounded(min(low[part])) for part in parts],
+        "high": [rounded(max(high[part])) for part in parts],
     }
 
 
@@ -167,76 +190,52 @@ def evaluations_in(curves: dict[str, Any]) -> list[str]:
     return sorted(name for name in curves if name.startswith("eval/") and name.rpartition("/")[2] in METRICS)
 
 
+def failures_in(curves: dict[str, list[Curve]]) -> list[str]:
+    """What was dropped or skipped, if ever."""
+    named = (name for name in sorted(curves) if name.startswith(FAILURES))
+    return [
+        name
+        for name in named
+        if any(value for curve in curves[name] for value in curve.get("high", curve.get("y", ())))
+    ]
+
+
 def words_of(metric: str) -> dict[str, str]:
     known = metric_of(metric)
-    return {"unit": known.unit, "meaning": known.meaning} if known else {"unit": "", "meaning": ""}
+    return {"unit": unit_of(metric), "meaning": known.meaning.replace("`", "") if known else ""}
 
 
-def marked(metric: str, ends: list[End | None]) -> list[dict[str, Any] | None]:
+def marked(metric: str, ends: list[End | None], intervals: Sequence[Interval | None]) -> list[dict[str, Any] | None]:
     """Each end, and whether it is the best of them."""
     best = best_of(metric, ends)
-    return [end and {"value": end.value, "last": end.last, "step": end.step, "best": end.value == best} for end in ends]
+    return [
+        end
+        and {"value": end.value, "last": end.last, "step": end.step, "interval": interval, "best": end.value == best}
+        for end, interval in zip(ends, intervals, strict=True)
+    ]
+
+
+def histograms_of(folders: Sequence[Path]) -> dict[str, list[dict[str, Any] | None]]:
+    """Metric -> of each run its last histogram, `{step, edges, counts}`; None where it has none."""
+    found: dict[str, list[dict[str, Any] | None]] = {}
+    for place, folder in enumerate(folders):
+        row = next((row for line in reversed(tail(folder / HISTOGRAMS_FILE)) if (row := row_of(line))), {})
+        for name, each in row.items():
+            if name.startswith("histogram/") and is_histogram(each):
+                kept = {"step": cell(row.get("step")), "edges": each["edges"], "counts": each["counts"]}
+                found.setdefault(name, [None for _ in folders])[place] = kept
+    return found
+
+
+def is_histogram(each: Any) -> bool:
+    """As `MetricsLog.histograms` writes one."""
+    match each:
+        case {"edges": [_, _, *_] as edges, "counts": [_, *_] as counts} if len(edges) == len(counts) + 1:
+            numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in [*edges, *counts])
+            return numbers and edges == sorted(set(edges)) and min(counts) >= 0
+    return False
 
 
 def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
     rows = read_lines(Path(run["folder"]) / ALARMS_FILE).rows
     return [[run["name"], *(cell(row.get(key)) for key in ("step", "name", "said", "advice"))] for row in rows]
-
-
-def samples_of(run: dict[str, Any]) -> list[list[Any]]:
-    """The newest first."""
-    files = (Path(run["folder"]) / name for name in (SAMPLES_FILE, EVAL_SAMPLES_FILE))
-    rows = [row for file in files for row in read_lines(file).rows[: -SAMPLES - 1 : -1]]
-    rows.sort(key=lambda row: row["step"] if isinstance(row.get("step"), int) else -1, reverse=True)
-    return [[run["name"], *sample_cells(row)] for row in rows]
-
-
-def sample_cells(row: dict[str, Any]) -> list[Any]:
-    """What stands behind the run, in the order of the page's heads."""
-    prompt, completion = texts_of(row)
-    known = map(cell, (row.get("step"), row.get("reward"), parts_of(row), prompt))
-    fate = row.get("dropped") or row.get("failed") or ""
-    origin = (span_of(row, "version"), span_of(row, "staleness"), fate, row.get("eval_set", "training"))
-    segments = segments_of(row)
-    said = {"value": completion, "segments": segments} if segments else completion
-    return [*known, said, cell(row.get(END)), *map(cell, origin)]
-
-
-def span_of(row: dict[str, Any], name: str) -> float | str | None:
-    """From the smallest to the largest; where they are one, that."""
-    low, high = (cell(row.get(f"{name}_{end}")) for end in ("min", "max"))
-    return low if low == high or high is None else f"{low} to {high}"
-
-
-def segments_of(row: dict[str, Any]) -> list[list[str]]:
-    """`[fate, text]` of parts of the completion, as `learner.samples` writes them, as far as the completion is shown;
-    none where it is of one part."""
-    given, room = row.get("segments"), SAMPLE_TEXT
-    found: list[list[str]] = []
-    for each in given if isinstance(given, list) else ():
-        if isinstance(each, list) and len(each) == 2 and all(isinstance(part, str) for part in each) and room > 0:
-            found.append([each[0], each[1][:room]])
-            room -= len(each[1])
-    return [*found, ["", " …"]] if room < 0 else found
-
-
-def cell(value: Any) -> float | str | None:
-    """As JSON has it: the reward of an episode that got none is NaN, and a browser reads no page with one."""
-    if isinstance(value, int | float):
-        return value if math.isfinite(value) else None
-    return None if value is None else str(value)
-
-
-def parts_of(row: dict[str, Any]) -> str:
-    rewards = row.get("rewards")
-    if not isinstance(rewards, dict):
-        return ""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
-        for name, value in rewards.items()
-    )
-
-
-def texts_of(row: dict[str, Any]) -> list[str]:
-    texts = [str(row.get(key, "")) for key in ("prompt", "completion")]
-    return [text if len(text) <= SAMPLE_TEXT else f"{text[:SAMPLE_TEXT]} … ({len(text)} characters)" for text in texts]

@@ -44,8 +44,8 @@ _RATIO_MOMENTS = (
 )
 _SEQUENCE_MOMENTS = (
     ("seq_mean", "1", "mean over the sequences of the product of their ratios", NEITHER),
-    ("chi2_seq", "1", "mean square of that product, less 1", LOWER),
-    ("ess_seq", "share", "effective sample size of the sequences by that product", HIGHER),
+    ("chi2_seq", "1", "mean square of the product of a sequence's ratios, less 1", LOWER),
+    ("ess_seq", "share", "effective sample size of the sequences by the product of their ratios", HIGHER),
     ("log_ppl_gap", "nats", "mean over the sequences of -log r per token", LOWER),
 )
 _EDGES = {
@@ -157,7 +157,7 @@ _TIME = (
     Metric(
         "idle/rollout_busy_s",
         "s",
-        "that they made something; with the line above, the time that they are there",
+        "that all workers together made something; with `idle/rollout_s`, the time that they are there",
         NEITHER,
         True,
     ),
@@ -306,6 +306,11 @@ _OTHER = (
     Metric("histogram/reward", "episodes", "of the batch, by reward; in `histograms.jsonl`, as all `histogram/*`"),
     Metric("histogram/completion/length", "trajectories", "of the batch, by number of sampled tokens"),
     Metric("histogram/staleness", "tokens", "trained on, by age in versions"),
+    Metric(
+        "histogram/ratio/age_<age>",
+        "tokens",
+        "trained on at this age in versions (64: or more), by log of the ratio π_θ/μ in nats, at every update",
+    ),
     Metric("data/rows", "rows", "in the batch, of `asyncrl sft`"),
     Metric("data/tokens", "tokens", "in it"),
     Metric("data/loss_tokens", "tokens", "in it that are trained on"),
@@ -327,6 +332,15 @@ def metric_of(name: str) -> Metric | None:
     """What is registered under this name, or a pattern that fits it."""
     fitting = [metric for metric in METRICS if pattern_of(metric.name).fullmatch(name)]
     return min(fitting, key=lambda metric: (metric.name.count("<"), -len(metric.name)), default=None)
+
+
+PLAIN = "plain number"
+
+
+def unit_of(name: str) -> str:
+    """As one writes it beside an axis; a user's own metrics have none that is known."""
+    known = metric_of(name)
+    return known.unit if known is not None and known.unit != "1" else PLAIN
 
 
 @cache

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.learner.metrics import Measured
 from asyncrl.losses import LossInputs, policy_loss, preset
 from asyncrl.losses.diagnostics import MAX_AGES, ess_lr_scale
 from tests.losses.batches import random_batch, to_inputs
@@ -87,6 +88,23 @@ def test_the_staleness_table_resolves_the_edge_by_age() -> None:
         assert metrics[f"{place}/rms_log_ratio"].item() == pytest.approx(math.sqrt((d[at] ** 2).mean()))
         assert metrics[f"{place}/ess_token"].item() == pytest.approx(r[at].mean() ** 2 / (r[at] ** 2).mean())
         assert metrics[f"{place}/clip_fraction"].item() == pytest.approx(clipped[at].mean())
+
+
+def test_every_token_is_in_one_bin_of_the_ratios_of_its_age_and_bins_add_up_over_ranks() -> None:
+    batch = random_batch(5, noise=1.0, proximal=False)
+    sums = policy_loss(to_inputs(batch), preset("ppo")).sums
+    measured = Measured.of(sums, {})
+    measured.add(Measured.of(sums, {}))
+    found = measured.histograms()
+    ages = np.unique(batch.age[batch.mask])
+    assert set(found) == {f"histogram/ratio/age_{age}" for age in ages}
+    for age in ages:
+        edges, counts = found[f"histogram/ratio/age_{age}"]
+        expected, _ = np.histogram((batch.cur - batch.mu)[(batch.age == age) & batch.mask], edges)
+        assert list(2 * expected) == counts and sum(counts) > 0
+    far = dataclasses.replace(to_inputs(batch), behavior_logprobs=to_inputs(batch).behavior_logprobs - 1e6)
+    for _, counts in Measured.of(policy_loss(far, preset("ppo")).sums, {}).histograms().values():
+        assert sum(counts[:-1]) == 0 < counts[-1]
 
 
 def test_very_old_tokens_share_the_last_row() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.telemetry import page
-from asyncrl.telemetry.page import POINTS, SAMPLES, TEMPLATE, curve_of, page_of
+from asyncrl.telemetry.page import POINTS, TEMPLATE, curve_of, page_of
+from asyncrl.telemetry.page_samples import SAMPLES
 
 
 def make_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
@@ -55,9 +56,12 @@ def test_every_number_of_a_page_is_one_of_the_file(tmp_path: Path) -> None:
     ends = {row["metric"]: row["ends"] for row in data["ends"]}
     mean = statistics.fmean(row["reward/mean"] for row in first[45:50])
     assert ends["reward/mean"][0]["value"] == mean and ends["reward/mean"][0]["last"] == first[49]["reward/mean"]
-    assert ends["eval/heldout/accuracy"][0] == {"value": 0.625, "last": 0.625, "step": 50, "best": False}
+    assert ends["eval/heldout/accuracy"][0] == {
+        "value": 0.625, "last": 0.625, "step": 50, "interval": None, "best": False,
+    }  # fmt: skip
     assert data["settings"] == [["seed", "51", "8"]]
     assert data["metrics"]["reward/mean"]["unit"] == "reward"
+    assert all(metric["unit"] for metric in data["metrics"].values())
 
 
 def test_a_long_curve_loses_no_spike_and_keeps_its_last_value() -> None:
@@ -73,6 +77,34 @@ def test_a_long_curve_loses_no_spike_and_keeps_its_last_value() -> None:
         part = values[begin : int(end)]
         assert (low, high, last) == pytest.approx((min(part), max(part), part[-1]), rel=1e-5)
         begin = int(end)
+
+
+def test_an_evaluation_has_its_interval_around_it_however_many_there_are(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "eval/held/reward": 0.5}]
+    for step in range(1, 1001):
+        ends = {"eval/held/reward_low": step / 2, "eval/held/reward_high": 2.0 * step}
+        rows.append({"step": step, "time": 0.0, "eval/held/reward": 1.0 * step} | ends)
+    few, many = make_run(tmp_path / "few", rows[:50]), make_run(tmp_path / "many", rows)
+    data = data_in(page_of([few, many]))
+    known, drawn = data["curves"]["eval/held/reward"]
+    assert known["low"] == [0.5, *(step / 2 for step in range(1, 50))]
+    assert known["high"] == [0.5, *(2.0 * step for step in range(1, 50))]
+    assert len(drawn["x"]) == POINTS and drawn["high"][-1] == 2000 and drawn["low"][1] == pytest.approx(5 / 2)
+    assert data["ends"][0]["ends"][0]["interval"] == [24.5, 98.0]
+
+
+def test_a_histogram_is_that_of_the_last_step_and_a_damaged_one_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", some_rows(5, 0))
+    rows = [
+        {"step": step, "histogram/reward": {"edges": [0.0, 0.5, 1.0], "counts": [1.0, 1.0 * step]}} for step in (4, 5)
+    ]
+    edges = [[0.0, 1.0], [1.0, 0.0, 2.0], [0.0, None, 2.0], "x"]
+    rows[-1] |= {f"histogram/odd{place}": {"edges": each, "counts": [1.0, 2.0]} for place, each in enumerate(edges)}
+    (folder / "histograms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "hist')
+    data = data_in(page_of([folder, make_run(tmp_path / "b", some_rows(5, 1))]))
+    last = {"step": 5, "edges": [0.0, 0.5, 1.0], "counts": [1.0, 5.0]}
+    assert data["histograms"] == {"histogram/reward": [last, None]}
+    assert data["metrics"]["histogram/reward"]["unit"] == "episodes"
 
 
 def test_a_completion_cannot_leave_the_data_and_nothing_is_fetched(tmp_path: Path) -> None:

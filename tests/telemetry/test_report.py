@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from asyncrl.config import load_config
-from asyncrl.telemetry.curves import plot_curves
+from asyncrl.telemetry.curves import PANELS, curves_of, plot_curves
 from asyncrl.telemetry.evaluations import by_step
-from asyncrl.telemetry.report import QUICKSTART, read_metrics, suggestions, summary
+from asyncrl.telemetry.registry import unit_of
+from asyncrl.telemetry.report import QUICKSTART, read_metrics, series, suggestions, summary
 
 ROWS = [
     {
@@ -81,6 +85,34 @@ def test_the_curves_are_a_png_even_when_some_are_missing(tmp_path: Path) -> None
     ):
         plot_curves(rows, tmp_path / name, "title")
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_curve_has_the_numbers_of_the_rows_a_unit_and_whole_steps() -> None:
+    of_names = [name for panel in PANELS for name in panel.names]
+    names = [name.replace("*", "heldout", 1) for name in of_names if name.startswith("eval/")] + [
+        name.replace("*", "stale") for name in of_names if not name.startswith("eval/")
+    ]
+    rows: list[dict[str, Any]] = [
+        {"step": step, "time": 0.0, **{name: 1.0 + step / 7 + place for place, name in enumerate(names)}}
+        for step in range(1, 41)
+    ]
+    for row in rows[::10]:
+        row |= {"eval/heldout/reward_low": row["eval/heldout/reward"] - 0.25, "eval/heldout/reward_high": 99.0}
+    figure = curves_of(rows, "title")
+    assert len(figure.axes) == len(PANELS)
+    lines = {str(line.get_label()).partition(" ")[0]: line for axes in figure.axes for line in axes.lines}
+    assert set(lines) == set(names)
+    for name, line in lines.items():
+        assert (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()) == series(rows, name)
+    for axes in figure.axes:
+        assert axes.get_xlabel() == "step" and all(tick == int(tick) for tick in axes.get_xticks())
+        assert axes.get_ylabel() == ", ".join(
+            dict.fromkeys(unit_of(str(line.get_label()).partition(" ")[0]) for line in axes.lines)
+        )
+    (band,) = [band for axes in figure.axes for band in axes.collections]
+    corners = {(float(x), float(y)) for x, y in np.asarray(band.get_paths()[0].vertices)}
+    assert {(row["step"], row["eval/heldout/reward"] - 0.25) for row in rows[::10]} <= corners
+    assert {(row["step"], 99.0) for row in rows[::10]} <= corners
 
 
 def test_every_suggested_command_is_a_valid_configuration() -> None:
