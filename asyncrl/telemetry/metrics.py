@@ -134,12 +134,34 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     completion = row.get("completion", "")
     if "segments" in row:
         completion = "".join(text if fate == "learned" else f"[{fate}: {text}]" for fate, text in row["segments"])
-    spans = (dict.fromkeys(row.get(f"{name}_{end}") for end in ("min", "max")) for name in ("version", "staleness"))
-    told = [" to ".join(str(each) for each in span if each is not None) for span in spans]
-    parts = ", ".join(f"{name} {value}" for name, value in row.get("rewards", {}).items())
-    fate = row.get("dropped") or row.get("failed", "")
-    known = (row.get("prompt", ""), completion, row.get("reward", ""), parts, *told, row.get("finish_reason", ""), fate)
-    return [str(cell) for cell in known]
+    known = (row.get("prompt"), completion, row.get("reward"), parts_of(row))
+    origin = (span_of(row, "version"), span_of(row, "staleness"), row.get("finish_reason"))
+    fate = row.get("dropped") or row.get("failed")
+    return ["" if each is None else str(each) for each in (*known, *origin, fate)]
+
+
+def cell(value: Any) -> float | str | None:
+    """As JSON has it: the reward of an episode that got none is NaN, and a browser reads no page with one."""
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    return None if value is None else str(value)
+
+
+def span_of(row: Mapping[str, Any], name: str) -> float | str | None:
+    """From the smallest to the largest; where they are one, that."""
+    low, high = (cell(row.get(f"{name}_{end}")) for end in ("min", "max"))
+    return low if low == high or high is None else f"{low} to {high}"
+
+
+def parts_of(row: Mapping[str, Any]) -> str:
+    """The components of its reward."""
+    rewards = row.get("rewards")
+    if not isinstance(rewards, dict):
+        return ""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
+        for name, value in rewards.items()
+    )
 
 
 class WandbSink:

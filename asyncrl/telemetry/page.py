@@ -34,8 +34,8 @@ from asyncrl.telemetry.compared import (
     shown,
 )
 from asyncrl.telemetry.evaluations import METRICS
-from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE
-from asyncrl.telemetry.page_samples import cell, samples_of
+from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE, cell
+from asyncrl.telemetry.page_samples import samples_of
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of, unit_of
 from asyncrl.telemetry.report import Row, read_metrics
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE, cell, parts_of, span_of
 
 SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
 """Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
@@ -33,12 +32,6 @@ def sample_cells(row: dict[str, Any]) -> list[Any]:
     return [*known, said, cell(row.get(END)), *map(cell, origin)]
 
 
-def span_of(row: dict[str, Any], name: str) -> float | str | None:
-    """From the smallest to the largest; where they are one, that."""
-    low, high = (cell(row.get(f"{name}_{end}")) for end in ("min", "max"))
-    return low if low == high or high is None else f"{low} to {high}"
-
-
 def segments_of(row: dict[str, Any]) -> list[list[str]]:
     """`[fate, text]` of parts of the completion, as `learner.samples` writes them, as far as the completion is shown;
     none where it is of one part."""
@@ -49,25 +42,3 @@ def segments_of(row: dict[str, Any]) -> list[list[str]]:
             found.append([each[0], each[1][:room]])
             room -= len(each[1])
     return [*found, ["", " …"]] if room < 0 else found
-
-
-def parts_of(row: dict[str, Any]) -> str:
-    rewards = row.get("rewards")
-    if not isinstance(rewards, dict):
-        return ""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
-        for name, value in rewards.items()
-    )
-
-
-def texts_of(row: dict[str, Any]) -> list[str]:
-    texts = [str(row.get(key, "")) for key in ("prompt", "completion")]
-    return [text if len(text) <= SAMPLE_TEXT else f"{text[:SAMPLE_TEXT]} … ({len(text)} characters)" for text in texts]
-
-
-def cell(value: Any) -> float | str | None:
-    """As JSON has it: the reward of an episode that got none is NaN, and a browser reads no page with one."""
-    if isinstance(value, int | float):
-        return value if math.isfinite(value) else None
-    return None if value is None else str(value)
