@@ -73,7 +73,7 @@ HEAD = 4
 
 def kind_of(command: list[str]) -> Kind | None:
     """Who of a run a command line is; None when it is nobody that asyncrl knows of."""
-    head = " ".join(command[:HEAD]).replace("-m asyncrl.cli ", "asyncrl ")
+    head = " ".join(command[:HEAD]).replace("-m asyncrl.cli ", "asyncrl ").replace("-m asyncrl ", "asyncrl ")
     return next((kind for part, kind in KINDS if part in head), None)
 
 

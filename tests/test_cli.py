@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,6 +34,24 @@ def test_help_and_import_load_no_torch_and_no_ray() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["metrics"], ["local", "model.path=m"]])
+def test_output_that_nobody_reads_any_more_ends_a_command_quietly_and_a_run_with_a_word(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says_much(_: object) -> int:
+        print("line\n" * 20000)
+        return 0
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        if arguments[0] in COMMANDS:
+            monkeypatch.setattr("asyncrl.cli.main.run", says_much)
+        assert main(arguments) == 141
+    assert ("nobody reads its output" in capsys.readouterr().err) == (arguments[0] in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])

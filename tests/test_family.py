@@ -171,6 +171,7 @@ def test_who_stood_still_itself_names_nobody_for_that_time(sleeper: ProcessId) -
         ("/ray/core/src/ray/gcs/gcs_server --log_dir=x", "Ray's gcs_server"),
         ("VLLM::EngineCore", "a process of vLLM"),
         ("python -m asyncrl.cli local reward.function=asyncrl.rewards.exact_match:f", "asyncrl local"),
+        ("python -m asyncrl local rollout.workers=2", "asyncrl local"),
         ("python /bin/asyncrl quickstart", "asyncrl local"),
         ("python /bin/asyncrl rollout ray.address=auto", "the rollout pool"),
         ("python -m pytest asyncrl/replay", None),

@@ -132,6 +132,7 @@ def test_several_reward_functions_of_trl_keep_their_weights(tmp_path: Path, caps
     theirs.write_text("reward_funcs: [accuracy_reward]\nreward_weights: [1]\n")
     _, text = migrated("trl", [str(theirs)], tmp_path, capsys, "model.path=m", "data.path=d.jsonl", "reward=math")
     assert "no equivalent: reward_funcs" in text
+    assert "here a longer one than data.max_prompt_tokens is an error" in text
 
 
 def test_prompts_of_agents_are_dropped_and_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

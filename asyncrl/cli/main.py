@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from asyncrl.plain_text import make_streams_plain
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_UNREAD = 128 + signal.SIGPIPE
 PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the user's disk or its owner says, and no program can mend."""
 
@@ -193,11 +196,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the role; 2 with the reason when a setting was refused, 130 after Ctrl-C."""
+    """Exit code of the role; 2 with the reason when a setting was refused, 130 after Ctrl-C, 141 where `| head` had
+    enough."""
     make_streams_plain()
     given = parse(arguments)
     try:
-        return run(given)
+        code = run(given)
+        sys.stdout.flush()  # here, or Python itself fails at it when all is over
+        return code
     except AsyncRLError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -205,10 +211,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("asyncrl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
+        if error.errno == errno.EPIPE and _unread(sys.stdout.fileno()):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
+            if given.command in (*COMMANDS, "sft"):
+                print("asyncrl: ended, since nobody reads its output any more. Send it to a file", file=sys.stderr)
+            return EXIT_UNREAD
         if error.errno not in PLACES:
             raise
         print(f"asyncrl: {error}. Free space, or give a folder that can be written", file=sys.stderr)
         return EXIT_REFUSED
+
+
+def _unread(pipe: int) -> bool:
+    """Whether its reader has gone."""
+    look = select.poll()
+    look.register(pipe, 0)
+    return any(found & select.POLLERR for _, found in look.poll(0))
 
 
 def run(given: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ class Samples:
         if self._tokenizer is None and not self._missing:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
                 self._missing = True
                 log.warning("samples.jsonl cannot say which parts were learned: no tokenizer here: %s", error)
         return "" if self._tokenizer is None else self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)

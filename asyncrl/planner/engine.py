@@ -104,7 +104,8 @@ class SimulatedEngine:
         """Those whose turn is over by now; their places are taken by those that wait."""
         self.advance(now)
         found: list[Member] = []
-        while self._running and self._running[0][0] <= self._steps + EPSILON:
+        # Late in a long run no number lies between now and the end of the last token.
+        while (end := self.next_end()) is not None and (end <= now or self._running[0][0] <= self._steps + EPSILON):
             member = heappop(self._running)[2]
             self._count_tokens(member)
             found.append(member)

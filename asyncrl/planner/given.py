@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields
 from asyncrl.errors import ConfigError
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 
+MOST = {"_per_s": math.inf, "_s": 7 * 86400.0, "_sigma": 10.0, "turns": 1000.0}
+"""By how a name ends: of more no simulation comes to an end that says anything."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Given:
@@ -60,6 +63,9 @@ class Given:
                 number = math.nan
             if not (math.isfinite(number) and number >= 0):
                 raise ConfigError(f"cost.{name}={text} is no number of 0 or more")
+            most = next((most for end, most in MOST.items() if name.endswith(end)), math.inf)
+            if number > most:
+                raise ConfigError(f"cost.{name}={text} is more than {most:g}: no run has such a cost. Give what it is")
             setattr(found, name, int(number) if name == "turns" else number)
         return found
 

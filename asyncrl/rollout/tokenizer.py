@@ -18,7 +18,7 @@ def load_tokenizer(model_path: str) -> Any:
     """Raises ConfigError when `model.path` has no tokenizer."""
     try:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
         raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
 
 

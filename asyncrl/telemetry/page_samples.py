@@ -42,3 +42,8 @@ def segments_of(row: dict[str, Any]) -> list[list[str]]:
             found.append([each[0], each[1][:room]])
             room -= len(each[1])
     return [*found, ["", " …"]] if room < 0 else found
+
+
+def texts_of(row: dict[str, Any]) -> list[str]:
+    texts = [str(row.get(key, "")) for key in ("prompt", "completion")]
+    return [text if len(text) <= SAMPLE_TEXT else f"{text[:SAMPLE_TEXT]} … ({len(text)} characters)" for text in texts]

@@ -26,6 +26,7 @@ from asyncrl.config import by_key, config_to_dict
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import chosen
+from asyncrl.telemetry.origins import FromFile
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -186,7 +187,8 @@ def kept_dtypes(config: RunSettings, overrides: Sequence[str]) -> list[str]:
     old = by_key(before)
     typed = {text.partition("=")[0].lstrip("+") for text in overrides}
     left = [key for key in KEYS if now.get(key) == AUTO and key not in typed]
-    return [f"{key}={old[key]}" for key in left if old.get(key) in DTYPES and old[key] != AUTO]
+    kept = [f"{key}={old[key]}" for key in left if old.get(key) in DTYPES and old[key] != AUTO]
+    return [FromFile.of(each, f"{CONFIG_FILE} of the run") for each in kept]
 
 
 def _said(value: Any) -> str:

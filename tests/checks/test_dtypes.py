@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import learner_digest, load_config, read_config, run_digest
+from asyncrl.telemetry.origins import origins
 from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, config_note, keep_dtypes, prepare_run_folder
 
@@ -54,6 +55,7 @@ def test_a_run_that_began_with_float32_keeps_it_when_a_resume_leaves_it_to_auto(
     )
     kept = ["model.dtype=float32", "engine.dtype=float32"]
     assert kept_dtypes(config, given) == kept
+    assert origins([*given, *kept_dtypes(config, given)], "grpo")["model.dtype"] == "config.yaml of the run"
     assert with_dtypes(load_config([*given, *kept]), learner="cuda").weights.wire_dtype == "float32"
     assert kept_dtypes(config, [*given, "model.dtype=auto"]) == kept[1:], "who types it, means it"
     assert kept_dtypes(load_config([*given, "model.dtype=bfloat16"]), given) == kept[1:]

@@ -47,7 +47,11 @@ def test_segments_are_what_was_learned_what_was_read_and_what_was_too_old(tmp_pa
     assert (late["dropped"], late["segments"]) == ("stale", [["stale", "late"]])
 
 
-def test_without_a_tokenizer_rows_have_all_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("broken", ["", '{"a":', '{"version": "1.0", "model": {"type": "Odd"}}'])
+def test_without_a_tokenizer_rows_have_all_else(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if broken:  # transformers says so by a KeyError, among others
+        save_byte_tokenizer(tmp_path / "none")
+        (tmp_path / "none" / "tokenizer.json").write_text(broken)
     turns = group(("p>", NO_VERSION), ("a", 9), ("b", NO_VERSION), ("c", 9))
     with caplog.at_level(logging.WARNING):
         rows = Samples(str(tmp_path / "none")).rows(PLAN, [turns, turns], 4)

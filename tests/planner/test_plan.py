@@ -73,6 +73,9 @@ def test_splits_are_those_that_could_be_started(tmp_path: Path) -> None:
         (["cost.speed=3"], "cost.speed is no cost"),
         (["cost.sync_s=-1"], "no number of 0 or more"),
         (["cost.turns=nan"], "no number of 0 or more"),
+        (["cost.step_s=1e308"], "more than 604800"),
+        (["cost.environment_sigma=11"], "more than 10:"),
+        (["cost.turns=2000"], "more than 1000:"),
     ],
 )
 def test_what_is_no_cost_is_refused_with_the_way_out(wrong: list[str], said: str) -> None:

@@ -90,6 +90,15 @@ def test_an_engine_ends_sequences_when_a_simulation_in_small_steps_does(seed: in
     assert engine.generated == sum(lengths)
 
 
+@pytest.mark.parametrize("late", [3e5, 1e9, 1e12])
+def test_a_sequence_ends_however_late_in_the_run_it_is(late: float) -> None:
+    for length in range(1, 200):
+        engine = SimulatedEngine("w", 8, [0.02, 0.0171], 0)
+        engine.add(Member(Making(None, 1), [length]), late)
+        ends = (engine.ended(engine.next_end() or 0.0) for _ in range(3))  # rounding may ask for one look more
+        assert any(ends), length
+
+
 def test_tokens_are_of_the_version_that_was_loaded_when_they_were_sampled() -> None:
     engine = SimulatedEngine("w", 8, [1.0] * 5, 0)
     group = Making(None, 1)

@@ -120,6 +120,7 @@ def _data(made: Translation) -> None:
         cut(made, "left", "max_prompt_length", ("tools", "max_tool_calling_iterations"))
     else:
         made.put("data.overlong", "error", "max_prompt_length")
+        made.notes.append("TRL limits no prompt; here a longer one than data.max_prompt_tokens is an error: set it")
 
 
 def _model(made: Translation) -> None:
