@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncrl.engines.base import Several
 from asyncrl.engines.factory import make_engine
 from asyncrl.schema import Config
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -77,16 +78,19 @@ class Live:
 
 
 @contextmanager
-def live_engine(config: Config) -> Iterator[Live]:
-    engine = make_engine(config)
+def live_engine(config: Config, proven: bool = False) -> Iterator[Live]:
+    """Args: proven: by the canaries that are published."""
+    engine: Any = make_engine(config)
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
         board.join("w", "1")
         subscriber = make_subscriber(
-            config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver()
-        )
+            config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver(),
+            score=engine.score if proven else None,
+            everywhere=engine.score_everywhere if isinstance(engine, Several) else None,
+        )  # fmt: skip
         try:
             yield Live(engine, board, subscriber)
         finally:
             subscriber.close()
-            engine._close()
+            asyncio.run(engine.close())

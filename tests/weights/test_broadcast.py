@@ -75,6 +75,19 @@ class DyingGroup(WeightGroup):
         return super().broadcast(buffer)
 
 
+class AwayStaging(staging.Staging):
+    """Of an engine that has no process until the board says so."""
+
+    def __init__(self, board) -> None:
+        super().__init__()
+        self._board = board
+
+    @property
+    def width(self) -> int:
+        self._board.note("width asked", True)
+        return int(bool(self._board.notes("back")))
+
+
 def make_publisher(board, delta: str = "never", timeout_s: float = TIMEOUT_S) -> BackgroundPublisher:
     sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2, delta=delta)
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
@@ -82,15 +95,16 @@ def make_publisher(board, delta: str = "never", timeout_s: float = TIMEOUT_S) ->
 
 def subscriber_process(board, worker: str, group: str, timeout_s: float, lifetime_s: float) -> None:
     torch.set_num_threads(1)
-    staging.WeightGroup = {"plain": WeightGroup, "corrupt": CorruptingGroup, "dying": DyingGroup}[group]
+    staging.WeightGroup = {"corrupt": CorruptingGroup, "dying": DyingGroup}.get(group, WeightGroup)
 
     def load(version: int, tensors: dict[str, torch.Tensor]) -> None:
         board.note(f"{worker}/bytes/{version}", fingerprint_of(dict(tensors)))
 
     board.join(worker, "1")
     subscriber = BroadcastSubscriber(
-        WorkerRendezvous(board, worker), load, worker=worker, incarnation="1", timeout_s=timeout_s
-    )
+        WorkerRendezvous(board, worker), load, worker=worker, incarnation="1", timeout_s=timeout_s,
+        receiver=AwayStaging(board) if group == "away" else None,
+    )  # fmt: skip
     deadline = time.monotonic() + lifetime_s
     while time.monotonic() < deadline and not board.notes("stop"):
         subscriber.check()
@@ -268,6 +282,23 @@ def test_a_stalled_member_is_left_out_and_returns_by_itself(cluster):
         cluster.wait_served("a", 2)  # while the other one is still frozen
         os.kill(stalled.pid, signal.SIGCONT)
         cluster.wait_served("b", 2)
+
+
+def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_one(cluster):
+    cluster.worker("a")
+    cluster.worker("b", group="away")
+    with publishing(cluster.board) as publisher:
+        deadline = time.monotonic() + 100
+        while len(cluster.board.notes("width asked")) < 2:
+            assert time.monotonic() < deadline, "nobody asked b for its processes"
+            time.sleep(0.01)
+        publisher.publish(1, weights(1).items())
+        cluster.wait_served("a", 1)
+        assert wait_stats(publisher, sent_version=1, engines=1)["resends"] == 0
+        assert members(cluster.board) == [["a", "1"]]
+        cluster.board.note("back", True)
+        cluster.wait_served("b", 1)
+        assert cluster.bytes_of("b", 1) == [fingerprint_of(weights(1))]
 
 
 def changed(tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:

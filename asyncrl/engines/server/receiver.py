@@ -44,7 +44,6 @@ class ServersReceiver:
         self._there, self._call, self._lost, self._broken = there, call, lost, broken
         self._receivers: dict[str, VllmReceiver] = {}
         self._asked: Mapping[str, tuple[int, int]] = {}
-        self._pool = ThreadPoolExecutor(thread_name_prefix="weights-servers")
 
     @property
     def width(self) -> int:
@@ -95,7 +94,8 @@ class ServersReceiver:
                 self._lost(url, str(error))
                 raise RuntimeError(str(error)) from error
 
-        jobs = [self._pool.submit(done, url, receiver) for url, receiver in self._receivers.items()]
+        with ThreadPoolExecutor(len(self._receivers) or 1, thread_name_prefix="weights-servers") as pool:
+            jobs = [pool.submit(done, url, receiver) for url, receiver in self._receivers.items()]
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:
             raise errors[0]

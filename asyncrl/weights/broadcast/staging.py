@@ -51,7 +51,7 @@ class Seat:
 class Receiver(Protocol):
     @property
     def width(self) -> int:
-        """Ranks it occupies in the group: processes that receive."""
+        """Ranks it occupies in the group: processes that receive. With none it is asked again until it has one."""
         ...
 
     def join(self, seat: Seat) -> None:

@@ -113,6 +113,11 @@ class BroadcastSubscriber(SubscriberThread):
     def _attend(self, store: dist.TCPStore) -> None:
         """Epoch after epoch with one publisher; returns when there is another, raises when it is gone."""
         while not self._closed.is_set():
+            if not self._receiver.width:  # in a seat of no ranks it could not answer, and everybody would wait for it
+                if self._look(wait_s=_LOOK_S):
+                    return
+                store.check(["alive"])
+                continue
             invite = self._say_hello(store)
             if invite is None:
                 return

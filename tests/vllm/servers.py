@@ -1,0 +1,90 @@
+"""A real `vllm serve`, as docs/servers.md starts it on a CPU: a process of its own, in a session of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from asyncrl.cli.commands import free_port
+from asyncrl.engines.vllm.names import BACKEND, EXTENSION
+
+START_S = 600.0
+"""About ten seconds where the machine is its own."""
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Without these it listens for its own processes wherever the machine's name leads.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+ARGUMENTS = (
+    *("--seed", "1", "--enable-scale-out", "--generation-config", "vllm", "--skip-tokenizer-init"),
+    *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION),
+    *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+    *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
+    *("--distributed-executor-backend", "uni"),
+)
+
+
+class VllmServer:
+    """Serves the model of `folder` at one port of loopback, which it takes again when it is started again."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder, self._log, self._port = folder, log, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """waits for: its first answer; unblocked by: it, the end of the process, or START_S."""
+        with self._log.open("ab") as log:
+            self._process = self._begin(log)
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            ended = self._process.poll()
+            assert ended is None and time.monotonic() < deadline, f"no server ({ended}): {self._said()}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """-9 to the process that answers, then to those it started; returns when none of them is left."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process = None
+
+    def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        address = ("--host", "127.0.0.1", "--port", str(self._port))
+        return subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._folder, *address, *ARGUMENTS],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False, timeout=10.0).is_success
+        except httpx.HTTPError:
+            return False
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
