@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.learner import early_groups, resolved_loss
+from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.rerun import changed_by, name_of, rerun_config, written
 from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.errors import ConfigError, JournalError
@@ -43,11 +44,19 @@ def test_groups_are_trained_together_as_in_the_run(run: Path, order: str, early:
     assert early_groups(recorded) == early_groups(rerun_config(run, [])) == early
 
 
-def test_how_the_ranks_of_the_run_shared_the_model_is_no_change_of_what_is_learned(run: Path) -> None:
+def test_the_ranks_of_a_rerun_are_laid_out_as_in_the_run_where_there_are_as_many(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
     layout = [f"learner.{key}=2" for key in ("replicas", "sequence_parallel", "tensor_parallel")]
     write_config(load_config([*settings, "reward.function=a:b", "learner.ranks=8", *layout]), run)
-    assert changed_by(rerun_config(run, []), read_config(run / "config.yaml")) == []
+    recorded = read_config(run / "config.yaml")
+    assert changed_by(rerun_config(run, []), recorded) == []
+    assert ParallelDims.of(rerun_config(run, []).learner, 8) == ParallelDims.of(recorded.learner, 8)
+    one = rerun_config(run, ["learner.ranks=1"])
+    assert "learner.ranks" in changed_by(one, recorded) and ParallelDims.of(one.learner, 1) == ParallelDims()
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a torchrun of the user's
+    assert ParallelDims.of(rerun_config(run, []).learner, 2) == ParallelDims(shard=2)
 
 
 def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:

@@ -1,8 +1,11 @@
 """`asyncrl rerun RUN [key=value ...]`: train the learner again on the batches of a finished run, from its journal.
 
-Without settings the weights come out bit for bit as in the run (same device kind, same number of ranks). With another
-loss, advantage, learning rate or staleness bound it shows what that would have made of the same data. Everything is
-written to `RUN/rerun-NAME/`. Under torchrun: `torchrun ... -m asyncrl.cli.rerun RUN [key=value ...]`.
+Without settings the weights come out bit for bit as in the run (same device kind; as many ranks, laid out as there,
+which it starts itself). With another loss, advantage, learning rate or staleness bound it shows what that would have
+made of the same data. Everything is written to `RUN/rerun-NAME/`. On several machines, by a torchrun of one's own:
+`torchrun ... -m asyncrl.cli.rerun RUN [key=value ...]`.
+
+waits for: the ranks, which bound every wait of their own · unblocked by: their end, Ctrl-C, SIGTERM or SIGHUP
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import logging
 import os
 import re
 import sys
+import time
+import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,12 +28,15 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.learner import early_groups
-from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.commands import written
-from asyncrl.config import JOURNAL_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
+from asyncrl.checks.parallel import ParallelDims, problem_of
+from asyncrl.cli.commands import learner_command, written
+from asyncrl.cli.local import TURN_S, show_failure
+from asyncrl.cli.supervisor import Supervisor
+from asyncrl.config import JOURNAL_DIR, LOG_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.counterfactual import Probe
+from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
 from asyncrl.learner.ranks import barrier
 from asyncrl.learner.roles import Roles
@@ -36,6 +44,7 @@ from asyncrl.learner.train import train
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
 from asyncrl.schema import Config
+from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.metrics import MetricsLog
 from asyncrl.telemetry.report import read_metrics
 from asyncrl.telemetry.rerun_report import comparison, plot_comparison
@@ -44,17 +53,15 @@ from asyncrl.telemetry.run_folder import prepare_run_folder
 
 FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""
-FIXED = ("learner.groups_per_step", "learner.ranks")
+FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Rooms of the settings that say what is minimised."""
-OF_A_RERUN = (
-    *("learner.save_every", "learner.early_groups"),
-    *("learner.replicas", "learner.sequence_parallel", "learner.tensor_parallel"),
-)
+OF_A_RERUN = ("learner.save_every", "learner.early_groups", "learner.max_restarts")
 """Set by `rerun_config`, and without a say in what is learned."""
 UNCHANGED = (
     "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
-    "ranks and kind of CPU, they are the same bits; on a GPU its kernels round as they please"
+    "ranks (of a torchrun of your own: start the rerun with it, too) and kind of CPU, they are the same bits; on a GPU "
+    "its kernels round as they please"
 )
 LONGEST_NAME = 58
 """After `rerun-`, of a run's 64 letters."""
@@ -63,21 +70,58 @@ LEFT_OUT = ("run", "resume", "overwrite", "engine", "replay", "eval", "telemetry
 
 
 def main(run: Path, overrides: Sequence[str]) -> int:
-    """Train again and print both curves.
+    """Train again, on as many ranks as the run, and print both curves.
 
     Raises:
         AsyncRLError: there is no whole journal, or a setting that the data does not leave open.
     """
     config = rerun_config(run, overrides)
-    for change in changed_code(config, run):
-        print(f"not what the run was trained with: {change}")
+    if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        return on_ranks(config, run, overrides)
+    return as_one_rank(run, overrides)
+
+
+def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
+    """Start them, and print what they say. Exit code: 0, 1 when one failed, 128 + a signal's number."""
+    run_id = uuid.uuid4().hex[:12]
+    folder = prepare_run_folder(config, run_id)  # here, or its log would lie in a folder of nobody's
+    command = learner_command(config, [str(run.resolve()), *overrides], run_id, "asyncrl.cli.rerun")
+    print(f"training again on {config.learner.ranks} ranks; their log: {folder / LOG_DIR / 'learner.log'}", flush=True)
+    with Supervisor(folder / LOG_DIR) as supervisor:
+        ranks = supervisor.start(command.role, command.arguments, command.environment)
+        while ranks.code is None and not supervisor.signal:
+            supervisor.observe()
+            time.sleep(TURN_S)
+    if supervisor.signal:
+        return 128 + supervisor.signal
+    if ranks.failed:
+        show_failure(ranks, PlainConsole())
+        return 1
+    print(ranks.log.read_text(errors="replace"), end="")
+    return 0
+
+
+def as_one_rank(run: Path, overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
+    """Args:
+        failed: called with the error that ends it, before anything is closed.
+
+    Raises:
+        AsyncRLError: see `main`.
+    """
+    return to_the_end(lambda opened: work(run, overrides, opened), failed)
+
+
+def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
+    config = rerun_config(run, overrides)
     place = Place.of(os.environ, config.learner.device)
     prepare_process(place, logging.WARNING)
-    with joined_ranks(config, place) as mesh, ExitStack() as opened:
-        train_again(config, run / JOURNAL_DIR, place, mesh, opened)
+    if place.rank == 0:
+        for change in changed_code(config, run):
+            print(f"not what the run was trained with: {change}")
+    with joined_ranks(config, place) as mesh, ExitStack() as parts:
+        train_again(config, run / JOURNAL_DIR, place, mesh, parts)
     if place.rank == 0:
         report(run, Path(config.run.dir), changed_by(config, read_config(run / "config.yaml")))
-    return 0
 
 
 def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
@@ -110,13 +154,20 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
         "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
-        "learner.replicas": 1,  # this and the next two of ranks that a rerun need not have
-        "learner.sequence_parallel": 1,
-        "learner.tensor_parallel": 1,
+        "learner.max_restarts": 0,  # nothing is saved to go on from
     }
+    if problem_of(recorded.learner, ranks_of(overrides, recorded)):
+        settings |= dict.fromkeys(("learner.replicas", "learner.sequence_parallel", "learner.tensor_parallel"), 1)
     config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])
     config.learner.save_every = 0  # nothing to resume, and nobody to commit to
     return config
+
+
+def ranks_of(overrides: Sequence[str], recorded: Config) -> int:
+    """Those that torchrun has started, or that are to be."""
+    asked = [value for key, _, value in (text.partition("=") for text in overrides) if key == "learner.ranks"]
+    said = os.environ.get("WORLD_SIZE") or (asked[-1] if asked else "")
+    return int(said) if said.isdecimal() else recorded.learner.ranks
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -230,13 +281,10 @@ def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
         print("final weights: those of the run, bit for bit")
     else:
         why = f"with other {', '.join(changed)}" if changed else UNCHANGED
-        print(f"final weights: others than the run's, {weights_apart(run / 'hf', folder / 'hf'):.2%} apart, {why}")
+        apart = 100 * weights_apart(run / "hf", folder / "hf")
+        print(f"final weights: others than the run's, {apart:.2g}% apart, {why}")
 
 
 if __name__ == "__main__":
     make_streams_plain()
-    try:
-        sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
-    except AsyncRLError as error:
-        print(f"asyncrl.cli.rerun: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(as_rank(lambda failed: as_one_rank(Path(sys.argv[1]), sys.argv[2:], failed), "asyncrl.cli.rerun"))

@@ -25,10 +25,11 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rerun_gives_the_weights_of_the_run_bit_for_bit_and_another_loss_gives_another_curve(
+def test_a_rerun_gives_the_weights_of_a_run_on_two_ranks_bit_for_bit_and_another_loss_gives_another_curve(
     start_local: StartLocal,
 ) -> None:
     settings = {"learner.steps": 5, "rollout.host": "process", "rollout.workers": 1, "replay.journal.retain": "all"}
+    settings["learner.ranks"] = 2
     run = start_local({**settings, "rollout.top_p": 0.9})
     assert run.finish(400) == 0, run.tail()
 
@@ -46,15 +47,14 @@ def test_a_rerun_gives_the_weights_of_the_run_bit_for_bit_and_another_loss_gives
 
     assert all(1 < row["completion/support_mean"] < 264 for row in original + again)
 
-    other = asyncrl("rerun", str(run.directory), "loss=no_correction", "learner.lr=3e-3")
+    other = asyncrl("rerun", str(run.directory), "loss=no_correction", "learner.lr=3e-3", "learner.ranks=1")
     assert other.returncode == 0, other.stderr
     found = re.search(r"final weights: others than the run's, (\S+)% apart, with other (.*)", other.stdout)
-    assert (
-        found and 0 < float(found.group(1)) < 100 and {"loss.preset", "learner.lr"} <= set(found.group(2).split(", "))
-    )
+    changed = {"loss.preset", "learner.lr", "learner.ranks"}
+    assert found and 0 < float(found.group(1)) < 100 and changed <= set(found.group(2).split(", "))
     assert "loss/total run / rerun" in same.stdout and "kl/behavior run / rerun" in other.stdout
     assert "loss/total" not in other.stdout and "optim/grad_norm" not in other.stdout, "of two losses"
-    counterfactual = rows(run.directory / "rerun-loss-no-correction-learner.lr-3e-3")
+    counterfactual = rows(run.directory / "rerun-loss-no-correction-learner.lr-3e-3-learner.ranks-1")
     assert [row["loss/total"] for row in counterfactual] != [row["loss/total"] for row in original]
     assert all(0 < row["rerun/ess"] <= 1 for row in counterfactual[:-1])
 
