@@ -281,8 +281,8 @@ REFUSED = [
         ["learner.sequence_parallel=2 is not proven with engine.exact=true. Set learner.sequence_parallel=1"],
     ),
     (
-        ["learner.ranks=2", "learner.tensor_parallel=2", "model.lora_rank=4"],
-        ["learner.tensor_parallel=2 is not proven with model.lora_rank=4", "Set learner.tensor_parallel=1"],
+        ["learner.ranks=2", "learner.tensor_parallel=2", "learner.early_groups=2"],
+        ["learner.tensor_parallel=2 is not proven with learner.early_groups=2", "Set learner.tensor_parallel=1"],
     ),
     (
         ["learner.max_tokens_per_microbatch=700"],

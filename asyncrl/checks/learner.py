@@ -78,10 +78,6 @@ def ranks_are_laid_out(config: Config) -> Problems:
         f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
     yield from proven_with("learner.sequence_parallel", config.learner.sequence_parallel, unproven)
-    unproven |= {
-        f"model.lora_rank={config.model.lora_rank}": config.model.lora_rank > 0,
-        f"advantage.estimator={config.advantage.estimator}, which has a critic": config.advantage.uses_critic,
-    }
     yield from proven_with("learner.tensor_parallel", config.learner.tensor_parallel, unproven)
 
 

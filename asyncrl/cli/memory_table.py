@@ -102,12 +102,15 @@ def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
         whole = model.adapters(config.model.lora_rank, config.model.lora_targets)
         shapes = [(whole,)]
     mine, computing = held(shapes, ranks), on_one_of(model.shapes, dims.tensor, computing=True)
+    # Of adapters those that compute together cut the half alone: counted as if nothing.
+    parts, between = ranks, ""
+    if dims.tensor > 1 and config.model.lora_rank == 0:
+        parts, between = ranks * dims.tensor, " and between those that compute together"
     rows.append(
         (
             mine.total,
             f"= {size(mine.weights)} master weights + {size(mine.gradients)} gradients + {size(mine.optimizer)} Adam "
-            f"moments ({whole:,} parameters over {dims.shards * dims.tensor} rank(s), each cut along its first "
-            f"dimension{' and between those that compute together' if dims.tensor > 1 else ''})",
+            f"moments ({whole:,} parameters over {parts} rank(s), each cut along its first dimension{between})",
         )
     )
     setting = config.learner.reduce_gradients

@@ -17,6 +17,7 @@ from asyncrl.learner.building import Build, built
 from asyncrl.learner.loading import REFUSALS, Recipe
 from asyncrl.learner.model import longest_sequence
 from asyncrl.learner.packed import PackedModel
+from asyncrl.learner.tensor import whole
 from asyncrl.schema import Config
 
 HEADS = ("score", "classifier")
@@ -44,8 +45,9 @@ class CriticModel(PackedModel):
         """Values, fp32 [T], 0 outside `loss_positions`; from the token before: what was sampled is not yet seen."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         head = value_head(self.hf)
-        bias = None if head.bias is None else head.bias.float()
-        values = self.told(functional.linear(hidden.float(), head.weight.float(), bias)[:, 0], mine, len(predictors))
+        bias = None if head.bias is None else whole(head.bias).float()
+        found = functional.linear(hidden.float(), whole(head.weight).float(), bias)[:, 0]
+        values = self.told(found, mine, len(predictors))
         return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
 
     def seen(

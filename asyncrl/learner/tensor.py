@@ -7,6 +7,11 @@ width (Megatron-LM, arXiv 1909.08053, section 3).
 Weights are DTensors over the `tensor` dimension of the mesh, which FSDP2 cuts again; what is computed with are the
 local parts. Embedding and head are cut too, and are whole while they compute: every rank has all logits. What is
 cut in no plan (norms) is the same on every rank.
+
+Adapters (LoRA) are cut as their layer is, in the dimension that they share with it; the other one has their rank:
+
+    of rows:     x ---> A, whole ---copy---> B: rows ---> added to what this rank has of the output
+    of columns:  what this rank has of x ---> A: columns ---sum---> B, whole ---> added to y
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
 """What the plans of transformers call them: by what is left of the output."""
 PER_HEAD = ("q_norm", "k_norm")
 """Norms of single heads: each rank has seen its own, so their gradients are added up."""
+WHOLE = "whole"
+"""Of a matrix that every rank has and computes with: that half of an adapter which is not cut."""
+OF_ADAPTERS = {("lora_A", BY_ROWS): WHOLE, ("lora_B", BY_COLUMNS): WHOLE}
+"""The other halves are cut as their layer."""
 
 
 def plan_of(hf: PreTrainedModel) -> dict[str, str]:
@@ -51,21 +60,34 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
         own = {key: each for key, each in child._parameters.items() if each is not None}
         if not own or any(isinstance(each, DTensor) for each in own.values()):
             continue
-        last = name.rpartition(".")[2]
-        style = plan.get(last, "")
+        last, style = style_of(name, plan)
         for key, parameter in own.items():
             if parameter not in done:
-                part = distribute_tensor(parameter.data, tensor, [_placement(child, key, style)], src_data_rank=None)
+                part = distribute_tensor(
+                    parameter.data, tensor, [_placement(child, key, style, tensor.size())], src_data_rank=None
+                )
                 done[parameter] = nn.Parameter(part, parameter.requires_grad)
             child._parameters[key] = done[parameter]
         child.forward = _forward(child, style, last in PER_HEAD, tensor.get_group())
 
 
-def _placement(module: nn.Module, key: str, style: str) -> Placement:
+def style_of(name: str, plan: Mapping[str, str]) -> tuple[str, str]:
+    """Last name of the layer that a module is, or is an adapter of, and how the module is cut; empty: as `plan` does
+    not say."""
+    path = name.removesuffix(".base_layer").split(".")
+    if len(path) > 2 and path[-2] in ("lora_A", "lora_B"):
+        style = plan.get(path[-3], "")
+        return path[-3], OF_ADAPTERS.get((path[-2], style), style)
+    return path[-1], plan.get(path[-1], "")
+
+
+def _placement(module: nn.Module, key: str, style: str, ranks: int) -> Placement:
     if style == BY_COLUMNS:
         return Shard(1) if key == "weight" else Replicate()
-    # Embedding and head are cut to be held alone.
-    wide = style == BY_ROWS or isinstance(module, (nn.Embedding, nn.Linear))
+    if style == WHOLE:
+        return Replicate()
+    # Embedding and head are cut to be held alone, that of a critic, which has one row, is not.
+    wide = style == BY_ROWS or (isinstance(module, (nn.Embedding, nn.Linear)) and len(module.weight) >= ranks)
     return Shard(0) if wide else Replicate()
 
 

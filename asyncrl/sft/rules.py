@@ -19,7 +19,7 @@ from asyncrl.checks.machine import (
     positions_of,
     unfit_model,
 )
-from asyncrl.checks.parallel import proven_with, ranks_divide
+from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.settings import (
@@ -129,8 +129,6 @@ def known_words(given: SftConfig) -> Problems:
     if ":" in device and given.learner.ranks > 1:
         yield one_device_for_all(device, given.learner.ranks)
     yield from ranks_divide(given.learner, given.learner.ranks)
-    unproven = {f"model.lora_rank={given.model.lora_rank}": given.model.lora_rank > 0}
-    yield from proven_with("learner.tensor_parallel", given.learner.tensor_parallel, unproven)
 
 
 def numbers_in_range(given: SftConfig) -> Problems:

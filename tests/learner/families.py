@@ -160,6 +160,17 @@ def scores_alone(hf: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor
     return torch.cat(parts), torch.cat(entropies)
 
 
+def values_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Of a critic: the values of the states that the tokens were sampled in, likewise."""
+    parts = []
+    index, edges = batch.packing.rows.index, batch.packing.cu_seqlens.tolist()
+    for first, last in pairwise(edges):
+        places = index[first:last]
+        values = hf(input_ids=batch.input_ids[places][None], use_cache=False).logits[0, :, 0].float()
+        parts.append(values[:-1][batch.loss_mask[places][1:]])
+    return torch.cat(parts)
+
+
 def outcome(name: str, folder: Path) -> str:
     """The cell of the table."""
     try:

@@ -12,13 +12,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
+from transformers import AutoModelForTokenClassification
 
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.learner.critic import build_critic
+from asyncrl.learner.lora import NAME
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.place import Place, mesh_of
 from asyncrl.learner.reading import Checkpoint
+from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.families import settings_for, siblings, tiny_family
@@ -34,6 +40,7 @@ class Cell:
     sequence: int = 1
     tensor: int = 1
     lora: int = 0
+    critic: bool = False
     keep: str = ""
     """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
@@ -43,11 +50,21 @@ class Cell:
             self.family,
             f"{self.replicas} copies, sequence {self.sequence}, tensor {self.tensor}",
             *(["LoRA"] * bool(self.lora)),
+            *(["critic"] * self.critic),
         ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
+    def source(self, folder: Path) -> Path:
+        """Its checkpoint in `folder`."""
+        return folder / (f"{self.family}-critic" if self.critic else self.family)
+
+    def build(self, folder: Path, mesh: DeviceMesh | None) -> PackedModel:
+        """As a run would."""
+        config = self.config(folder)
+        return build_critic(config, CPU, mesh) if self.critic else build_model(config, CPU, mesh)
+
     def config(self, folder: Path) -> Config:
-        config = settings_for(folder / self.family)
+        config = settings_for(self.source(folder))
         model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
         model.checkpoint_keep = self.keep or model.checkpoint_keep
         dims = {"sequence_parallel": self.sequence, "tensor_parallel": self.tensor}
@@ -74,6 +91,12 @@ def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
     and `NAME-RANK.json`."""
     for family in {cell.family for cell in cells}:
         tiny_family(family).save_pretrained(folder / family)
+    for cell in (cell for cell in cells if cell.critic):
+        critic = AutoModelForTokenClassification.from_pretrained(folder / cell.family, num_labels=1)
+        critic.score.weight.data.normal_(
+            0.0, 0.1, generator=torch.Generator().manual_seed(1)
+        )  # one of zeros moves no layer
+        critic.save_pretrained(cell.source(folder))
     (folder / "store").unlink(missing_ok=True)
     forked_from(__name__)
     start_processes(_rank, args=(folder, cells, ranks), nprocs=ranks, start_method="forkserver")
@@ -91,7 +114,7 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
         opened.clear()
         config = cell.config(folder)
         dims = ParallelDims.of(config.learner, ranks)
-        model = build_model(config, CPU, mesh_of(config, place))
+        model = cell.build(folder, mesh_of(config, place))
         tensors = outcome(model, dims.data_rank(rank), dims.data)
         (found,) = opened
         held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
@@ -120,24 +143,41 @@ def _noted(opened: list[Checkpoint]):
     return noting
 
 
-def outcome(model: PolicyModel, number: int, data: int) -> dict[str, Tensor]:
-    """Log-probs and entropies of the trained tokens, and the gradient of their sum in random directions, whole. The
-    loss of each of `data` ranks is that of its own tokens, as if it had no others."""
+def outcome(model: PackedModel, number: int, data: int) -> dict[str, Tensor]:
+    """Log-probs and entropies of the trained tokens, of a critic its values, and the gradient of their sum in random
+    directions, whole. The loss of each of `data` ranks is that of its own tokens, as if it had no others."""
     batch = siblings()
-    model.through_entropy = True
-    found = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)
-    logprobs, entropy = (each[batch.loss_positions] for each in found)
-    mine = torch.arange(len(logprobs)) % data == number % data
-    (in_a_direction(logprobs, entropy) * mine).sum().mul(data).backward()
+    given = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
+    if isinstance(model, PolicyModel):
+        model.through_entropy = True
+        move_adapters(model)
+        logprobs, entropy = (each[batch.loss_positions] for each in model(*given, 1.0))
+        found = {"logprobs": logprobs, "entropy": entropy}
+    else:
+        found = {"values": model(*given)[batch.loss_positions]}
+    loss = in_a_direction(*found.values())
+    mine = torch.arange(len(loss)) % data == number % data
+    (loss * mine).sum().mul(data).backward()
     gradients = {
         f"gradient.{name}": whole(parameter.grad)
         for name, parameter in model.hf.named_parameters()
         if parameter.grad is not None
     }
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **gradients}
+    return {name: score.detach() for name, score in found.items()} | gradients
 
 
-def in_a_direction(logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """[tokens] of both, with factors drawn at random."""
-    ours, its = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(7))
-    return logprobs * ours + entropy * its
+@torch.no_grad()
+def move_adapters(model: PolicyModel) -> None:
+    """Away from their start, where B is 0 and A has no gradient; the same however they are sharded."""
+    generator = torch.Generator().manual_seed(5)
+    for layer in model.adapters.layers.values() if model.adapters else ():
+        b = layer.lora_B[NAME].weight
+        local, own = own_ranges(b)
+        drawn = torch.randn(b.shape, generator=generator) / 10
+        local.copy_(drawn[tuple(slice(*each) for each in own)])
+
+
+def in_a_direction(*scores: Tensor) -> Tensor:
+    """[tokens] of all of them, with factors drawn at random."""
+    factors = torch.randn(2, len(scores[0]), generator=torch.Generator().manual_seed(7))
+    return torch.stack([score * factor for score, factor in zip(scores, factors, strict=False)]).sum(0)

@@ -71,6 +71,22 @@ def test_adapters_resume_on_another_number_of_ranks(folder: Path):
     assert apart(published(folder, "two"), resumed, first(folder, "two")) < EQUAL
 
 
+@pytest.mark.long
+def test_ranks_that_compute_layers_together_learn_export_and_resume_the_same_adapters(folder: Path):
+    together = make_config(folder, "together")
+    together.learner.tensor_parallel = 2
+    assert apart(published(folder, "one"), train_on_ranks(together, 4), first(folder, "one")) < EQUAL
+    one, other = (AutoModelForCausalLM.from_pretrained(folder / run / "hf") for run in ("one", "together"))
+    for (name, weight), found in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, weight, msg=name)
+    half_way = folder / "two" / "ckpt" / "step_2"
+    again = make_config(folder, "to compute together")
+    again.learner.tensor_parallel = 2
+    shutil.copytree(half_way, folder / "to compute together" / "ckpt" / "step_2")
+    (folder / "to compute together" / "ckpt" / "latest").symlink_to("step_2")
+    assert apart(published(folder, "two"), train_on_ranks(again, 2, resume=True), first(folder, "two")) < EQUAL
+
+
 def test_bfloat16_computes_near_float32_and_keeps_float32_adapters(folder: Path):
     weights = train_on_ranks(make_config(folder, "half", dtype="bfloat16"), 1)
     row, exact = (load_file(folder / run / "row.safetensors") for run in ("half", "one"))
