@@ -48,7 +48,8 @@ class SimulatedEngine:
         self.name, self.slots, self._pace = name, slots, pace
         self.most = len(pace) - 1
         self.groups = 0
-        self.asks = False
+        self.asks, self.asked_at = 0, 0.0
+        """Places for which its worker's request waits, and since when; 0: it has not asked."""
         self.turn = 0
         """Grows with every change of the batch: what was foretold before it is wrong."""
         self.held_s = 0.0

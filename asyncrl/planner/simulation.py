@@ -10,10 +10,11 @@ tokens alone, and a sixteenth of the headers is a sixteenth of the time.
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from operator import attrgetter
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan, TrajectoryHeader
 
+TURN_S = 1.0
+"""For which a worker's request waits for orders; then it asks anew, for all places that are free by then."""
 BLOCK = 256
 """Groups whose lengths are drawn at once: those of a group depend on the seed and its number alone."""
 
@@ -75,7 +78,8 @@ class Simulation:
         self._count = 0
         self._random = np.random.default_rng([seed, 1])
         self._block = (-1, np.zeros((0, 0), np.int64))
-        self._asking: deque[SimulatedEngine] = deque()
+        self._asking: list[SimulatedEngine] = []
+        """Those whose request waits, in the order in which the server has them."""
         self._full: dict[str, SimulatedEngine] = {}
         """Those that ask and hold their share."""
         self._idle_since: float | None = 0.0
@@ -128,23 +132,37 @@ class Simulation:
     # The workers.
 
     def _ask(self, engine: SimulatedEngine) -> None:
-        """As a worker's loop does: not for each place alone."""
+        """As a worker's loop does: not for each place alone, and one request at a time."""
         if not engine.asks and engine.free and (engine.free >= engine.slots // 8 or not engine.groups):
-            engine.asks = True
+            engine.asks, engine.asked_at = engine.free, self.now
             self._asking.append(engine)
 
+    def _ask_anew(self, engine: SimulatedEngine) -> None:
+        """Its request has ended unanswered as often as it had time to."""
+        turns = (self.now - engine.asked_at) // TURN_S
+        if engine.asks and turns:
+            engine.asks, engine.asked_at = engine.free, engine.asked_at + turns * TURN_S
+
+    def _wait_again(self, engine: SimulatedEngine) -> None:
+        """It held its share."""
+        insort(self._asking, engine, key=attrgetter("asked_at"))
+
     def _issue(self) -> None:
-        core = self.core
-        while self._asking and core.has_work():
-            engine = self._asking.popleft()
+        core, asking = self.core, self._asking
+        while asking and core.has_work():
+            if self.now - asking[0].asked_at >= TURN_S:
+                for engine in asking:
+                    self._ask_anew(engine)
+                asking.sort(key=attrgetter("asked_at"))
+            engine = asking.pop(0)
             if not core.may_take(engine.name, engine.name):
                 self._full[engine.name] = engine
                 continue
-            orders = core.acquire(engine.name, engine.name, engine.free).assignments
+            orders = core.acquire(engine.name, engine.name, engine.asks).assignments
             if not orders:
                 self._full[engine.name] = engine
                 continue
-            engine.asks = False
+            engine.asks = 0
             engine.hold(len(orders), self.now)
             begins = self.now + self.costs.prefill_s
             for order in orders:
@@ -226,10 +244,11 @@ class Simulation:
             nbytes=1,
         )
         self.core.insert(engine.name, engine.name, header, b"")
+        self._ask_anew(engine)
         engine.hold(-1, self.now)
         self._ask(engine)
         if self._full.pop(engine.name, None):
-            self._asking.append(engine)
+            self._wait_again(engine)
         self._changed = True
 
     # The learner.
@@ -279,7 +298,8 @@ class Simulation:
             engine.load(version, self.now, self.costs.stall_s)
             self.core.served(engine.name, engine.name, version, "")
             self._foretell(engine)
-        self._asking += self._full.values()
+        for engine in self._full.values():
+            self._wait_again(engine)
         self._full.clear()
         self._changed = True
 

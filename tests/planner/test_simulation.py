@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,29 @@ def test_engines_that_are_slower_than_the_learner_set_the_pace() -> None:
     assert found.step_s == pytest.approx(1.0, rel=0.02)
     assert found.learner_idle == pytest.approx(0.9, abs=0.02)
     assert found.rollout_idle == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("workers", "depth", "in_flight", "slower", "measured"), [(2, 4, 8, 3.0, 0.05), (3, 6, 24, 2.0, 0.29)]
+)
+def test_orders_go_to_whose_request_waits_for_as_many_places_as_were_free_when_it_asked(
+    workers: int, depth: int, in_flight: int, slower: float, measured: float
+) -> None:
+    """Where the learner is slower, who of the workers gets its few orders is what their idle time depends on:
+    `measured` is that of real workers and a real server (benchmarks.plan). Of requests that wait for ever and grow with
+    the places that get free, 0.12 and 0.18 would come out."""
+    made = setup(depth, engines=workers, max_sequences=32, max_in_flight=in_flight, group_size=4)
+    made = replace(made, slots=in_flight // workers)
+    told = costs(
+        decode=Decode(((1, 0.0105), (32, 0.026))),
+        lengths=LogNormal(60, 0.6, 400, of_prompt=0.0),
+        step_s=0.1 * slower,
+        token_s=0.0003 * slower,
+        sync_s=0.08,
+        stall_s=0.02,
+    )
+    found = [simulate(made, told, steps=60, warm_up=6, seed=seed).rollout_idle for seed in range(4)]
+    assert sum(found) / len(found) == pytest.approx(measured, abs=0.05)
 
 
 def test_the_learner_waits_for_the_publication_before() -> None:
