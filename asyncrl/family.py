@@ -50,6 +50,13 @@ class ProcessId:
         found = _read_stat(self.pid)
         return found.state if found is not None and found.started == self.started else ""
 
+    def age_s(self) -> float:
+        """Since it was started; 0 where that is not known."""
+        try:
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - int(self.started) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, AttributeError):
+            return 0.0
+
     def alive(self) -> bool:
         """In the process table, if only as what its parent has not asked for yet."""
         return bool(self.state())

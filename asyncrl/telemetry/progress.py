@@ -5,8 +5,12 @@ consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refr
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +35,12 @@ Row = Mapping[str, Any]
 BUSY_BELOW = 0.1
 """Idle fractions under this are noise, not waiting."""
 
+PACE_OF = 50
+"""Rows whose pace tells how long the rest will take."""
+MOST_AGES = 6
+"""In a line."""
+BY_AGE = re.compile(r".*_age_\d+|staleness/hist_\d+")
+"""Metrics that a row lacks where there is nothing of that age: the last row's do not stand for them."""
 WORKER_LOGS = "rollout-*.log"
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
 MAX_WARNINGS = 10
@@ -184,6 +194,27 @@ class RewardWarnings:
         return shown
 
 
+class Spark:
+    """A curve of one line: each letter is the mean of some values, as high as it lies between all of them."""
+
+    LETTERS, WIDE, KEPT = "▁▂▃▄▅▆▇█", 40, 2000
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        if len(self._values) >= self.KEPT:  # of a long run every second one
+            self._values = self._values[1::2]
+
+    def __str__(self) -> str:
+        bounds = [len(self._values) * part // self.WIDE for part in range(self.WIDE + 1)]
+        parts = [statistics.fmean(self._values[a:b]) for a, b in itertools.pairwise(bounds) if b > a]
+        low, high = min(parts, default=0.0), max(parts, default=0.0)
+        most = len(self.LETTERS) - 1
+        return "".join(self.LETTERS[round(most * (part - low) / (high - low)) if high > low else 0] for part in parts)
+
+
 class RunView:
     """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often.
 
@@ -210,9 +241,11 @@ class RunView:
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
-        self._first: tuple[int, float] | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_OF)
+        """Step and time of the last rows."""
         self._latest: dict[str, Any] = {}
         self._evaluations: dict[str, Course] = {}
+        self._rewards, self._evaluated = Spark(), dict[str, Spark]()
         self._state = "starting"
         # Redirected, its drawing would go through the stream that lets only plain text pass.
         live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
@@ -255,28 +288,35 @@ class RunView:
         self._alarms.row(row, time.monotonic())  # told by the learner; here for the silence after it
         for name, evaluation in evaluations(row).items():
             self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
+            if evaluation.mean is not None:
+                self._evaluated.setdefault(name, Spark()).add(evaluation.mean)
         if not is_evaluation(row):
             if row["step"] < self._latest.get("step", 0):
-                self._first = None  # a resume went back: the old pace says nothing about the new one
-            if self._first is None:
-                self._first = (row["step"], time.monotonic())
-            self._latest |= row
+                self._recent.clear()  # a resume went back: the old pace says nothing about the new one
+            if isinstance(row.get("time"), int | float):
+                self._recent.append((row["step"], row["time"]))
+            kept = {name: value for name, value in self._latest.items() if not BY_AGE.fullmatch(name)}
+            self._latest = {**kept, **row}
+            if row.get("reward/mean") is not None:
+                self._rewards.add(row["reward/mean"])
         if self._live is None:
             self._console.print(format_line(row), markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self) -> str:
-        if self._first is None or self._latest["step"] <= self._first[0]:
+        if len(self._recent) < 2:
             return "--"
-        pace = (time.monotonic() - self._first[1]) / (self._latest["step"] - self._first[0])
-        return clock(pace * (self._steps - self._latest["step"]))
+        (step, begin), (last, end) = self._recent[0], self._recent[-1]
+        return clock((end - begin) / max(1, last - step) * (self._steps - last))
 
     def _render(self) -> Group:
         step = self._latest.get("step", self._resumed)
-        elapsed = clock(time.monotonic() - self._started)
-        head = Text(f"{self._state}   step {step}/{self._steps}   elapsed {elapsed}   left {self._eta()}")
+        head = Text(f"{self._state}   step {step}/{self._steps}   {self._elapsed()}   left {self._eta()}")
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=self._steps, completed=step, width=60))
         return Group(head, bar, self._table(), *self.below()) if self._latest else Group(head, bar, *self.below())
+
+    def _elapsed(self) -> str:
+        return f"elapsed {clock(time.monotonic() - self._started)}"
 
     def below(self) -> Sequence[Table | Text]:
         """What stands under the table."""
@@ -286,17 +326,28 @@ class RunView:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         row = self._latest
         for label, cells in (
-            ("reward", [_cell(row, "reward/mean", "{:.3f}")]),
+            ("reward", [_cell(row, "reward/mean", "{:.3f}"), self._drawn(self._rewards)]),
             ("loss", [] if "reward/mean" in row else [_cell(row, "loss/total", "{:.4f}")]),
             *((f"eval {name}", [str(course)]) for name, course in self._evaluations.items()),
+            *(("", [self._drawn(spark)]) for spark in self._evaluated.values() if len(self._evaluated) == 1),
             (
                 "staleness",
                 [
                     _cell(row, "staleness/mean", "mean {:.2f}"),
-                    _cell(row, "staleness/max", "max {:.0f}"),
+                    _cell(row, "staleness/max", "max {:.0f} versions"),
                     _cell(row, "staleness/dropped", "dropped {:.0f}"),
                 ],
             ),
+            ("  by age", by_age(row, "staleness/hist", "{:.0%}")),
+            (
+                "queue",
+                [
+                    _cell(row, "replay/in_flight", "{:.0f} groups being made,"),
+                    _cell(row, "replay/inserted", "{:.0f} wait,"),
+                    _cell(row, "replay/leased", "{:.0f} planned"),
+                ],
+            ),
+            ("  by age", by_age(row, "replay/inserted_age", "{:.0f}")),
             (
                 "tokens/s",
                 [
@@ -311,6 +362,19 @@ class RunView:
             if shown:
                 table.add_row(Text(label, style="bold"), shown)
         return table
+
+    def _drawn(self, spark: Spark) -> str:
+        """Nothing where the terminal has no letters for it."""
+        return str(spark) if "utf" in self._console.encoding.lower() else ""
+
+
+def by_age(row: Row, name: str, form: str) -> list[str]:
+    """`2: 73%` for the most frequent ages of `<name>_<age>`, in their order."""
+    known = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith(f"{name}_") and value}
+    most = sorted(known, key=known.__getitem__, reverse=True)[:MOST_AGES]
+    more = sum(value for age, value in known.items() if age not in most)
+    shown = [f"{age}: {form.format(known[age])}" for age in sorted(most)]
+    return [*shown, f"others: {form.format(more)}"] if more else shown
 
 
 def _cell(row: Row, name: str, form: str) -> str:

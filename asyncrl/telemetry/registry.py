@@ -210,6 +210,7 @@ _REPLAY = (
     Metric("replay/admitted", "groups", "begun", NEITHER, True),
     Metric("replay/in_flight", "groups", "being made"),
     Metric("replay/inserted", "groups", "that wait to be trained"),
+    Metric("replay/inserted_age_<age>", "groups", "of them, those begun this many versions ago (64: or more)"),
     Metric("replay/leased", "groups", "in batches that are planned"),
     Metric("replay/trained", "groups", "trained", NEITHER, True),
     Metric("replay/dropped_<reason>", "groups", "dropped for this reason", LOWER, True),

@@ -6,6 +6,7 @@ consumes: the run folder, /proc · waits for: nothing; `look` is called about on
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE
-from asyncrl.telemetry.progress import MetricsTail, RunView, clock
+from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
@@ -73,7 +74,7 @@ class WatchView(RunView):
         self._said: list[str] = []
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE)
         self._samples: list[dict[str, object]] = []
-        self._moved = now()
+        self._moved, self._times = now(), (math.inf, -math.inf)
         self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
         self._full: Seen | None = None
         self._waits: dict[tuple[str, float], str] = {}
@@ -101,7 +102,8 @@ class WatchView(RunView):
                 kind = kind_of(process.command())
                 name = who(process)
                 self._replaced(name)
-                self._seen[process] = Seen(name, state, now, kind, exact=state == "runs")
+                since = now - process.age_s() if state == "runs" else now
+                self._seen[process] = Seen(name, state, since, kind, exact=state == "runs")
             elif known.state != state:
                 known.state, known.since, known.exact = state, now, True
         for process in set(self._seen) - set(living):
@@ -158,23 +160,40 @@ class WatchView(RunView):
         moment = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
         return f"{moment}{'' if seen.exact else ' or before'}, {clock(ago)} ago"
 
+    def _take(self, row: Row) -> None:
+        super()._take(row)
+        at = row.get("time")
+        if isinstance(at, int | float):
+            self._times = min(self._times[0], at), max(self._times[1], at)
+
+    def _elapsed(self) -> str:
+        """Of the run, from its first row to its last, and not of who watches."""
+        trained = clock(self._times[1] - self._times[0]) if self._latest else "0:00"
+        return f"trained for {trained}, last step {clock(self._now() - self._moved)} ago"
+
     def say(self, text: str) -> None:
-        self._said = [*self._said, text][-SAID:]
+        alarm, at, _ = text.partition(" at step ")
+        others = [each for each in self._said if not (at and each.startswith(alarm + at))]  # of each alarm the last
+        self._said = [*others, text][-SAID:]
         if self._live is None:
             super().say(text)
 
     def below(self) -> Sequence[Table | Text]:
         now = self._now()
         roles = Table("who", "pid", "state", "since", box=None, padding=(0, 2, 0, 0))
+        alike: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for process, seen in sorted(self._seen.items(), key=lambda pair: (pair[1].name, pair[0].pid)):
-            roles.add_row(seen.name, str(process.pid), seen.state, clock(now - seen.since))
+            alike.setdefault((seen.name, seen.state), []).append((process.pid, seen.since))
+        for (name, state), found in alike.items():
+            many = f" x {len(found)}" * (len(found) > 1)
+            pids = f"{found[0][0]} ..." if many else str(found[0][0])
+            roles.add_row(f"{name}{many}", pids, state, f"{clock(now - max(since for _, since in found))} ago")
         samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
         for row in self._samples:
             samples.add_row(*(one_line(str(row.get(key)))[:TEXT] for key in SHOWN))
-        last = Text(f"last step {clock(now - self._moved)} ago")
         said = [one_line(text) for text in self._said]
         waits = [Text(text, style="bold red") for text in self._waits.values()]
-        return [last, *waits, roles, *said, *([samples] if self._samples else [])]
+        return [*waits, roles, *said, *([samples] if self._samples else [])]
 
 
 def one_line(text: str) -> Text:

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError, DataError, GenerationError, NoProgress, 
 from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.core.workers import LOST
 from asyncrl.rewards.score import RewardScore
+from asyncrl.rollout import report as report_module
 from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.evaluated import EvaluatedSet
 from asyncrl.rollout.filters import Filters
@@ -361,6 +362,20 @@ def test_the_report_counts_time_as_waiting_or_as_busy_and_tokens_of_the_engine(r
     assert stats["busy_s"] > 0 and stats["waiting_s"] >= 0
     assert stats["generated_tokens"] > 0
     assert (stats["groups_accepted"], stats["groups_failed"]) == (18, 2)
+
+
+def test_all_time_since_the_clocks_were_started_is_either_waiting_or_busy(monkeypatch):
+    clock = LateClock()
+    monkeypatch.setattr(report_module, "time", clock)
+    clock.monotonic = lambda: clock.ahead_s
+    report = WorkerReport()
+    clock.ahead_s = 7.0
+    report.start_clocks()
+    for place, working in enumerate((True, True, False, True, False)):
+        clock.ahead_s += 2.0**place
+        report.working(working)
+        assert report()["busy_s"] + report()["waiting_s"] == clock.ahead_s - 7.0
+    assert (report()["waiting_s"], report()["busy_s"]) == (1 + 8, 2 + 4 + 16)
 
 
 def test_cancelling_the_worker_cancels_its_groups(rows):

@@ -137,6 +137,9 @@ def of_the_replay() -> Iterator[str]:
     play.core.lease(0)
     play.clock.now += 60
     play.whole_step()
+    for order in play.acquire():
+        play.insert(order)
+    yield from play.core.run.metrics()
     play.core.goodbye("w", "a")
     yield from play.train()[1].metrics
 

@@ -21,6 +21,7 @@ from asyncrl.plain_text import PlainStream
 from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.progress import Spark
 from asyncrl.telemetry.watching import WatchView
 from tests.replay.helpers import Clock
 
@@ -82,6 +83,42 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
         out.truncate(0)
         console.print(*view.below(), sep="\n")
     assert f"(pid {role.pid}) is gone" in out.getvalue()
+
+
+def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(tmp_path: Path) -> None:
+    folder, out = make_run(tmp_path / "run"), io.StringIO()
+    ages = {"replay/in_flight": 5.0, "replay/inserted": 9.0, "replay/leased": 4.0, "replay/inserted_age_2": 9.0}
+    rows: list[dict[str, object]] = [
+        {"step": step, "time": 100.0 + 10 * step, "reward/mean": step / 8, "staleness/hist_1": 0.25, **ages}
+        for step in range(1, 9)
+    ]
+    rows[-2] |= {"staleness/hist_6": 0.75, "replay/inserted_age_7": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    with WatchView(folder, 20, console, living=lambda _: [me], now=Clock()) as view:
+        view.look()
+    shown = " ".join(out.getvalue().split())
+    for part in (
+        "step 8/20 trained for 1:10, last step 0:00 ago left 2:00",
+        "1.000 ▁▂▃▄▅▆▇█",
+        "by age 1: 25% queue",
+        "5 groups being made, 9 wait, 4 planned",
+        "by age 2: 9",
+    ):
+        assert part in shown
+    assert "6: 75%" not in shown and "7: 1" not in shown, "of the row before"
+
+
+def test_a_curve_of_one_line_keeps_its_shape_however_long_it_is() -> None:
+    spark = Spark()
+    assert str(spark) == ""
+    spark.add(0.5)
+    assert str(spark) == "▁"
+    for step in range(100_000):
+        spark.add(float(step))
+    assert len(str(spark)) == Spark.WIDE and list(str(spark)) == sorted(str(spark)) and str(spark)[0::39] == "▁█"
 
 
 def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from asyncrl.errors import FencedError
@@ -11,6 +12,9 @@ from asyncrl.replay.core.evaluations import Evaluations
 from asyncrl.replay.core.metrics import Meter
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.core.workers import FAILED, Workers
+
+MAX_AGE = 64
+"""Groups of `replay/inserted_age_<age>` that are older are in the last of them."""
 
 
 class Run:
@@ -61,6 +65,7 @@ class Run:
             "replay/bytes": float(self.state.buffer.nbytes),
             "replay/workers": float(len(self.workers.live)),
         }
+        row |= self._queue_by_age()
         row |= {"data/overlong": self.workers.total("overlong_prompts")}
         row |= self._of_draws()
         row |= {"reward/failed": self.workers.total("rewards_failed")}
@@ -74,6 +79,12 @@ class Run:
             waiting_s=self.workers.total("waiting_s"),
             workers=len(self.workers.live),
         )
+
+    def _queue_by_age(self) -> dict[str, float]:
+        """Of the groups that wait to be trained, by versions since they were begun."""
+        now = self.state.version
+        ages = Counter(min(MAX_AGE, max(0, now - each.served_version)) for each in self.state.buffer.waiting.values())
+        return {f"replay/inserted_age_{age}": float(count) for age, count in sorted(ages.items())}
 
     def _of_draws(self) -> dict[str, float]:
         """What is known of the rows, where prompts are drawn by it."""

@@ -227,6 +227,23 @@ def test_a_starving_learner_is_told_whom_it_waits_for(prepare, reason) -> None:
     assert reason in play.core.explain(0)
 
 
+def test_the_queue_is_told_by_how_long_ago_its_groups_were_begun() -> None:
+    play = Play(groups_per_step=1, pipeline_depth=3, max_staleness=100)
+    for order in play.acquire()[:4]:
+        play.insert(order)
+
+    def queue(row: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in row.items() if name.startswith("replay/inserted_age_")}
+
+    assert queue(play.core.run.metrics()) == {"replay/inserted_age_0": 4.0}
+    assert queue(play.train()[1].metrics) == {"replay/inserted_age_1": 3.0}
+    play.load()
+    play.insert(play.acquire(1)[0])
+    assert queue(play.train()[1].metrics) == {"replay/inserted_age_1": 1.0, "replay/inserted_age_2": 2.0}
+    play.core.publish(policy_version=play.version + 80, parent=play.version)
+    assert queue(play.core.run.metrics()) == {"replay/inserted_age_64": 3.0}
+
+
 def goodput(play: Play) -> dict[str, float]:
     return {
         name.removeprefix("goodput/"): value
