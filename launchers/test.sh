@@ -24,7 +24,7 @@ if [ $# -gt 0 ]; then
     exit
 fi
 
-notes="$(mktemp -d)" other=""
+notes="$(mktemp -d)" other="" lower=""
 # Of what runs beside, $other is the shell: it is to end, and what it runs.
 trap '[ -z "$other" ] || { pkill -P "$other" || true; kill "$other" 2>/dev/null || true; }; rm -rf "$notes"' EXIT
 
@@ -54,7 +54,7 @@ tests() {
     echo "== pytest: $1"
     local lane names status=0
     lane="$(mktemp -d "$notes/lane.XXXXXX")"
-    "$PYTHON" -m pytest -o cache_dir="$lane" "${@:2}" || status=$?
+    $lower "$PYTHON" -m pytest -o cache_dir="$lane" "${@:2}" || status=$?
     [ "$status" -ne 0 ] || return 0
     names="$lane/v/cache/lastfailed"
     if [ "$status" -eq 1 ] && [ -e "$names" ] && [ "$(grep -c '": true' "$names")" -le 5 ]; then
@@ -65,6 +65,18 @@ tests() {
     else
         wrong "pytest: $1 ended with $status"
     fi
+}
+
+# shared NAME MARKS PORTION...: of the portions, one after the other, those that nobody has taken. Both lanes end with
+# this, at a low priority (the other may still run tests with deadlines), and so within one portion of each other.
+shared() {
+    local place=0 portion lower
+    lower="nice -n $((10 - $(nice)))"
+    for portion in "${@:3}"; do
+        place=$((place + 1))
+        # Portions are words: paths and --ignore=PATH.
+        if mkdir "$notes/$1 $place" 2>/dev/null; then tests "$1 $place" -m "$2" $portion; fi
+    done
 }
 
 # alone: what failed beside something else, once more with the machine for itself. What passes now is told in the end.
@@ -93,9 +105,23 @@ verdict() {
 }
 
 fast="not slow and not gpu" slow="slow and not unhurried and not long and not gpu"
-# Rooms and files whose tests compute; in the others there are threads, sockets and processes.
-sums=(tests/advantages tests/chat tests/data tests/engines tests/environments tests/evaluation tests/learner
-    tests/test_{config,recipes,settings}.py)
+unhurried="slow and unhurried and not long and not gpu"
+# Rooms and files whose tests compute, or wait for what nobody judges by a clock; in the others there are threads,
+# sockets and processes. Each line is a portion that either lane may take.
+sums=(
+    "tests/learner"
+    "tests/test_cli.py tests/test_config.py tests/test_preflight.py tests/test_recipes.py tests/test_settings.py"
+    "tests/chat tests/engines tests/environments tests/evaluation"
+    "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/test_verify.py"
+)
+other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses)
+for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done
+unhurried_tests=(
+    "tests/learner"
+    "tests --ignore=tests/learner --ignore=tests/test_benchmarks.py --ignore=tests/integration"
+    "tests/test_benchmarks.py"
+    "tests/integration"
+)
 # Of them and the losses, what judges results of arithmetic by a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/test_{attention,critic,fused,logprobs,roles,targets,train}.py)
@@ -112,20 +138,19 @@ static_checks_and_sums() {
     echo "== docs"
     "$PYTHON" -m sphinx -W --keep-going -q -b html docs docs/_build/html || wrong docs
     COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov-report= tests/losses
-    tests "sums" -m "$fast" "${sums[@]}"
+    shared "sums" "$fast" "${sums[@]}"
 }
 
 engines_chaos_and_unhurried() {
     tests "slow: chaos, engines, weights" -m "$slow" tests/chaos tests/vllm tests/weights
-    renice -n 10 "$BASHPID" >/dev/null
-    tests "slow and unhurried" -m "slow and unhurried and not long and not gpu"
+    shared "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
 }
 
 beside static_checks_and_sums
 # Nothing but these is judged by its coverage, and whatever runs under it takes twice as long.
 COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" --cov=asyncrl.replay --cov-report= tests/replay tests/chaos
-tests "all other rooms" -m "$fast" tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses \
-    "${sums[@]/#/--ignore=}"
+tests "all other rooms" -m "$fast" "${other_rooms[@]}"
+shared "sums" "$fast" "${sums[@]}"
 joined
 alone
 {
@@ -138,6 +163,7 @@ beside engines_chaos_and_unhurried
 tests "slow: all other rooms" -m "$slow" tests --ignore=tests/chaos --ignore=tests/vllm --ignore=tests/weights
 # A tolerance that holds with the instructions of this processor alone fails at somebody who has another.
 ATEN_CPU_CAPABILITY=default tests "numbers, with the plainest instructions" -m "$fast" "${numbers[@]}"
+shared "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
 joined
 alone
 verdict

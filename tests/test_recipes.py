@@ -18,11 +18,17 @@ NAMED = {"verifiers": ["environment.args.taskset=numbers_v1", "model.renderer=de
 """Settings that a recipe leaves to the user, beside its files."""
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where rows are made, each variant's once: of some it takes processes."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def fake_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_models(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folders that pass for models until a process loads them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ASYNCRL_CACHE", str(cache))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     folder = tmp_path / "models"
     for name in ("model", "caller", "teacher", "classifier"):

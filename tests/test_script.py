@@ -88,8 +88,16 @@ def test_what_failed_beside_others_and_passes_alone_is_told_last_and_fails_nothi
     status, said, commands = script(checkout, 2, "passes")
     assert status == 0 and said[-3:] == [FLAKY, *NAMES[:2]], said
     lanes = [each for each in commands if "pytest" in each]
-    assert not any("-m slow" in each for each in lanes[:5]) and sum("-m slow" in each for each in lanes) == 3
-    assert ["--lf" in each for each in lanes] == [False] * 4 + [True] + [False] * 4, "when nothing runs beside it"
+    again = next(place for place, each in enumerate(lanes) if "--lf" in each)
+    assert not any("-m slow" in each for each in lanes[: again + 1]), "when nothing runs beside it"
+    slow = [each.partition(" -m ")[2] for each in lanes[again + 1 :]]
+    marks = ["not slow", "slow and not unhurried", "slow and unhurried"]
+    assert [sum(each.startswith(mark) for each in slow) for mark in marks] == [1, 2, 4], "each portion in one lane"
+    sums = [each.rpartition("not gpu ")[2] for each in lanes[:again] if "--ignore" not in each]
+    assert len(sums) == len(set(sums)) == 6
+    (others,) = (each for each in lanes[:again] if "--ignore" in each)
+    portions = [path for each in sums for path in each.split() if not path.startswith("--")]
+    assert {path for path in portions if f"--ignore={path}" not in others} == set()
     assert any("100%" in line for line in said if "asyncrl/replay/covered.py" in line), (
         "what the second run covers counts"
     )
