@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.learner import early_groups
 from asyncrl.checks.parallel import ParallelDims, problem_of
@@ -35,6 +34,7 @@ from asyncrl.cli.supervisor import Supervisor
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.learner.assembly import assemble
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.counterfactual import Probe
 from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
@@ -118,8 +118,8 @@ def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
     if place.rank == 0:
         for change in changed_code(config, run):
             print(f"not what the run was trained with: {change}")
-    with joined_ranks(config, place) as mesh, ExitStack() as parts:
-        train_again(config, run / JOURNAL_DIR, place, mesh, parts)
+    with joined_ranks(config, place) as backend, ExitStack() as parts:
+        train_again(config, run / JOURNAL_DIR, place, backend, parts)
     if place.rank == 0:
         report(run, Path(config.run.dir), changed_by(config, read_config(run / "config.yaml")))
 
@@ -189,7 +189,7 @@ def name_of(overrides: Sequence[str]) -> str:
     return f"{name[: LONGEST_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
 
-def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, opened: ExitStack) -> None:
+def train_again(config: Config, journal: Path, place: Place, backend: Backend, opened: ExitStack) -> None:
     history = read_surviving(journal)
     if len(history.steps) < config.learner.steps:
         raise ConfigError(
@@ -218,7 +218,7 @@ def train_again(config: Config, journal: Path, place: Place, mesh: DeviceMesh, o
         config,
         place,
         opened,
-        mesh=mesh,
+        backend=backend,
         replay=replay,
         run_dir=run_dir,
         resume="never",

@@ -14,7 +14,6 @@ from asyncrl import collector
 if __name__ == "__main__":
     collector.rest()
 
-from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
@@ -23,6 +22,7 @@ from asyncrl.checks.placement import gpus_seen
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config, run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
@@ -72,7 +72,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     run(config, place, opened.enter_context(joined_ranks(config, place)), opened, overrides)
 
 
-def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overrides: Sequence[str]) -> None:
+def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overrides: Sequence[str]) -> None:
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
@@ -95,7 +95,7 @@ def run(config: Config, place: Place, mesh: DeviceMesh, opened: ExitStack, overr
         config,
         place,
         opened,
-        mesh=mesh,
+        backend=backend,
         replay=replay,
         run_dir=run_dir,
         resume=config.resume,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from asyncrl.checks.parallel import TENSOR
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.loading import device_of
 from asyncrl.learner.memory_plan import MASTER, held
 from asyncrl.learner.packed import PackedModel
@@ -46,11 +45,11 @@ def held_by(model: PackedModel) -> int:
     return total
 
 
-def agree_on_reduction(roles: Roles, config: LearnerConfig, mesh: DeviceMesh | None) -> None:
+def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | None) -> None:
     """Set `reduce_each` of the trained models, the same on every rank: they meet in it. Collective."""
-    if mesh is None:
+    if backend is None:
         return
-    device = device_of(mesh)
+    mesh, device = backend.mesh, device_of(backend.mesh)
     learned = [model for _, model, _ in roles.trained()]
     trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
     trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each

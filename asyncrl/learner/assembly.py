@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import early_groups, why_not_early
 from asyncrl.config import disk_patience, learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.errands import Errands
 from asyncrl.learner.hook import Hook
@@ -115,7 +114,7 @@ def assemble(
     place: Place,
     opened: ExitStack,
     *,
-    mesh: DeviceMesh | None,
+    backend: Backend | None,
     replay: LearnerReplay,
     run_dir: Path,
     resume: str,
@@ -126,7 +125,7 @@ def assemble(
 
     Args:
         opened: closes publisher and log.
-        mesh: of the ranks; None for one that shards nothing (tests).
+        backend: of the ranks; None for one that shards nothing (tests).
         resume: as the setting.
         publisher: of the weights that training begins with.
         log: called on rank 0 alone.
@@ -142,8 +141,8 @@ def assemble(
         log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
     try_own(config.loss, config.advantage, config.learner)
     kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
-    roles = build_roles(config, place.device, mesh)
-    agree_on_reduction(roles, config.learner, mesh)
+    roles = build_roles(config, place.device, backend)
+    agree_on_reduction(roles, config.learner, backend)
     if config.learner.hook:
         roles.hook = Hook(config.learner, rank=place.rank, world=place.world)
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION

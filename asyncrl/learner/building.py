@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -22,13 +21,13 @@ from asyncrl.checks.architecture import not_shared, not_together
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.recompute import checkpointing_options
 from asyncrl.learner.sequence import SequenceRanks
-from asyncrl.learner.sharding import data_mesh, dim_size
-from asyncrl.learner.tensor import cut, plan_of
+from asyncrl.learner.sharding import dim_size
 from asyncrl.schema import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,9 +57,9 @@ class Build(Generic[Packed]):
 
 
 def built(
-    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, mesh: DeviceMesh | None
+    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
 ) -> Packed:
-    """The model on `device`, sharded over `mesh`; whole on one rank in float32, where FSDP2 has nothing to shard or
+    """The model on `device`, held by `backend`; whole on one rank in float32, where FSDP2 has nothing to shard or
     cast and its hooks took a fifth of a small model's step. None is one rank, too. Collective.
 
     Args:
@@ -70,18 +69,18 @@ def built(
         one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
     """
     compute = compute_dtype(settings.dtype, device)
-    if mesh is None or mesh.size() == 1:
+    if backend is None or backend.mesh.size() == 1:
         model = build.make(prepare(build.recipe.whole(), settings))
         agree_on_layout(model, build.setting, build.kept, longest, None)
         build.change(model, model.hf)
         build.start(model)
         if compute == torch.float32:
             return model.to(device)
-        assert mesh is not None
-        shard(model, mesh, compute)
+        assert backend is not None
+        backend.shard(model, compute)
         return model
-    read = read_sharded(build, device, mesh)
-    agree_on_layout(read, build.setting, "float32", longest, mesh)
+    read = read_sharded(build, device, backend)
+    agree_on_layout(read, build.setting, "float32", longest, backend.mesh)
     if read.sequence is not None and read.layout is not Layout.PACKED:
         raise ConfigError(
             f"{build.setting} runs unpacked, and ranks share packs alone. Set learner.sequence_parallel=1"
@@ -89,14 +88,15 @@ def built(
     model = build.make(prepare(build.recipe.blank(), settings))
     use_layout(model, read.layout)
     build.change(model, read.hf)
-    shard(model, mesh, compute)
+    backend.shard(model, compute)
     take_over(model, read, device)
     build.start(model)
     return model
 
 
-def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -> Packed:
+def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -> Packed:
     """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
+    mesh = backend.mesh
     model = build.make(build.recipe.blank().eval())
     refuse_dims(model.hf.config, mesh, build.setting)
     part = own_part(build.recipe, model.hf, mesh)
@@ -104,13 +104,10 @@ def read_sharded(build: Build[Packed], device: torch.device, mesh: DeviceMesh) -
     if part is None:
         hf = on_rank_zero(build.recipe.load, mesh)
         model = model if hf is None else build.make(hf.eval())
-        shard(model, mesh, torch.float32, before=lambda module: fill_from_rank_zero(module, mesh))
+        backend.shard(model, torch.float32, lambda module: fill_from_rank_zero(module, mesh))
         return model
-    shard(model, mesh, torch.float32)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    model.to_empty(device=device)
-    for name, buffer in buffers.items():
-        _put(model, name, buffer.to(device))
+    backend.shard(model, torch.float32)
+    give_memory(model, device)
     part.read_into(model.hf)
     return model
 
@@ -121,6 +118,19 @@ def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> Non
     problem = not_together(given, tensor) or not_shared(given, 1 if sequence is None else sequence.size, tensor)
     if problem:
         raise ConfigError(f"{setting}: {problem}")
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """To every parameter that has none, a tied one once (`to_empty` parts those that are no DTensors), and to every
+    buffer."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    made = {
+        each: nn.Parameter(torch.empty_like(each, device=device), each.requires_grad) for each in set(named.values())
+    }
+    model.load_state_dict({name: made[each] for name, each in named.items()}, strict=False, assign=True)
+    for name, buffer in model.named_buffers():
+        _put(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 @torch.no_grad()
@@ -142,35 +152,6 @@ def take_over(model: PackedModel, read: PackedModel, device: torch.device) -> No
 def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
     where, _, own = name.rpartition(".")
     model.get_submodule(where)._buffers[own] = buffer
-
-
-def shard(
-    model: PackedModel,
-    mesh: DeviceMesh,
-    compute: torch.dtype,
-    before: Callable[[nn.Module], None] = lambda _: None,
-) -> None:
-    """Tensor parallelism, where the mesh has it, and FSDP2, in place: one group per decoder layer, one for the rest
-    (embedding, final norm, head).
-
-    Args:
-        before: called with each group before it is sharded.
-    """
-    model.sequence = SequenceRanks.here()
-    plan = plan_of(model.hf) if dim_size(mesh, TENSOR) > 1 else {}
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    layer_classes = set(model.hf._no_split_modules or ())
-    # From within: Mamba names its blocks and the mixers in them, and what is sharded already cannot be again.
-    for module in reversed(list(model.hf.modules())):
-        if type(module).__name__ in layer_classes:
-            before(module)
-            cut(module, mesh, plan)
-            fully_shard(module, mesh=data_mesh(mesh), mp_policy=policy)
-    before(model)
-    cut(model, mesh, plan)
-    fully_shard(model, mesh=data_mesh(mesh), mp_policy=policy)
-    for name in model.entries:
-        register_fsdp_forward_method(model, name)  # or it would compute with the shards alone
 
 
 def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.packed import reshard
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
 from asyncrl.weights.canary import Canary, random_probes
@@ -94,7 +93,7 @@ def canary_of(
     arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
     ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
     logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
-    reshard(model)
+    model.settle()
     return Canary(
         sequences=tuple(sequences),
         logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths - 1)[:-1])),

@@ -10,7 +10,6 @@ from torch import Tensor
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.packed import reshard
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_data
 from asyncrl.learner.scoring import score
@@ -75,7 +74,7 @@ class Probe:
                 logprobs, _ = score(self._config, self._policy, batch)  # empty ones too: ranks meet in the forward
                 rewards = [lease.plan.groups[g].trajectories[t].reward for g, t in members]
                 sums += batch_sums(sequence_log_ratios(batch, logprobs, len(members)), rewards, batch)
-        reshard(self._policy)
+        self._policy.settle()
         return estimates(sum_over_data(sums, self._device))
 
 

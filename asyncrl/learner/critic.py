@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import Build, built
 from asyncrl.learner.loading import REFUSALS, Recipe
 from asyncrl.learner.model import longest_sequence
@@ -81,7 +81,7 @@ def _heads(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in hf.named_children() if name in HEADS and isinstance(module, nn.Linear)]
 
 
-def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) -> CriticModel:
+def build_critic(config: Config, device: torch.device, backend: Backend | None) -> CriticModel:
     """Load `critic.path` (default `model.path`) like the policy. A checkpoint without a value head gets one of zeros.
 
     Raises:
@@ -100,7 +100,7 @@ def build_critic(config: Config, device: torch.device, mesh: DeviceMesh | None) 
         kept="float32",
     )
     try:
-        return built(build, config.model, longest_sequence(config), device, mesh)
+        return built(build, config.model, longest_sequence(config), device, backend)
     except ConfigError:
         raise  # a ValueError too, and complete as it is
     except REFUSALS as error:

@@ -13,7 +13,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.group_ess import group_weights
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.packed import reshard, set_gradient_sync
+from asyncrl.learner.packed import set_gradient_sync
 from asyncrl.learner.ranks import gather_over_data
 from asyncrl.learner.scoring import anchor_of, score_with_topk
 from asyncrl.losses import Denominators, LossInputs, policy_loss
@@ -121,7 +121,7 @@ def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -
     """What the loss keeps of a minibatch, from one more forward: no gradient can be taken before it is known what its
     tokens are divided by. Collective."""
     inputs = [loss_inputs(config, model, batch) for batch in batches]
-    reshard(model)
+    model.settle()
     return first_pass(inputs, config.loss, gather_over_data)
 
 

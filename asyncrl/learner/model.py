@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncrl.checks.architecture import foreign_maths
@@ -22,6 +21,7 @@ from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
 from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, Packing
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import DTYPES, Build, built
 from asyncrl.learner.flops import Work
 from asyncrl.learner.loading import REFUSALS, Recipe
@@ -168,13 +168,13 @@ class PolicyModel(PackedModel):
 def build_model(
     config: Config,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    backend: Backend | None,
     *,
     path: str = "",
     frozen: bool = False,
     exact: bool = False,
 ) -> PolicyModel:
-    """Load a policy with fp32 master weights on `device`, sharded over `mesh` (None: a single rank).
+    """Load a policy with fp32 master weights on `device`, held by `backend` (None: a single rank).
 
     With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
 
@@ -214,7 +214,7 @@ def build_model(
             change=change,
             start=start,
         )
-        return built(build, settings, longest_sequence(config), device, mesh)
+        return built(build, settings, longest_sequence(config), device, backend)
 
 
 def compute_exactly(model: PolicyModel, device: torch.device) -> None:

@@ -144,7 +144,7 @@ def apply_update(
 
 def _copies(gradient: Tensor, world: int) -> int:
     """Ranks that have the same shard of it: each of them adds it to the sum over all."""
-    return world // shards_of(gradient) if isinstance(gradient, DTensor) else 1
+    return world // shards_of(gradient)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from asyncrl.learner.attention import Packing, as_rows
+from asyncrl.learner.backends.base import HeldModel
 from asyncrl.learner.layout import Layout
-from asyncrl.learner.sequence import SequenceRanks
 
 
-class PackedModel(nn.Module):
+class PackedModel(HeldModel):
     """A Hugging Face model over packed tokens. The FSDP root, so the head's weight is whole in `forward`."""
 
     layout: Layout = Layout.PACKED
     """Set at load (`agree_on_layout`)."""
     reduce_each: bool = False
     """Gradients are reduced over the ranks with every micro-batch (`accumulation`)."""
-    sequence: SequenceRanks | None = None
-    """The ranks that compute each pack together."""
-    entries: tuple[str, ...] = ("seen_alone",)
-    """What computes with whole weights beside `forward`: FSDP2 must be told."""
-
-    def __init__(self, hf: PreTrainedModel) -> None:
-        super().__init__()
-        self.hf = hf
+    entries = ("seen_alone",)
 
     @property
     def body(self) -> nn.Module:
@@ -82,21 +73,13 @@ class PackedModel(nn.Module):
         raise NotImplementedError
 
     def settle(self) -> None:
-        """After a forward without backward, of a model that is sharded: no weight is whole any more, whether or not it
-        came to its end."""
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """After a forward without backward, come to its end or not: else weights stay whole on every rank, and are
+        seen so by whoever reads the parameters next."""
+        if self.backend is not None:
+            self.backend.settle(self)
 
 
 def set_gradient_sync(model: PackedModel, last: bool) -> None:
     """Whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or of each."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or model.reduce_each)
-
-
-def reshard(model: PackedModel) -> None:
-    """After a forward without backward: else the root's weights stay whole on every rank, and are seen so by whoever
-    reads the parameters next."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    if model.backend is not None:
+        model.backend.sync(model, last or model.reduce_each)

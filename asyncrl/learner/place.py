@@ -16,13 +16,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.checks.addresses import is_loopback
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.ranks import barrier, train_apart
 from asyncrl.schema import Config
 from asyncrl.storage.log_stream import keep_logging
@@ -118,7 +119,7 @@ def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_
     return {name: value for name, value in held.items() if name not in environment}
 
 
-def join_ranks(config: Config, place: Place) -> DeviceMesh:
+def join_ranks(config: Config, place: Place) -> FSDP2:
     """The process group of the ranks, of one rank too: the same code then runs everywhere.
 
     Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
@@ -135,10 +136,10 @@ def join_ranks(config: Config, place: Place) -> DeviceMesh:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
     else:
         dist.init_process_group(backend, timeout=patience)
-    return mesh_of(config, place)
+    return backend_of(config, place)
 
 
-def mesh_of(config: Config, place: Place) -> DeviceMesh:
+def backend_of(config: Config, place: Place) -> FSDP2:
     """The ranks as `config.learner` lays them out. Collective.
 
     Raises:
@@ -149,11 +150,11 @@ def mesh_of(config: Config, place: Place) -> DeviceMesh:
     dims = ParallelDims.of(config.learner, place.world)
     train_apart(sequence=dims.sequence, tensor=dims.tensor)
     sizes = dims.mesh
-    return init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return FSDP2(init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
 
 
 @contextmanager
-def joined_ranks(config: Config, place: Place) -> Iterator[DeviceMesh]:
+def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
     """`join_ranks`, and leave together: rank 0 hosts the store of the others, so it must not go first. Who fails leaves
     at once."""
     try:

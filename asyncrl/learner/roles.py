@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.critic import CriticModel, build_critic
 from asyncrl.learner.hook import Hook
 from asyncrl.learner.layout import Layout
@@ -29,7 +29,7 @@ class Critic:
 
 @dataclass(slots=True, kw_only=True)
 class Roles:
-    """Every model is FSDP2 over the same ranks."""
+    """Every model is held by the same ranks, in the same way."""
 
     policy: PolicyModel
     optimizer: torch.optim.Optimizer
@@ -92,25 +92,25 @@ def needs_reference(config: Config) -> bool:
     return config.advantage.kl_coef > 0 or "ref_logprobs" in required_inputs(config.loss)
 
 
-def build_roles(config: Config, device: torch.device, mesh: DeviceMesh | None) -> Roles:
+def build_roles(config: Config, device: torch.device, backend: Backend | None) -> Roles:
     """Load every model the settings need.
 
     Raises:
         ConfigError: one of them cannot be loaded; the message names its setting.
     """
     exact = config.engine.exact
-    policy = build_model(config, device, mesh, exact=exact)
+    policy = build_model(config, device, backend, exact=exact)
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     advantage, ema = config.advantage, config.learner.proximal_ema
     if advantage.uses_critic:
-        critic = build_critic(config, device, mesh)
+        critic = build_critic(config, device, backend)
         roles.critic = Critic(model=critic, optimizer=make_optimizer(critic.parameters(), config.learner))
     roles.base_is_reference = needs_reference(config) and policy.adapters is not None and not config.reference.path
     roles.reference_comes = needs_reference(config) and config.reference.from_rollout
     if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
-        roles.reference = build_model(config, device, mesh, path=config.reference.path, frozen=True, exact=exact)
+        roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True, exact=exact)
     if ema > 0:
-        roles.average = build_model(config, device, mesh, frozen=True, exact=exact)
+        roles.average = build_model(config, device, backend, frozen=True, exact=exact)
     policy.through_entropy = bool(resolve(config.loss).entropy_coef)
     if config.learner.skip_spikes > 0:
         roles.spikes = {name: Spikes(config.learner.skip_spikes) for name, _, _ in roles.trained()}

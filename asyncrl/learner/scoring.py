@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.packed import PackedModel, reshard
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.plan import Member
 from asyncrl.learner.roles import Roles
 from asyncrl.losses import TopK
@@ -121,5 +121,5 @@ def scored_batches(
 @torch.no_grad()
 def _pass(model: PackedModel, forward: Callable[[MicroBatch], Tensor], batches: Sequence[MicroBatch]) -> list[Tensor]:
     results = [forward(batch) for batch in batches]
-    reshard(model)
+    model.settle()
     return results

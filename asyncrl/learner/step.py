@@ -18,7 +18,7 @@ from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.memory_peak import begin_peak, peak_row
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
-from asyncrl.learner.packed import reshard, set_gradient_sync
+from asyncrl.learner.packed import set_gradient_sync
 from asyncrl.learner.plan import Budget, MinibatchPlan, plan_minibatches
 from asyncrl.learner.ranks import sum_over_data
 from asyncrl.learner.roles import Critic, Roles
@@ -163,7 +163,7 @@ def update_policy(
     if step < config.critic.warmup_steps:
         with torch.no_grad():
             loss, measured = accumulate(config, roles.policy, batches, denominators, world)
-        reshard(roles.policy)
+        roles.policy.settle()
         total = float(sum_over_data(loss.double().cpu(), device))
         return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
     loss, measured = accumulate(config, roles.policy, batches, denominators, world, sums)

@@ -54,7 +54,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     place = Place.of(os.environ, given.learner.device)
     check_sft_machine(given, alone=False)
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
-    mesh = opened.enter_context(joined_ranks(config, place))
+    backend = opened.enter_context(joined_ranks(config, place))
     run_dir = Path(given.run.dir).resolve()
     if place.rank == 0:
         for change in changes_in(given):
@@ -64,7 +64,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
     parts = assemble(
-        given, place, opened, mesh=mesh, run_dir=run_dir, log=lambda start: open_log(given, run_dir, start)
+        given, place, opened, backend=backend, run_dir=run_dir, log=lambda start: open_log(given, run_dir, start)
     )
     log.info(
         "%d ranks on %s, from step %d of %d", place.world, place.device, parts.start.step, parts.config.learner.steps

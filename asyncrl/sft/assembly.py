@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from asyncrl.data.dataset import Dataset
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.assembly import open_checkpoints
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.place import Place
@@ -46,7 +45,7 @@ def assemble(
     place: Place,
     opened: ExitStack,
     *,
-    mesh: DeviceMesh | None,
+    backend: Backend | None,
     run_dir: Path,
     log: Callable[[Start], ClosableLog],
 ) -> SftTraining:
@@ -54,7 +53,7 @@ def assemble(
 
     Args:
         opened: closes rows and log.
-        mesh: of the ranks; None for one that shards nothing (tests).
+        backend: of the ranks; None for one that shards nothing (tests).
         log: called on rank 0 alone.
 
     Raises:
@@ -69,9 +68,9 @@ def assemble(
     data = Dataset(rows, given.data.order_by)
     opened.callback(data.close)
     held_out = held_out_examples(given, encoder)
-    policy = build_model(config, place.device, mesh)
+    policy = build_model(config, place.device, backend)
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
-    agree_on_reduction(roles, config.learner, mesh)
+    agree_on_reduction(roles, config.learner, backend)
     start = resumed(kept.checkpoints, roles, kept.resume_from)
     course = Course.of(len(data), by.rows_per_step, by.epochs, by.steps, step=start.step, draw=start.draw)
     written = log(start) if place.rank == 0 else NoLog()

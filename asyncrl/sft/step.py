@@ -17,7 +17,7 @@ from asyncrl.learner.layout import Layout
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
-from asyncrl.learner.packed import reshard, set_gradient_sync
+from asyncrl.learner.packed import set_gradient_sync
 from asyncrl.learner.plan import Budget, plan_minibatches
 from asyncrl.learner.ranks import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
@@ -134,7 +134,7 @@ def evaluate(
             )
             found = torch.stack([-logprobs.double(), likeliest.double(), torch.ones_like(logprobs).double()], dim=1)
             sums.index_add_(0, start + batch.group_ids[batch.loss_positions].cpu(), found.cpu())
-    reshard(policy)
+    policy.settle()
     loss, right, tokens = sum_over_data(sums, device).cpu().numpy().T
     known = bootstrap_ratios({"loss": loss, "token_accuracy": right}, tokens, seed=0)
     return {

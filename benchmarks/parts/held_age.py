@@ -327,7 +327,7 @@ def run_held(config: Config, rollouts: Rollouts, *, age: int, groups: int = 0) -
             config,
             place,
             opened,
-            mesh=None,
+            backend=None,
             replay=replay,
             run_dir=Path(folder),
             resume="never",

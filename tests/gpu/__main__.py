@@ -34,11 +34,11 @@ def run(scale: Scale, only: list[str]) -> int:
     prepare_process(scale.place, logging.WARNING)
     said = torch.cuda.get_device_name(scale.device) if scale.device.type == "cuda" else "CPU"
     print(json.dumps({"device": said, "torch": torch.__version__}), flush=True)
-    with tempfile.TemporaryDirectory() as scratch, joined_ranks(Config(), scale.place) as mesh:
+    with tempfile.TemporaryDirectory() as scratch, joined_ranks(Config(), scale.place) as backend:
         for name in only:
             began = time.perf_counter()
             try:
-                line = {"check": name, "passed": True, "found": CHECKS[name](scale, Path(scratch), mesh)}
+                line = {"check": name, "passed": True, "found": CHECKS[name](scale, Path(scratch), backend)}
             # Whatever one of them dies of, the others are worth their minutes on a GPU.
             except Exception as error:
                 logging.exception(name)

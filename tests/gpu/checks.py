@@ -1,6 +1,6 @@
 """What only a GPU can show of the learner, and the same on a CPU in tiny, so that it cannot rot.
 
-Each check takes a scale, a folder and a mesh of one rank, raises AssertionError, and returns what it measured.
+Each check takes a scale, a folder and a backend of one rank, raises AssertionError, and returns what it measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,12 +63,12 @@ def packed(lease: Lease, device: torch.device) -> MicroBatch:
     return pack(lease, sorted(lease.trajectories), device)
 
 
-def kernel(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
+def kernel(scale: Scale, folder: Path, backend: Backend) -> Found:
     """In half precision a GPU runs the one variable-length kernel, and anything else the blocks."""
     batch, found = packed(scale.lease(groups=1, longest=SHORT), scale.device), {}
     for dtype in ("float32", "bfloat16"):
         config = scale.config(folder, scale.judged, dtype=dtype)
-        model = build_model(config, scale.device, mesh)
+        model = build_model(config, scale.device, backend)
         with torch.no_grad(), Operations() as seen:
             score(config, model, batch)
         found[dtype] = sorted(name for name in seen.names if "attention" in name or "varlen" in name)
@@ -80,7 +79,7 @@ def kernel(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
     return found
 
 
-def parity(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
+def parity(scale: Scale, folder: Path, backend: Backend) -> Found:
     """Packed, with shared prompts, on the device: log-probs and gradients of plain transformers, a sequence at a time,
     in float32 on the CPU."""
     lease, found = scale.lease(groups=2, longest=SHORT), {}
@@ -89,7 +88,7 @@ def parity(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
     wanted, gradient = by_transformers(scale.config(folder, scale.judged), lease, batch, weights)
     for dtype, (apart, astray) in TOLERANCES.items():
         config = scale.config(folder, scale.judged, dtype=dtype)
-        model = build_model(config, scale.device, mesh)
+        model = build_model(config, scale.device, backend)
         mine = score(config, model, batch)[0][batch.loss_positions]
         (mine * weights.to(scale.device)).sum().backward()
         error = (mine.detach().cpu() - wanted).abs().mean().item()
@@ -130,16 +129,16 @@ def gradient_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat(whole)
 
 
-def stepping(scale: Scale, folder: Path, mesh: DeviceMesh) -> tuple[Config, Roles, Lease, Callable[[], Measured]]:
+def stepping(scale: Scale, folder: Path, backend: Backend) -> tuple[Config, Roles, Lease, Callable[[], Measured]]:
     config = scale.config(folder, scale.model, dtype="bfloat16", activation_checkpointing=True)
-    roles, lease = build_roles(config, scale.device, mesh), scale.lease()
+    roles, lease = build_roles(config, scale.device, backend), scale.lease()
     guard = NonFiniteGuard(folder / "nonfinite", 0, 0)
     return config, roles, lease, lambda: train_step(config, roles, guard, lease, rank=0, world=1, device=scale.device)
 
 
-def mfu(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
+def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:
     """Steps of the whole loop's body, by the clock."""
-    _, _, _, step = stepping(scale, folder, mesh)
+    _, _, _, step = stepping(scale, folder, backend)
     step()  # what is compiled, chosen and allocated once
     seconds, row = [], {}
     for _ in range(scale.steps):
@@ -159,9 +158,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def memory(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
+def memory(scale: Scale, folder: Path, backend: Backend) -> Found:
     """The most that a step takes, beside the plan for its micro-batches."""
-    config, roles, lease, step = stepping(scale, folder, mesh)
+    config, roles, lease, step = stepping(scale, folder, backend)
     step()
     (minibatch,) = plan_minibatches(lease.plan, rank=0, updates=1, budget=Budget.of(config.learner))
     batches = [pack(lease, members, scale.device) for members in minibatch.micro_batches]
@@ -188,12 +187,12 @@ def taken_bytes(work: Callable[[], object], folder: Path) -> int:
     return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
 
 
-def checkpoint(scale: Scale, folder: Path, mesh: DeviceMesh) -> Found:
+def checkpoint(scale: Scale, folder: Path, backend: Backend) -> Found:
     """A run that was saved and goes on ends where one without a break ends: its weights are the same bits when it goes
     on, and on a CPU at the end."""
-    straight = trained(scale, folder / "straight", mesh, steps=4)
-    first = trained(scale, folder / "broken", mesh, steps=2)
-    second = trained(scale, folder / "broken", mesh, steps=4, resume=True)
+    straight = trained(scale, folder / "straight", backend, steps=4)
+    first = trained(scale, folder / "broken", backend, steps=2)
+    second = trained(scale, folder / "broken", backend, steps=4, resume=True)
     assert all(torch.equal(first.newest[name], tensor) for name, tensor in second.first.items())
     assert not all(torch.equal(straight.newest[name], tensor) for name, tensor in first.newest.items())
     # The sums of a kernel's backward come in any order on a GPU, and Adam makes whole steps of what is next to nothing.
@@ -206,7 +205,7 @@ def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor])
     return math.sqrt(sum((one[name] - tensor).double().square().sum().item() for name, tensor in other.items()))
 
 
-def trained(scale: Scale, folder: Path, mesh: DeviceMesh, *, steps: int, resume: bool = False) -> KeptWeights:
+def trained(scale: Scale, folder: Path, backend: Backend, *, steps: int, resume: bool = False) -> KeptWeights:
     config = scale.config(folder, "tiny", dtype="bfloat16", steps=steps, save_every=2)
     weights = KeptWeights()
     replay = FedReplay()
@@ -216,7 +215,7 @@ def trained(scale: Scale, folder: Path, mesh: DeviceMesh, *, steps: int, resume:
             config,
             scale.place,
             opened,
-            mesh=mesh,
+            backend=backend,
             replay=replay,
             run_dir=Path(config.run.dir),
             resume="auto" if resume else "never",

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from tests.forked import forked_from
 from tests.gpu.__main__ import run
 from tests.gpu.checks import CHECKS
@@ -32,9 +33,9 @@ NOT_THERE = (
 
 
 @pytest.fixture(scope="module")
-def mesh():
+def backend():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield FSDP2(init_device_mesh("cpu", (1,)))
     dist.destroy_process_group()
 
 
@@ -44,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_check_of_a_gpu_runs_without_one(check: str, mesh, folder: Path):
-    CHECKS[check](TINY, folder, mesh)
+def test_a_check_of_a_gpu_runs_without_one(check: str, backend, folder: Path):
+    CHECKS[check](TINY, folder, backend)
 
 
 @pytest.mark.gpu

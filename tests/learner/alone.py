@@ -27,7 +27,7 @@ def train_alone(
             config,
             PLACE,
             opened,
-            mesh=None,
+            backend=None,
             replay=replay,
             run_dir=Path(config.run.dir),
             resume="auto" if resume else "never",

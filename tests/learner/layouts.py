@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForTokenClassification
 
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.critic import build_critic
 from asyncrl.learner.lora import NAME
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.packed import PackedModel
-from asyncrl.learner.place import Place, mesh_of
+from asyncrl.learner.place import Place, backend_of
 from asyncrl.learner.reading import Checkpoint
 from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import Config
@@ -58,10 +58,10 @@ class Cell:
         """Its checkpoint in `folder`."""
         return folder / (f"{self.family}-critic" if self.critic else self.family)
 
-    def build(self, folder: Path, mesh: DeviceMesh | None) -> PackedModel:
+    def build(self, folder: Path, backend: Backend | None) -> PackedModel:
         """As a run would."""
         config = self.config(folder)
-        return build_critic(config, CPU, mesh) if self.critic else build_model(config, CPU, mesh)
+        return build_critic(config, CPU, backend) if self.critic else build_model(config, CPU, backend)
 
     def config(self, folder: Path) -> Config:
         config = settings_for(self.source(folder))
@@ -114,7 +114,7 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
         opened.clear()
         config = cell.config(folder)
         dims = ParallelDims.of(config.learner, ranks)
-        model = cell.build(folder, mesh_of(config, place))
+        model = cell.build(folder, backend_of(config, place))
         tensors = outcome(model, dims.data_rank(rank), dims.data)
         (found,) = opened
         held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]

@@ -16,7 +16,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.learner import roles
 from asyncrl.learner.assembly import assemble
-from asyncrl.learner.place import Place, mesh_of
+from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.place import Place, backend_of
 from asyncrl.learner.train import train
 from asyncrl.schema import Config
 from tests.forked import forked_from
@@ -32,6 +33,7 @@ def train_on_ranks(
     size: int = 4,
     resume: bool = False,
     replay: Callable[[], FedReplay] | None = None,
+    backend: Callable[[Config, Place], Backend] = backend_of,
 ) -> dict[str, torch.Tensor]:
     """Weights published last, after training in `world` processes joined by gloo, each with a `replay` of its own.
 
@@ -44,11 +46,18 @@ def train_on_ranks(
     (folder / "store").unlink(missing_ok=True)
     forked_from(__name__)
     make = replay or partial(FedReplay, groups=groups, size=size)
-    start_processes(_rank, args=(world, config, make, resume), nprocs=world, start_method="forkserver")
+    start_processes(_rank, args=(world, config, make, resume, backend), nprocs=world, start_method="forkserver")
     return load_file(folder / "published.safetensors")
 
 
-def _rank(rank: int, world: int, config: Config, replay: Callable[[], FedReplay], resume: bool) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    config: Config,
+    replay: Callable[[], FedReplay],
+    resume: bool,
+    backend: Callable[[Config, Place], Backend],
+) -> None:
     torch.set_num_threads(1)
     roles.make_optimizer = make_smooth_optimizer
     folder, device = Path(config.run.dir), torch.device("cpu")
@@ -62,7 +71,7 @@ def _rank(rank: int, world: int, config: Config, replay: Callable[[], FedReplay]
             config,
             place,
             opened,
-            mesh=mesh_of(config, place),
+            backend=backend(config, place),
             replay=replay(),
             run_dir=folder,
             resume="auto" if resume else "never",

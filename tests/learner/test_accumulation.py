@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.learner.accumulation import reduces_each
 from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
-from asyncrl.learner.building import shard
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.memory_plan import held
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.packed import set_gradient_sync
@@ -55,7 +55,7 @@ def test_between_micro_batches_the_gradient_is_whole_or_met(mesh: DeviceMesh, ea
     hf = tiny_model(seed=0)
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    shard(model, mesh, torch.bfloat16)
+    FSDP2(mesh).shard(model, torch.bfloat16)
     model.reduce_each = each
     packing = plan_packing(torch.arange(6).numpy(), torch.tensor([6]).numpy(), 6)
     ids = torch.arange(6)

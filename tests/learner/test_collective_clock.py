@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.learner import collective_clock
 from asyncrl.learner.attention import PACKED_ATTENTION, plan_packing
-from asyncrl.learner.building import shard
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.collective_clock import GATHER, REDUCE, CollectiveClock, clock_of
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.roles import Roles
@@ -39,7 +39,7 @@ def test_every_gather_and_reduce_of_a_sharded_model_is_timed(
     hf = tiny_model("llama")
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    shard(model, mesh, torch.float32)
+    FSDP2(mesh).shard(model, torch.float32)
     roles = Roles(policy=model, optimizer=torch.optim.SGD(model.parameters()))
     clock = clock_of(roles, 2, CPU)
     ticks = iter(range(1000))

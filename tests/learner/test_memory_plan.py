@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch import pack
-from asyncrl.learner.building import prepare, shard
+from asyncrl.learner.building import prepare
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
@@ -79,7 +80,7 @@ def test_parameters_and_optimizer_of_a_rank_are_those_of_the_plan_to_the_byte(si
         model = PolicyModel(AutoModelForCausalLM.from_config(qwen(size)))
         plan = held((tuple(parameter.shape) for parameter in model.parameters()), ranks)
         write_headers(tmp_path, qwen(size), model.hf)
-        shard(model, mesh, torch.bfloat16)
+        FSDP2(mesh).shard(model, torch.bfloat16)
         optimizer = make_optimizer(model.parameters(), LearnerConfig())
         state = [value for each in optimizer.state.values() for value in each.values()]
         assert plan.weights == sum(map(local_bytes, model.parameters()))
@@ -99,7 +100,7 @@ def test_weights_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_th
         with torch.device("meta"):
             model = PolicyModel(AutoModelForCausalLM.from_config(qwen(size)))
         write_headers(tmp_path, qwen(size), model.hf)
-        shard(model, mesh, torch.bfloat16)
+        FSDP2(mesh).shard(model, torch.bfloat16)
         read = model_size(tmp_path)
         assert read is not None
         planned = held(on_one_of(read.shapes, together).values(), shards)

@@ -71,7 +71,7 @@ def _start(rank: int, run_dir: Path) -> None:
             Config(),
             Place(rank=rank, world=2, device=CPU, restarted=False, run_id="two"),
             opened,
-            mesh=None,
+            backend=None,
             replay=FedReplay(groups=1, size=1),
             run_dir=run_dir,
             resume="auto",

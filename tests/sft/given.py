@@ -76,7 +76,7 @@ def train_alone(given: SftConfig, stop_after: int = 0) -> tuple[SftTraining, Kep
     """
     log = KeptRows()
     with ExitStack() as opened:
-        parts = assemble(given, PLACE, opened, mesh=None, run_dir=Path(given.run.dir), log=lambda _: log)
+        parts = assemble(given, PLACE, opened, backend=None, run_dir=Path(given.run.dir), log=lambda _: log)
         train_rows(parts, lambda: 0 < stop_after <= len(log.rows))
     return parts, log
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
-from asyncrl.learner.place import Place, mesh_of
+from asyncrl.learner.place import Place, backend_of
 from asyncrl.sft import assembly
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import train_rows
@@ -47,7 +47,7 @@ def _rank(rank: int, world: int, given: SftConfig) -> None:
             given,
             place,
             opened,
-            mesh=mesh_of(learner_config(given), place),
+            backend=backend_of(learner_config(given), place),
             run_dir=folder,
             log=lambda _: log,
         )
