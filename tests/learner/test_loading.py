@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.critic import build_critic
 from asyncrl.learner.model import build_model
 from asyncrl.learner.packed import PackedModel
@@ -52,10 +53,10 @@ def _rank(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=300)
     )
-    mesh = init_device_mesh("cpu", (2,))
+    backend = FSDP2(init_device_mesh("cpu", (2,)))
     for kind, (_, build) in KINDS.items():
         try:
-            model = build(config_of(kind, folder / f"model-{rank}"), CPU, mesh)
+            model = build(config_of(kind, folder / f"model-{rank}"), CPU, backend)
         except ConfigError as error:
             (folder / f"{kind}-{rank}.txt").write_text(str(error))
         else:
