@@ -229,7 +229,8 @@ class _Loop:
             write_evaluations(parts.log, evaluations, self.metrics)
             parts.log.histograms(trained, plan_histograms(lease.plan) | measured.histograms())
             samples = self.sampled.rows(lease.plan, lease.samples, config.telemetry.samples_per_step)
-            parts.log.samples(trained, samples)
+            dropped = [each.line() for each in reply.dropped[: config.telemetry.samples_per_step]]
+            parts.log.samples(trained, samples + dropped)
         self.clock.lap("log")
         return row, evaluations
 

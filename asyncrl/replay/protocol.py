@@ -6,12 +6,14 @@ pure core itself behind it. Every wait is bounded by the caller and answers with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
-from asyncrl.types import Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
+from asyncrl.types import NO_VERSION, Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
+
+MOST_DROPPED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +78,37 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedSample:
+    """One member of a group that was never trained, to be read; its texts are cut."""
+
+    group_id: int
+    worker: str = ""
+    prompt: str = ""
+    completion: str = ""
+    """Empty where nothing came of it."""
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+    version_min: int = NO_VERSION
+    version_max: int = NO_VERSION
+    dropped: str = ""
+    """The `DropReason`."""
+    detail: str = ""
+    """What its maker said of it."""
+
+    def line(self) -> dict[str, Any]:
+        """For `samples.jsonl`, without what it does not have."""
+        return {name: value for name, value in asdict(self).items() if value not in ("", None, NO_VERSION, {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedReply:
     metrics: dict[str, float] = field(default_factory=dict)
     """Ledger counts, staleness, waste by position, idle times: `replay/*`, `staleness/*`, `idle/*`."""
     evaluations: tuple[EvalSummary, ...] = ()
     """Evaluation jobs finished since the last call."""
+    dropped: tuple[DroppedSample, ...] = ()
+    """The first `MOST_DROPPED` of what was dropped since then and can be shown."""
 
 
 class RolloutReplay(Protocol):
@@ -103,10 +131,15 @@ class RolloutReplay(Protocol):
         ...
 
     async def fail(
-        self, assignment: Assignment, reason: DropReason, detail: str, rewards: Sequence[float] = ()
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        detail: str,
+        rewards: Sequence[float] = (),
+        sample: DroppedSample | None = None,
     ) -> None:
         """This attempt failed. The server re-issues it, or drops it with `reason` after the last attempt. `rewards`: of
-        the members, of a group that was made and a filter dropped."""
+        the members, of a group that was made and a filter dropped. `sample`: for `samples.jsonl`."""
         ...
 
     async def report_evaluation(self, result: EvalResult) -> None: ...

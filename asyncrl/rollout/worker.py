@@ -33,6 +33,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
+from asyncrl.rollout.dropped import DroppedSamples
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name, traced
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
@@ -107,6 +108,7 @@ class RolloutWorker:
         self._error: BaseException | None = None
         self._failures_in_row = 0
         self._progress = (-1.0, time.monotonic())
+        self._dropped = DroppedSamples()
         self._looked_at = 0.0
         self._telling = 0
         """Groups and evaluations that are made and wait for the server alone."""
@@ -160,17 +162,18 @@ class RolloutWorker:
             )
         except IncompleteGroupError as error:
             self._failures_in_row = 0  # some members were generated
-            await self._failed(assignment, DropReason.INCOMPLETE, error)
+            await self._failed(assignment, DropReason.INCOMPLETE, error, prompt)
             return
         except GenerationError as error:
             self._failures_in_row += 1
-            await self._failed(assignment, DropReason.FAILED_GENERATION, error)
+            await self._failed(assignment, DropReason.FAILED_GENERATION, error, prompt)
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
                 raise
             return
         except (RewardError, EpisodeError) as error:
             reward = isinstance(error, RewardError)
-            await self._failed(assignment, DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT, error)
+            why = DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT
+            await self._failed(assignment, why, error, prompt)
             return
         self._failures_in_row = 0
         if not self._proven():
@@ -190,10 +193,18 @@ class RolloutWorker:
         if reply.status == "rejected":
             log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
 
-    async def _failed(self, assignment: Assignment, reason: DropReason, error: Exception) -> None:
+    async def _failed(
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        error: Exception,
+        prompt: Prompt,
+        group: TrajectoryGroup | None = None,
+    ) -> None:
         self._report.count("groups_failed")
         self._lost(order_name(assignment), reason.value)
-        await self._told(self._replay.fail(assignment, reason, str(error)))
+        sample = self._dropped.of(assignment, prompt, reason.value, str(error), group)
+        await self._told(self._replay.fail(assignment, reason, str(error), sample=sample))
 
     def _lost(self, order: str, fate: str, kept: int = 0) -> None:
         """What became of the tokens that were sampled for an order, but for those that the server has now."""
@@ -213,13 +224,15 @@ class RolloutWorker:
         try:
             unwanted = await self._filters.why_dropped(group, prompt)
         except FilterError as error:
-            await self._failed(assignment, DropReason.FAILED_FILTER, error)
+            await self._failed(assignment, DropReason.FAILED_FILTER, error, prompt, group)
             return False
         if unwanted is not None:
             self._report.count("groups_filtered")
             self._lost(order_name(assignment), unwanted.reason.value)
             rewards = [trajectory.reward for trajectory in group.trajectories if not trajectory.branch]
-            await self._told(self._replay.fail(assignment, unwanted.reason, unwanted.detail, rewards))
+            why = unwanted.reason, unwanted.detail
+            sample = self._dropped.of(assignment, prompt, why[0].value, why[1], group)
+            await self._told(self._replay.fail(assignment, *why, rewards, sample))
         return unwanted is None
 
     async def _evaluate(self, assignment: EvalAssignment) -> None:

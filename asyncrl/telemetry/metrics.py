@@ -136,8 +136,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         completion = "".join(text if fate == "learned" else f"[{fate}: {text}]" for fate, text in row["segments"])
     known = (row.get("prompt"), completion, row.get("reward"), parts_of(row))
     origin = (span_of(row, "version"), span_of(row, "staleness"), row.get("finish_reason"))
-    fate = row.get("dropped") or row.get("failed")
-    return ["" if each is None else str(each) for each in (*known, *origin, fate)]
+    return ["" if each is None else str(each) for each in (*known, *origin, fate_of(row))]
 
 
 def cell(value: Any) -> float | str | None:
@@ -145,6 +144,12 @@ def cell(value: Any) -> float | str | None:
     if isinstance(value, int | float):
         return value if math.isfinite(value) else None
     return None if value is None else str(value)
+
+
+def fate_of(row: Mapping[str, Any]) -> str:
+    """Why it was dropped or failed; empty where it was not."""
+    said = (row.get("dropped") or row.get("failed") or "", row.get("detail") or "")
+    return ": ".join(str(each) for each in said if each)
 
 
 def span_of(row: Mapping[str, Any], name: str) -> float | str | None:

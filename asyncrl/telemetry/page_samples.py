@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE, cell, parts_of, span_of
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE, cell, fate_of, parts_of, span_of
 
 SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
 """Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
@@ -25,8 +25,12 @@ def sample_cells(row: dict[str, Any]) -> list[Any]:
     """What stands behind the run, in the order of the page's heads."""
     prompt, completion = texts_of(row)
     known = map(cell, (row.get("step"), row.get("reward"), parts_of(row), prompt))
-    fate = row.get("dropped") or row.get("failed") or ""
-    origin = (span_of(row, "version"), span_of(row, "staleness"), fate, row.get("eval_set", "training"))
+    origin = (
+        span_of(row, "version"),
+        span_of(row, "staleness"),
+        fate_of(row)[:SAMPLE_TEXT],
+        row.get("eval_set", "training"),
+    )
     segments = segments_of(row)
     said = {"value": completion, "segments": segments} if segments else completion
     return [*known, said, cell(row.get(END)), *map(cell, origin)]

@@ -182,7 +182,7 @@ class Hostile:
             [envelope([0, insert_body(encoded)], incarnation=life), *map(bytes, encoded.frames)],
             [envelope([0, [{"busy_s": 1.0}, [3]]], "heartbeat", incarnation=life)],
             [envelope([0, [0, "f"]], "served", incarnation=life)],
-            [envelope([0, [1, 2, "failed_reward", "why"]], "fail", incarnation=life)],
+            [envelope([0, [1, 2, "failed_reward", "why", [], None]], "fail", incarnation=life)],
             [envelope([0, [0, 0, 1, 0.0, 1]], "lease", incarnation=life)],
         ]
         hello = ["worker", "hostile", "d", NO_VERSION, ""]

@@ -24,7 +24,7 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.rollouts import UnknownPeer
-from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.types import Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
 
 Value = TypeVar("Value")
@@ -130,7 +130,12 @@ class InProcessRollout:
             core.survey(self.worker, self.incarnation, rows)
 
     async def fail(
-        self, assignment: Assignment, reason: DropReason, detail: str, rewards: Sequence[float] = ()
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        detail: str,
+        rewards: Sequence[float] = (),
+        sample: DroppedSample | None = None,
     ) -> None:
         with self._replay.changing() as core:
             self._alive(core)

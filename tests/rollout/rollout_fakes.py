@@ -21,7 +21,7 @@ from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import RewardError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
-from asyncrl.replay.protocol import Acquired, Board, InsertReply
+from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.evaluated import EvaluatedSet
@@ -65,6 +65,7 @@ class ScriptedReplay:
         self.open_evaluations = len(self.evaluations)
         self.inserted: list[TrajectoryGroup] = []
         self.failed: list[tuple[Assignment, DropReason, str]] = []
+        self.samples: list[DroppedSample] = []
         self.results: list[EvalResult] = []
         self.surveyed: tuple[int, ...] | None = None
         self.asked: list[int] = []
@@ -105,10 +106,16 @@ class ScriptedReplay:
         self.surveyed = tuple(rows)
 
     async def fail(
-        self, assignment: Assignment, reason: DropReason, detail: str, rewards: Sequence[float] = ()
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        detail: str,
+        rewards: Sequence[float] = (),
+        sample: DroppedSample | None = None,
     ) -> None:
         self.in_flight -= 1
         self.failed.append((assignment, reason, detail))
+        self.samples += [] if sample is None else [sample]
         self.changed.set()
 
     async def report_evaluation(self, result: EvalResult) -> None:

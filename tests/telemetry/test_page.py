@@ -128,6 +128,7 @@ def test_samples_show_what_was_learned_how_old_it_was_and_what_became_of_it(tmp_
     samples = [
         {"step": 2, "completion": "abc", "segments": [["learned", "ab"], ["read", "c"]], **known},
         {"step": 3, "completion": "old", "segments": [["stale", "old"]], "dropped": "stale"},
+        {"step": 1, "group_id": 3, "prompt": "p", "dropped": "filtered", "detail": "mine: no"},
         {"step": 4, "completion": long, "segments": [["learned", long], ["read", "never shown"]]},
         {"step": 5, "completion": "whole", "segments": "damaged"},
     ]
@@ -140,6 +141,7 @@ def test_samples_show_what_was_learned_how_old_it_was_and_what_became_of_it(tmp_
     assert rows[2, "training"][5:] == [
         {"value": "abc", "segments": [["learned", "ab"], ["read", "c"]]}, "stop", "3 to 5", 0, "", "training",
     ]  # fmt: skip
+    assert rows[1, "training"][5:] == ["", None, None, None, "filtered: mine: no", "training"]
     assert rows[3, "training"][9] == "stale" and rows[3, "held"][9] == "it raised"
     assert rows[4, "training"][5]["segments"] == [["learned", long[:4000]], ["", " …"]]
 

@@ -20,10 +20,11 @@ from asyncrl.replay.client.requests import Response
 from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.dropped import shortened
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import Unpacking
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.protocol import Acquired, Board, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
@@ -113,14 +114,25 @@ class RolloutClient:
         await self._futures.of(self._connection.request("survey", list(rows)))
 
     async def fail(
-        self, assignment: Assignment, reason: DropReason, detail: str, rewards: Sequence[float] = ()
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        detail: str,
+        rewards: Sequence[float] = (),
+        sample: DroppedSample | None = None,
     ) -> None:
-        await self._futures.of(self._fail(assignment, reason, detail, rewards))
+        await self._futures.of(self._fail(assignment, reason, detail, rewards, sample))
 
     def _fail(
-        self, assignment: Assignment, reason: DropReason, detail: str, rewards: Sequence[float] = ()
+        self,
+        assignment: Assignment,
+        reason: DropReason,
+        detail: str,
+        rewards: Sequence[float] = (),
+        sample: DroppedSample | None = None,
     ) -> Future[Response]:
-        body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT], list(rewards)]
+        kept = None if sample is None else messages.encode_record(shortened(sample))
+        body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT], list(rewards), kept]
         return self._connection.request("fail", body)
 
     async def report_evaluation(self, result: EvalResult) -> None:

@@ -10,7 +10,7 @@ from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, Sample
 from asyncrl.replay.codec import wire
-from asyncrl.replay.protocol import Acquired, Member, TrainedReply
+from asyncrl.replay.protocol import Acquired, DroppedSample, Member, TrainedReply
 from asyncrl.types import Assignment
 
 Record = TypeVar("Record")
@@ -97,12 +97,19 @@ def decode_acquired(value: Any) -> Acquired:
 
 
 def encode_trained(reply: TrainedReply) -> list[Any]:
-    return [reply.metrics, [encode_record(summary) for summary in reply.evaluations]]
+    return [
+        reply.metrics,
+        *([encode_record(each) for each in several] for several in (reply.evaluations, reply.dropped)),
+    ]
 
 
 def decode_trained(value: Any) -> TrainedReply:
-    metrics, evaluations = wire.sequence(value, "trained", 2)
-    return TrainedReply(metrics=numbers(metrics, "metrics"), evaluations=decode_records(EvalSummary, evaluations))
+    metrics, evaluations, dropped = wire.sequence(value, "trained", 3)
+    return TrainedReply(
+        metrics=numbers(metrics, "metrics"),
+        evaluations=decode_records(EvalSummary, evaluations),
+        dropped=decode_records(DroppedSample, dropped),
+    )
 
 
 def decode_members(value: Any) -> list[Member]:

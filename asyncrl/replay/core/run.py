@@ -9,9 +9,11 @@ from asyncrl.errors import FencedError
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.evaluations import Evaluations
+from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.core.metrics import Meter
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.core.workers import FAILED, Workers
+from asyncrl.types import DropReason
 
 MAX_AGE = 64
 """Groups of `replay/inserted_age_<age>` that are older are in the last of them."""
@@ -38,6 +40,8 @@ class Run:
         """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
         self.shards_paused = ""
         """Likewise, of the shards."""
+        self.on_stale: Callable[[Entry, DropReason], None] = lambda entry, reason: None
+        """Called before a group is dropped for its age."""
         self._journal = journal
 
     @property

@@ -319,6 +319,7 @@ class Steps:
                 continue
             if entry.header is not None:
                 self._run.meter.drop_stale(entry.header, reason)
+                self._run.on_stale(entry, reason)
             readmit = (left or self._run.settings.readmit_dropped) and entry is group[0]
             self._retries.drop(entry, reason, readmit=readmit)
 

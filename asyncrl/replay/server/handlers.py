@@ -20,20 +20,18 @@ from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
 from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.protocol import Acquired
+from asyncrl.replay.protocol import Acquired, DroppedSample
+from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
 from asyncrl.spans import moment
 from asyncrl.types import Assignment, DropReason, StepPlan
 
-MAX_WAIT_S = LONGEST_WAIT_S
 MIN_PATIENCE_S = 0.05
 """Of a lease whose patience starts anew: with 0 it would be asked again without end."""
-MAX_WORLD = 65536
-MAX_SLOTS = 65536
+MAX_WORLD = MAX_SLOTS = 65536
 PLANS_KEPT = 4
 """Of the step in training and the one that is fetched ahead, and what a rank that is late still asks for."""
-
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
@@ -54,6 +52,7 @@ class Handlers:
         self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
         """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
         the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        self.dropped = Dropped(core.run)
         self._last_begun: tuple[tuple[Any, ...], tuple[StepPlan, Any] | None] = (), None
         """What it was asked by, and the part of a step that was given."""
         self.worker_verbs: dict[str, Handler] = {
@@ -161,18 +160,21 @@ class Handlers:
         return Answer([reply.status, reply.reason, self.window()])
 
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        row, reason, detail, rewards = wire.sequence(body, "fail", 4)
+        row, reason, detail, rewards, sample = wire.sequence(body, "fail", 5)
         assignment = messages.decode_record(Assignment, row)
         said, reason = wire.text(detail, "detail"), wire.text(reason, "reason")
         try:
             why = DropReason(reason)
         except ValueError as error:
             raise WireError(f"{wire.short(reason)} is no drop reason") from error
-        numbers = [
-            wire.number(each, "reward") for each in wire.sequence(rewards, "rewards", limit=wire.MAX_TRAJECTORIES)
-        ]
-        whose = (session.name, session.incarnation, assignment.group_id, assignment.attempt)
+        several = wire.sequence(rewards, "rewards", limit=wire.MAX_TRAJECTORIES)
+        numbers = [wire.number(each, "reward") for each in several]
+        whose = (session.name, session.incarnation, group := assignment.group_id, assignment.attempt)
+        told = None if sample is None else messages.decode_record(DroppedSample, sample)
+        held = group in (entries := self.core.state.ledger.entries)
         self.core.fail(*whose, why, said, numbers)
+        if held and told is not None and group not in entries:  # else it is tried again
+            self.dropped.told(replace(told, group_id=group, worker=session.name, dropped=why.value))
         return Answer()
 
     def _served(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
@@ -334,7 +336,8 @@ class Handlers:
         ess = [wire.number(value, "ess") for value in wire.sequence(told, "ess", limit=wire.MAX_TOKENS)]
         reply = self.core.trained(step=step, policy_version=version, ess=ess)
         moment("trained", step=step + 1, version=version)
-        return Answer(messages.encode_trained(replace(reply, metrics={**reply.metrics, **self.beside()})))
+        row, dropped = {**reply.metrics, **self.beside()}, self.dropped.taken()
+        return Answer(messages.encode_trained(replace(reply, metrics=row, dropped=dropped)))
 
     def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))
@@ -392,6 +395,6 @@ class Handlers:
     ) -> Reply:
         """See `Later`."""
         patience = wire.number(wait_s, "wait_s")
-        if not 0 <= patience <= MAX_WAIT_S:
-            raise WireError(f"wait_s must be between 0 and {MAX_WAIT_S:.0f} s, not {patience}")
+        if not 0 <= patience <= LONGEST_WAIT_S:
+            raise WireError(f"wait_s must be between 0 and {LONGEST_WAIT_S:.0f} s, not {patience}")
         return (retry() if there() else None) or Later(retry, at_deadline, patience, what, there)

@@ -28,7 +28,7 @@ from asyncrl.replay.codec.group import (
 )
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.protocol import Acquired, Member, TrainedReply
+from asyncrl.replay.protocol import Acquired, DroppedSample, Member, TrainedReply
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, Assignment, ExtraHeader, StepPlan, TrajectoryGroup, TrajectoryHeader
@@ -371,7 +371,8 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
         **{"failed": 0, "version_min": 2, "version_max": 3, "superseded": 1},
         samples=(Sample(row=3, sample=0, reward=0.5, rewards={"f": 1.0}), Sample(row=4, sample=0, failed="none")),
     )
-    reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,))
+    dropped = DroppedSample(group_id=5, prompt="p", completion="é", rewards={"f": 1.0}, dropped="stale")
+    reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,), dropped=(dropped, DroppedSample(group_id=6)))
     assert messages.decode_trained(wire.unpack(wire.pack(messages.encode_trained(reply)))) == reply
     member = Member(worker="w", incarnation="i", policy_version=NO_VERSION)
     assert messages.decode_members([messages.encode_record(member)]) == [member]

@@ -13,6 +13,7 @@ from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.protocol import DroppedSample
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, DropReason
@@ -128,7 +129,13 @@ def test_texts_that_the_learner_could_not_read_are_refused() -> None:
 def test_lists_in_lists_in_any_place_of_a_worker_s_request_end_in_a_typed_error() -> None:
     door = Door()
     encoded = encode_group(group(door.order, [0, 0]))
-    fail = [messages.encode_record(door.order), "failed_reward", "why"]
+    fail = [
+        messages.encode_record(door.order),
+        "failed_reward",
+        "why",
+        [0.5],
+        messages.encode_record(DroppedSample(group_id=0)),
+    ]
     result = EvalResult(job_id=0, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0,))
     bodies = {
         "insert": [wire.encode_group_header(encoded.header), None], "acquire": [1, 0.0], "fail": fail,

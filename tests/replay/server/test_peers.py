@@ -187,7 +187,7 @@ def hostile_frames(rng: random.Random):
             ("heartbeat", [0, [{}, []]]),
             ("restore", [0, [None, -1, {"schema": 1}]]),
             ("served", [0, [1 << 40, "f"]]),
-            ("fail", [0, [[0, 0, 0, 0, 0], "no reason", ""]]),
+            ("fail", [0, [[0, 0, 0, 0, 0], "no reason", "", [], None]]),
             ("goodbye", [0, None]),
             ("nonsense", [0, None]),
         )

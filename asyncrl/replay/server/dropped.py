@@ -1,0 +1,54 @@
+"""What the server keeps to be shown of groups that were dropped, until the next step is trained."""
+
+from __future__ import annotations
+
+from asyncrl.replay.codec.dropped import shortened
+from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.core.ledger import Entry
+from asyncrl.replay.core.run import Run
+from asyncrl.replay.protocol import MOST_DROPPED, DroppedSample
+from asyncrl.types import NO_VERSION, DropReason, GroupHeader
+
+
+class Dropped:
+    """The first `MOST_DROPPED` of them. Not in the journal: gone with this process."""
+
+    def __init__(self, run: Run) -> None:
+        self._kept: list[DroppedSample] = []
+        run.on_stale = self.stale
+
+    def told(self, sample: DroppedSample) -> None:
+        """By the worker that gave the group up."""
+        if len(self._kept) < MOST_DROPPED:
+            self._kept.append(shortened(sample))
+
+    def stale(self, entry: Entry, reason: DropReason) -> None:
+        """Before its payload is let go. What lies in a shard, or was given up for memory, is not asked for."""
+        stored = isinstance(entry.payload, StoredGroup)
+        if stored and entry.header is not None and len(self._kept) < MOST_DROPPED:
+            self._kept.append(stale_sample(entry.header, entry.payload, reason))
+
+    def taken(self) -> tuple[DroppedSample, ...]:
+        kept, self._kept = self._kept, []
+        return tuple(kept)
+
+
+def stale_sample(header: GroupHeader, stored: StoredGroup, reason: DropReason) -> DroppedSample:
+    """Its first member."""
+    prompt, completions, _, _ = decode_texts(stored.texts)
+    first = header.trajectories[0]
+    versions = [version for version, _ in first.version_tokens] or [NO_VERSION]
+    return shortened(
+        DroppedSample(
+            group_id=header.group_id,
+            worker=header.worker,
+            prompt=prompt,
+            completion=completions[0] if completions else "",
+            reward=first.reward,
+            rewards=first.rewards,
+            finish_reason=first.finish_reason,
+            version_min=min(versions),
+            version_max=max(versions),
+            dropped=reason.value,
+        )
+    )
