@@ -329,6 +329,9 @@ class TelemetryConfig:
 class RayConfig:
     address: str = ""
     """Of an existing cluster (`auto`, `host:port`); empty starts a local one."""
+    environment: list[str] = field(default_factory=list)
+    """Further environment variables, by name or by how they begin (`MY_*`), that workers on that cluster get. Those
+    that begin with HF_, NCCL_ and VLLM_ always travel."""
     gpus_per_worker: float = 0.0
     """GPUs that Ray reserves for each rollout worker; 0 is what its engine takes: `engine.tensor_parallel` where
     engines run on GPUs, and of a GPU that several share an even part."""

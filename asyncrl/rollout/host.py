@@ -39,6 +39,8 @@ class WorkerExit:
     """`exit code 1`, `signal SIGKILL`, what Ray says of a dead actor."""
     said: str = ""
     """The last line of its log, where that may lie on another machine; empty: look for it."""
+    log: tuple[str, ...] = ()
+    """The last lines of one that does."""
 
 
 class HostLostError(AsyncRLError, ConnectionError):

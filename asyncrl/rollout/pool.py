@@ -51,6 +51,8 @@ TURN_S = 0.5
 STEADY_S = 60.0
 """A worker that lived this long is restarted at once; one that dies young waits, longer each time."""
 MAX_DELAY_S = 10.0
+TAIL = 10
+"""Lines of a worker's log that are shown where it lies on another machine."""
 REAP_S = 5.0
 BEGUN = "ASYNCRL_POOL_BEGUN"
 """Environment variable: how often this pool was started anew because its own Ray was lost."""
@@ -119,6 +121,8 @@ class RolloutPool:
         lived_s = time.monotonic() - slot.started_at
         last = ended.said or last_line(slot.spec.log_path)
         why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last}"
+        if ended.log:
+            why += "\nThe end of its log, there:" + "".join(f"\n    {line}" for line in ended.log)
         log = f"Its log: {slot.spec.log_path}"
         if ended.code == EXIT_REFUSED:
             _tell(f"{why}\nA restart cannot help. {log}")
@@ -142,12 +146,17 @@ def restart_delay_s(restarts: int, lived_s: float) -> float:
 def last_line(log_path: str) -> str:
     """The last thing a worker wrote, which is its error if it had time for one."""
     try:
-        with open(log_path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
+        return (last_lines(log_path) or ["nothing logged"])[-1].strip()
     except OSError:
         return "no log on this machine"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing logged")
+
+
+def last_lines(log_path: str) -> list[str]:
+    """At most TAIL, of those that say something. Raises OSError: there is no such log."""
+    with open(log_path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line.rstrip() for line in lines if line.strip()][-TAIL:]
 
 
 def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
-from asyncrl.rollout.pool import absolute_paths, last_line, worker_environment
+from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
+from asyncrl.rollout.nodes import lines_on, refuse_lacking_nodes
+from asyncrl.rollout.pool import absolute_paths, last_lines, worker_environment
 from asyncrl.rollout.ray_health import RayHealth
 from asyncrl.rollout.reward_service import start_service
 from asyncrl.schema import Config
@@ -37,15 +40,21 @@ PLACE_TOLD_S = 30.0
 class RolloutWorkerActor:
     """One worker; a fresh actor, hence a fresh process, for every start."""
 
-    def placed(self) -> int:
-        return os.getpid()
+    def placed(self) -> str:
+        """The node it is on."""
+        return ray.get_runtime_context().get_node_id()
 
-    def run(self, payload: dict[str, Any]) -> tuple[int, str]:
+    def run(self, payload: dict[str, Any], luggage: Luggage) -> tuple[int, list[str]]:
         """Blocks for the life of the worker; returns its exit code, and what it said last in its log here."""
         spec = WorkerSpec(**payload)
-        os.environ.update(spec.environment)
+        os.environ.update(luggage.environment | spec.environment)
         die_with_parent(os.getppid())  # of a raylet that is killed Ray leaves the actors running
-        return run_worker_here(spec), last_line(spec.log_path)
+        with unpacked(luggage, spec.config) as settings:
+            code = run_worker_here(replace(spec, config=settings))
+        try:
+            return code, last_lines(spec.log_path)
+        except OSError:
+            return code, []
 
 
 @dataclass(slots=True)
@@ -53,9 +62,11 @@ class _Started:
     name: str
     actor: Any
     placed: Any
-    """Reference that is ready once the actor's process runs; None after it was."""
+    """Reference that is ready, with the node, once the actor's process runs; None after it was."""
     started_at: float
     told_at: float
+    log_path: str
+    node: str = ""
 
 
 class RayHost:
@@ -68,6 +79,7 @@ class RayHost:
             first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
             gave its GPUs back when it died might not get as many again.
         patience_s: longest time without a single worker that runs.
+        luggage: what workers on other nodes are given of this one.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class RayHost:
         gpus_per_worker: Callable[[int], float],
         processes_per_worker: int = 1,
         patience_s: float = 300.0,
+        luggage: Luggage | None = None,
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
@@ -113,17 +126,23 @@ class RayHost:
         self._services: list[Any] = []
         self._health = RayHealth(address)
         self._local, self._lost = not address, False
+        self._luggage, self._here = luggage or Luggage(), ray.get_runtime_context().get_node_id()
         self._patience_s, self._some_ran_at = patience_s, time.monotonic()
 
     def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> None:
         """Start a reward service that the workers will look for; see `reward_service`."""
-        self._services.append(start_service(reward, environment, of_set))
+        self._services.append(start_service(reward, environment, of_set, self._luggage))
+
+    @property
+    def gpus_per_worker(self) -> float:
+        return self._gpus
 
     def start(self, spec: WorkerSpec) -> None:
         actor = self._actor_class.options(**self._place(spec.name)).remote()
         placed = actor.placed.remote()
         now = time.monotonic()
-        self._running[actor.run.remote(asdict(spec))] = _Started(spec.name, actor, placed, now, now)
+        run = actor.run.remote(asdict(spec), self._luggage)
+        self._running[run] = _Started(spec.name, actor, placed, now, now, spec.log_path)
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
         try:
@@ -164,19 +183,29 @@ class RayHost:
 
     def _collect(self, reference: Any) -> WorkerExit:
         started = self._running.pop(reference)
+        self._note_place(started)
         try:
             code, said = ray.get(reference)
+            how = f"exit code {code}"
+            ray.kill(started.actor)
         except RayError as error:  # the actor's process died: killed, out of memory, node lost
-            return WorkerExit(name=started.name, code=EXIT_FAILED, how=_summary(error))
-        ray.kill(started.actor)
-        return WorkerExit(name=started.name, code=code, how=f"exit code {code}", said=said)
+            code, how = EXIT_FAILED, _summary(error)
+            said = lines_on(started.node, started.log_path) if started.node not in ("", self._here) else []
+        elsewhere = tuple(said) if started.node != self._here else ()
+        return WorkerExit(name=started.name, code=code, how=how, said=said[-1].strip() if said else "", log=elsewhere)
+
+    def _note_place(self, started: _Started) -> None:
+        """Where its process is, if it came so far."""
+        if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                started.node = ray.get(started.placed)
+            started.placed = None
 
     def _unplaced(self) -> list[WorkerExit]:
         """Say who waits for a place; give up when nobody has had one for `patience_s`."""
         now = time.monotonic()
         for started in self._running.values():
-            if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
-                started.placed = None
+            self._note_place(started)
         waiting = {ref: started for ref, started in self._running.items() if started.placed is not None}
         if len(waiting) < len(self._running):
             self._some_ran_at = now
@@ -210,7 +239,8 @@ def _summary(error: RayError) -> str:
 
 
 def make_host(config: Config) -> RayHost:
-    visible = visible_gpus()
+    """Raises ConfigError: there is no such cluster, or one of its nodes lacks what workers need there."""
+    visible, settings = visible_gpus(), absolute_paths(config_to_dict(config))
     host = RayHost(
         address=config.ray.address,
         workers=config.rollout.workers,
@@ -218,10 +248,17 @@ def make_host(config: Config) -> RayHost:
         gpus_per_worker=partial(gpus_per_engine, config),
         processes_per_worker=config.engine.tensor_parallel,
         patience_s=config.replay.wait_timeout_s,
+        luggage=pack(config, settings, os.environ) if config.ray.address else None,
     )
+    if config.ray.address:
+        try:
+            refuse_lacking_nodes(local_paths(settings), host.gpus_per_worker)
+        except ConfigError:
+            host.close()
+            raise
     if config.reward.host == "ray":
         environment = worker_environment(config)
-        host.serve_rewards(absolute_paths(config_to_dict(config))["reward"], environment)
+        host.serve_rewards(settings["reward"], environment)
         served = [config.reward]
         for each in eval_sets(config):
             if each.config.reward not in served:

@@ -7,8 +7,10 @@ of any other reward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from asyncrl.checks.rewards import at_once, reward_terms
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.pool import MODEL_START_TIMEOUT_S, RewardPool
 from asyncrl.rewards.score import Outcome, RewardScore
+from asyncrl.rollout.luggage import Luggage, unpacked
 from asyncrl.schema import RewardConfig
 from asyncrl.types import Completion
 
@@ -34,9 +37,10 @@ Scores = list[tuple[float, dict[str, float], tuple[float, ...]] | tuple[str, str
 class RewardService:
     """The actor. Its methods run on one event loop."""
 
-    def __init__(self, reward: dict[str, Any], environment: dict[str, str]) -> None:
-        os.environ.update(environment)
-        settings = RewardConfig(**reward)
+    def __init__(self, reward: dict[str, Any], environment: dict[str, str], luggage: Luggage) -> None:
+        os.environ.update(luggage.environment | environment)
+        self._unpacked = contextlib.ExitStack()  # for as long as this process lives
+        settings = RewardConfig(**self._unpacked.enter_context(unpacked(luggage, {"reward": reward}))["reward"])
         terms = reward_terms(settings)
         self._make_pool = partial(
             RewardPool, terms, workers=settings.workers, timeout_s=settings.timeout_s, at_once=at_once(settings)
@@ -145,15 +149,16 @@ def service_name(of_set: str = "") -> str:
     return f"reward-{ray.get_runtime_context().get_job_id()}{'-' * bool(of_set)}{of_set}"
 
 
-def start_service(reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> Any:
+def start_service(reward: dict[str, Any], environment: dict[str, str], of_set: str, luggage: Luggage) -> Any:
     """Start the actor in this Ray job; returns its handle before it is up.
 
     Args:
         reward: the fields of `RewardConfig`, local paths absolute.
         environment: variables that must stand before its processes import anything.
         of_set: see `SharedRewards`.
+        luggage: for its node; its keys are not needed there.
     """
     # No CPUs are reserved, as for the workers. Scoring twice does no harm, so a lost call is simply made again.
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": reward["gpus"], "max_concurrency": CONCURRENT_CALLS}
     actor_class = ray.remote(max_restarts=RESTARTS, max_task_retries=-1, **options)(RewardService)
-    return actor_class.options(name=service_name(of_set)).remote(reward, environment)
+    return actor_class.options(name=service_name(of_set)).remote(reward, environment, replace(luggage, keys={}))

@@ -33,12 +33,13 @@ class ScriptedHost:
         self.closed = False
 
     said = ""
+    log: tuple[str, ...] = ()
 
     def start(self, spec: WorkerSpec) -> None:
         self.starts.append((spec.name, spec.restart))
         if self.scripts[spec.name]:
             code = self.scripts[spec.name].pop(0)
-            self.ended.append(WorkerExit(name=spec.name, code=code, how="as scripted", said=self.said))
+            self.ended.append(WorkerExit(name=spec.name, code=code, how="as scripted", said=self.said, log=self.log))
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
         time.sleep(0.001)
@@ -115,6 +116,14 @@ def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path):
     log.write_bytes(b"first\nWireError: \xff broken\n\n  \n")
     assert last_line(str(log)).startswith("WireError:")
     assert last_line("/nowhere/worker.log") == "no log on this machine"
+
+
+def test_the_end_of_a_log_on_another_machine_is_told_with_the_death(capfd):
+    host = ScriptedHost({"a": [EXIT_REFUSED]})
+    host.said, host.log = "ConfigError: no", ("first", "ConfigError: no")
+    assert RolloutPool([spec("a")], host, max_restarts=3).run() == 1
+    said = capfd.readouterr().err
+    assert "pool: The end of its log, there:\npool:     first\npool:     ConfigError: no\n" in said
 
 
 def make_config(tmp_path: Path, **rollout) -> Config:
