@@ -253,6 +253,9 @@ class RolloutConfig:
     """Longest completion; what is cut there is `truncated` and has its reward all the same."""
     max_in_flight: int = 64
     """Groups being generated at once, over all workers; with `replay.admission=sample`, their members."""
+    autotune: bool = False
+    """Move `replay.pipeline_depth` (from what it says, within the bound) and `max_in_flight` (up to what it says) while
+    the run goes on, so that the learner is busy with tokens as fresh as can be. See docs/planning.md."""
     min_group_size: int = 0
     """Members that failed are made again alone, `max_attempts` times in all. A group that has this many by then is
     trained without the rest; with fewer it is dropped as `incomplete`. 0 asks for all members."""

@@ -31,7 +31,7 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.planner.calibration import LENGTHS, calibrate, read_run
-from asyncrl.planner.costs import Costs, Decode, Histogram
+from asyncrl.planner.costs import Costs, Decode, Histogram, LogNormal
 from asyncrl.planner.outcome import Measured, simulate
 from asyncrl.planner.simulation import Setup
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
@@ -64,6 +64,7 @@ class Case:
     groups: int = 4
     slower: float = 1.0
     """Factor of the learner's time."""
+    autotune: bool = False
 
     @property
     def name(self) -> str:
@@ -78,9 +79,22 @@ class Case:
             max_staleness=8,
             pipeline_depth=self.depth,
             max_in_flight=self.in_flight,
+            most_in_flight=self.in_flight if self.autotune else 0,
         )
         slots = max(1, -(-self.in_flight // self.workers))
         return Setup(settings=settings, engines=self.workers, slots=slots, max_sequences=MAX_SEQUENCES, ranks=1)
+
+
+def true_costs(case: Case) -> Costs:
+    """Those that are slept for."""
+    return Costs(
+        decode=Decode(((1, DECODE_S + SEQUENCE_S), (MAX_SEQUENCES, DECODE_S + SEQUENCE_S * MAX_SEQUENCES))),
+        lengths=LogNormal(MEAN, SIGMA, LONGEST, of_prompt=0.0),
+        step_s=case.slower * STEP_S,
+        token_s=case.slower * TOKEN_S,
+        sync_s=SYNC_S,
+        stall_s=STALL_S,
+    )
 
 
 CALIBRATED = (Case(2, 2, 4), Case(2, 2, 16))

@@ -217,6 +217,18 @@ REFUSED = [
         ["replay.order=ess goes by what the learner measured", "replay.max_times_sampled=2 or more"],
     ),
     (["replay.window=-1"], ["replay.window must be at least 0", "-1"]),
+    (
+        ["rollout.autotune=true", "replay.stale_policy=wait"],
+        ["rollout.autotune=true", "replay.stale_policy=wait says otherwise", "Leave it out"],
+    ),
+    (
+        ["rollout.autotune=true", "replay.max_staleness=0", "replay.pipeline_depth=0"],
+        ["replay.max_staleness=0 says otherwise", "replay.max_staleness=1 or more"],
+    ),
+    (
+        ["rollout.autotune=true", "replay.max_times_sampled=2"],
+        ["replay.max_times_sampled=2 says otherwise", "replay.max_times_sampled=1"],
+    ),
     (["replay.admission=prompt"], ["replay.admission", "prompt", "group, sample"]),
     (
         ["replay.admission=sample", "replay.window=9", "rollout.drop_zero_variance=true"],

@@ -98,7 +98,12 @@ def staleness_lines(config: Config) -> list[str]:
         f"hard bound: no token more than {config.replay.max_staleness} versions old is trained "
         f"(stale_policy={config.replay.stale_policy})",
     ]
-    if depth == 0:
+    if config.rollout.autotune:
+        lines.append(
+            f"rollout.autotune: the depth is moved between 0 and {config.replay.max_staleness}, the groups in flight "
+            f"between 1 and {config.rollout.max_in_flight}"
+        )
+    elif depth == 0:
         lines.append("pipeline_depth=0: rollouts and learner take turns; neither runs ahead of the other")
     if config.rollout.max_in_flight < groups:
         lines.append(

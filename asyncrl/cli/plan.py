@@ -20,7 +20,7 @@ from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.placement import WHOLE_SHARE
-from asyncrl.planner.calibration import RunMeasured, calibrate, read_run
+from asyncrl.planner.calibration import Row, RunMeasured, calibrate, read_run
 from asyncrl.planner.costs import Costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
@@ -33,6 +33,7 @@ from asyncrl.telemetry.report import read_metrics
 from asyncrl.telemetry.resumed import CONFIG_FILE
 
 GPUS, COST = "gpus", "cost."
+DEPTH, IN_FLIGHT = "autotune/pipeline_depth", "autotune/max_in_flight"
 LEARNERS = 24
 """Numbers of learner ranks that are looked at."""
 MANY = 3000
@@ -100,7 +101,7 @@ def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
 def setup_of(config: Config) -> Setup:
     """Of the settings as they are."""
     return Setup(
-        settings=AdmissionSettings.from_config(config),
+        settings=replace(AdmissionSettings.from_config(config), most_in_flight=0),  # what is planned stays as it is
         engines=config.rollout.workers,
         slots=slots_per_worker(config),
         max_sequences=config.engine.max_sequences,
@@ -128,7 +129,18 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
 def run_of(folder: Path) -> RunMeasured:
     """Raises RunFolderError."""
     config = load_config(with_files([str(folder / CONFIG_FILE)]))
-    return read_run(folder, setup_of(config), [dict(row) for row in read_metrics(folder)])
+    rows = [dict(row) for row in read_metrics(folder)]
+    return read_run(folder, *since_moved(setup_of(config), rows))
+
+
+def since_moved(setup: Setup, rows: Sequence[Row]) -> tuple[Setup, Sequence[Row]]:
+    """With `rollout.autotune`: what was in force at the end, and the steps under it."""
+    if not rows or DEPTH not in rows[-1]:
+        return setup, rows
+    names, last = (DEPTH, IN_FLIGHT), rows[-1]
+    moved = max((place for place, row in enumerate(rows) if any(row.get(n) != last[n] for n in names)), default=-1)
+    settings = replace(setup.settings, pipeline_depth=int(last[DEPTH]), max_in_flight=int(last[IN_FLIGHT]))
+    return replace(setup, settings=settings), rows[moved + 1 :]
 
 
 def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:

@@ -55,7 +55,8 @@ class SimulatedEngine:
         self.held_s = 0.0
         """In which its worker had a group."""
         self._held_since = 0.0
-        self.generated = 0
+        self.generated = 0.0
+        """Tokens sampled."""
         self._running: list[tuple[float, int, Member]] = []
         self._waiting: deque[Member] = deque()
         self._count = 0
@@ -91,7 +92,9 @@ class SimulatedEngine:
         if now <= self._at:
             return
         if self._running:
-            self._steps += (now - self._at) / self._pace[len(self._running)]
+            steps = (now - self._at) / self._pace[len(self._running)]
+            self._steps += steps
+            self.generated += steps * len(self._running)
         self._at = now
 
     def next_end(self) -> float | None:
@@ -121,7 +124,6 @@ class SimulatedEngine:
 
     def _count_tokens(self, member: Member) -> None:
         length, tokens = member.turns.pop(), member.group.tokens
-        self.generated += length
         place = bisect_right(self._loaded_at, member.started) - 1
         done = 0
         while place + 1 < len(self._loaded):

@@ -115,8 +115,10 @@ class Simulation:
         return sum(engine.held_s for engine in self.engines.values())
 
     @property
-    def generated(self) -> int:
-        """Tokens, of turns that are over."""
+    def generated(self) -> float:
+        """Tokens sampled."""
+        for engine in self.engines.values():
+            engine.advance(self.now)
         return sum(engine.generated for engine in self.engines.values())
 
     def _later(self, at: float, happens: Callable[[], None]) -> None:
@@ -269,6 +271,8 @@ class Simulation:
 
     def _trained(self, plan: StepPlan, waited: float) -> None:
         step, settings = plan.step, self.core.run.settings
+        if settings.most_in_flight:
+            self._beat()
         self.core.trained(step=step, policy_version=step + 1)
         self.core.commit(step)
         # A publication waits for the one before it, and the learner with it.
@@ -289,6 +293,12 @@ class Simulation:
         else:
             self._free()
         self._changed = True
+
+    def _beat(self) -> None:
+        """Workers tell what autotune asks."""
+        for engine in self.engines.values():
+            engine.advance(self.now)
+            self.core.heartbeat(engine.name, engine.name, {"generated_tokens": engine.generated})
 
     def _free(self) -> None:
         self._idle_since, self._changed = self.now, True

@@ -151,6 +151,9 @@ _TIME = (
     Metric(
         "idle/learner_s_<reason>", "s", "in which it could have trained and had no batch, for this reason", LOWER, True
     ),
+    Metric("autotune/pipeline_depth", "steps", "`replay.pipeline_depth` in force, with `rollout.autotune`"),
+    Metric("autotune/max_in_flight", "groups", "`rollout.max_in_flight` in force, with `rollout.autotune`"),
+    Metric("autotune/moves", "moves", "that the server made since its start; its log has their reasons", NEITHER, True),
     Metric("idle/replay", "share", "of the time since the step before, in which the replay server waited for messages"),
     Metric("idle/rollout", "share", "of the last seconds, in which workers had nothing to make", LOWER),
     Metric("idle/rollout_s", "s", "that all workers together had nothing to make", LOWER, True),

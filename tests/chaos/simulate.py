@@ -23,7 +23,6 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.rollouts import UnknownPeer
-from asyncrl.replay.journal.durable import plain
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, TrajectoryHeader
 
 from .virtual import HEARTBEAT_TIMEOUT_S, Client, Request, VirtualServer
@@ -278,7 +277,7 @@ class World(VirtualServer):
             by_sample=self.lots.random() < 0.3,
         )
         self.core.run.settings = self.settings
-        self.core.configure(plain(self.settings))
+        self.core.configure(self.settings.plain())
 
     def power_loss(self) -> None:
         super().power_loss()
@@ -348,7 +347,7 @@ class World(VirtualServer):
 
     def audit(self) -> Audit:
         """From the durable journal alone."""
-        run = {"settings": plain(self.began)}
+        run = {"settings": self.began.plain()}
         first = ev.Snapshotted(run, -1, ReplayCore(self.settings, lambda: 0.0).state.image(), ())
         return audit(enumerate([first, *self.journal[: self.durable]]))
 

@@ -14,7 +14,6 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.core.rollouts import UnknownPeer
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.journal.durable import plain
 from asyncrl.types import NO_VERSION, Assignment
 
 from .model import Model
@@ -114,7 +113,7 @@ class VirtualServer:
         self._watch(core.run)
         self.plant(core)
         if self.journal:
-            core.configure(plain(self.settings))
+            core.configure(self.settings.plain())
         else:  # a journal that begins anew begins with the settings of now
             self.began = self.settings
         core.take_over()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.cli.plan import as_object, feasible, sorted_out
+from asyncrl.cli.plan import as_object, feasible, setup_of, since_moved, sorted_out
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.planner.given import Given
@@ -102,3 +102,13 @@ def test_gpus_and_costs_are_told_from_settings() -> None:
 def test_what_is_not_simulated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *files(tmp_path), *COSTS, "gpus=4", "replay.admission=sample"]) == 2
     assert "replay.admission=group" in capsys.readouterr().err
+
+
+def test_of_a_run_that_was_tuned_the_steps_under_its_last_bounds_count(tmp_path: Path) -> None:
+    config = load_config([*files(tmp_path), "rollout.autotune=true", "rollout.max_in_flight=32"])
+    made = setup_of(config)
+    assert made.settings.most_in_flight == 0, "what is planned is not moved"
+    rows = [{"autotune/pipeline_depth": depth, "autotune/max_in_flight": 9.0} for depth in (0.0, 3.0, 0.0, 1.0, 1.0)]
+    found, last = since_moved(made, rows)
+    assert (found.settings.pipeline_depth, found.settings.max_in_flight, len(last)) == (1, 9, 2)
+    assert since_moved(made, [{"time/step": 1.0}]) == (made, [{"time/step": 1.0}])

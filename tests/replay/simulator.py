@@ -20,7 +20,6 @@ from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.order import SELECTORS
 from asyncrl.replay.core.rollouts import UnknownPeer
-from asyncrl.replay.journal.durable import plain
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
 from tests.replay.oracle import Oracle
 
@@ -447,7 +446,7 @@ class Simulation:
             self.settings = replace(self.settings, window=self._a_window(self.settings))
         self.settings = self._perhaps_by_sample(self.settings)
         self.oracle.settings = self.core.run.settings = self.settings
-        self.core.configure(plain(self.settings))
+        self.core.configure(self.settings.plain())
 
     def _undo(self, step: int, branch: bool) -> None:
         """Where the groups trained after `step` belong: planned again, or made again where no payload is left. On a

@@ -166,6 +166,9 @@ ELSEWHERE = {
     "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward"),
     "tests/learner/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
     "tests/losses/test_own.py": ("own/",),
+    "tests/replay/core/test_tuning.py": (
+        "autotune/pipeline_depth", "autotune/max_in_flight", "autotune/moves",
+    ),
     "tests/replay/core/test_curriculum.py": (
         "data/pass_rate_above", "data/pass_rate_below", "data/pass_rate_mean", "data/pass_rate_measured",
         "data/passed_over",

@@ -7,7 +7,8 @@ guarantee. Everything here is a pure function of numbers, so both gates can be r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from asyncrl.checks.sources import sources
 from asyncrl.drawing.curriculum import Curriculum
@@ -43,6 +44,9 @@ class AdmissionSettings:
     """New groups are admitted member by member."""
     curriculum: Curriculum | None = None
     """How prompts are chosen by what was measured; None: each at its turn."""
+    most_in_flight: int = 0
+    """With `rollout.autotune` the run's `rollout.max_in_flight`; `pipeline_depth` and `max_in_flight` are then what is
+    in force just now. 0: nothing moves them."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts", "max_times_sampled"):
@@ -88,6 +92,25 @@ class AdmissionSettings:
             min_group_size=config.rollout.min_group_size,
             by_sample=config.replay.admission == "sample",
             curriculum=curriculum_of(config.data),
+            most_in_flight=config.rollout.max_in_flight if config.rollout.autotune else 0,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As a journal keeps them."""
+        values = {**asdict(self), "stale_policy": self.stale_policy.value}
+        if self.curriculum is not None:
+            values["curriculum"]["weights"] = list(self.curriculum.weights)
+        return values
+
+    def as_tuned(self, before: Mapping[str, Any]) -> AdmissionSettings:
+        """These, with the depth and the groups in flight that autotune had found before the server was restarted, as
+        far as they are still allowed. `before` are `plain` ones, perhaps of an older version."""
+        if not self.most_in_flight or not before.get("most_in_flight"):
+            return self
+        return replace(
+            self,
+            pipeline_depth=min(int(before["pipeline_depth"]), self.max_staleness - self.bypass_steps),
+            max_in_flight=min(int(before["max_in_flight"]), self.most_in_flight),
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from asyncrl.errors import FencedError
 from asyncrl.replay.core import events as ev
@@ -17,6 +18,21 @@ from asyncrl.types import DropReason
 
 MAX_AGE = 64
 """Groups of `replay/inserted_age_<age>` that are older are in the last of them."""
+
+
+class Flight:
+    """Groups in flight, summed over the seconds."""
+
+    def __init__(self) -> None:
+        self._sum, self._count, self._since = 0.0, 0, 0.0
+
+    def note(self, now: float, count: int) -> None:
+        """From here on so many are in flight."""
+        self._sum, self._since = self.until(now), now
+        self._count = count
+
+    def until(self, now: float) -> float:
+        return self._sum + self._count * (now - self._since)
 
 
 class Run:
@@ -36,6 +52,7 @@ class Run:
         self.workers = Workers(heartbeat_timeout_s)
         self.evaluations = Evaluations(settings.max_attempts)
         self.meter = Meter(clock())
+        self.flight = Flight()
         self.paused = ""
         """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
         self.shards_paused = ""
@@ -53,6 +70,15 @@ class Run:
         if self._journal is not None:
             self._journal(event)
         self.state.apply(event)
+        if self.settings.most_in_flight:
+            self.flight.note(self.clock(), self.state.in_flight)
+
+    def allow(self, *, pipeline_depth: int, max_in_flight: int) -> None:
+        """From here on admission goes by these; a journal keeps them."""
+        settings = replace(self.settings, pipeline_depth=pipeline_depth, max_in_flight=max_in_flight)
+        self.record(ev.Configured(settings.plain()))
+        self.settings = settings
+        self.workers.revision += 1  # every worker's share of the window is another one
 
     def refuse_replaced(self, peer: str, incarnation: str) -> None:
         """Raises FencedError when a newer incarnation of this peer has said hello."""

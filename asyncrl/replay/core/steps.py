@@ -18,6 +18,7 @@ from asyncrl.replay.core.run import Run
 from asyncrl.replay.core.siblings import Group, groups_of
 from asyncrl.replay.core.space import Space
 from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.tuning import Autotune
 from asyncrl.replay.protocol import Restored, TrainedReply
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
@@ -32,6 +33,7 @@ class Steps:
         """Evaluation results that were given to the learner last."""
         self._handed_to = ("", -1)
         """Incarnation and number of the request they answered."""
+        self._autotune = Autotune(run)
 
     def restore(
         self,
@@ -67,6 +69,7 @@ class Steps:
         again = remembered and same and not branch
         self._run.record(ev.Restored(number, policy_version, incarnation, settings, again))
         self._run.meter.restore(number)
+        self._autotune.interrupted()
         self._run.evaluations.cancel()
         self._last_trained, self._handed_out = None, ()
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
@@ -180,7 +183,7 @@ class Steps:
             self._run.record(ev.Reused(tuple(again)))
         self._space.make_room()
         staleness = self._run.meter.train(plan, before)
-        metrics = self._run.metrics() | staleness
+        metrics = self._run.metrics() | staleness | self._autotune.trained(plan)
         reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
         return reply

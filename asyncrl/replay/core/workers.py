@@ -3,6 +3,7 @@ hellos."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from asyncrl.replay.protocol import Member
@@ -39,6 +40,10 @@ class Worker:
     """Those of `KEPT`; cumulative, since its start."""
     moved: float = 0.0
     """Clock of its last progress, or of its arrival."""
+    told: float = -math.inf
+    """Clock of its last heartbeat."""
+    pace: float = 0.0
+    """Tokens per second that it generated between its last two."""
 
 
 class Workers:
@@ -115,7 +120,17 @@ class Workers:
         if counted_before and not worker.stats:
             for name, value in stats.items():
                 self._past_stats[name] = self._past_stats.get(name, 0.0) - value
-        worker.stats = stats
+        known = worker.stats.get("generated_tokens")
+        if known is not None and now > worker.told:
+            worker.pace = max(0.0, stats.get("generated_tokens", 0.0) - known) / (now - worker.told)
+        worker.stats, worker.told = stats, now
+
+    def generated(self, now: float) -> float:
+        """Tokens by now: as told, and since then at the pace before."""
+        lately = sum(
+            worker.pace * min(now - worker.told, self.timeout_s) for worker in self.live.values() if worker.pace
+        )
+        return self.total("generated_tokens") + lately
 
     def _retire(self, worker: Worker) -> None:
         for name, value in worker.stats.items():

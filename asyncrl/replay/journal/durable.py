@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import JournalError
@@ -69,7 +69,7 @@ def recover(
     newest = chain[-1]
     state = ReplayState()
     places = dict(zip(newest.snapshot.places[::2], newest.snapshot.places[1::2], strict=True))
-    end = position_of(newest.number, 0)
+    end, run = position_of(newest.number, 0), newest.snapshot.run
     for record in scan(disk, newest.number):
         end = record.end
         event = decode_record(record) if record.body else None
@@ -80,6 +80,8 @@ def recover(
         if isinstance(event, ev.Snapshotted):
             for group in places:
                 state.ledger.entries[group].payload = IN_JOURNAL
+        elif isinstance(event, ev.Configured):
+            run = {**run, "settings": event.settings}
         elif isinstance(event, ev.Inserted):
             places[event.header.group_id] = record.position
     if left_out(disk, end):
@@ -92,7 +94,7 @@ def recover(
     disk.sync(segment_name(newest.number))  # Found does not mean durable: a killed process leaves it in the page cache.
     stored = {group: entry for group, entry in state.ledger.entries.items() if entry.payload is not None}
     _attach(disk, state, places, max_bytes)
-    return Recovered(run=newest.snapshot.run, state=state, end=end, places={group: places[group] for group in stored})
+    return Recovered(run=run, state=state, end=end, places={group: places[group] for group in stored})
 
 
 def _attach(disk: Disk, state: ReplayState, places: dict[int, int], max_bytes: int) -> None:
@@ -151,7 +153,9 @@ def open_core(
     started = time.perf_counter()
     found = recover(disk, replayed, max_bytes)
     state = found.state if found else ReplayState()
-    identity = {**run, "settings": plain(settings)}
+    if found:
+        settings = settings.as_tuned(found.run["settings"])
+    identity = {**run, "settings": settings.plain()}
     if found:
         identity |= {name: found.run[name] for name in ("run_id", "boot")}
         _tell(found, run, time.perf_counter() - started)
@@ -183,15 +187,9 @@ def _tell(found: Recovered, run: dict[str, Any], seconds: float) -> None:
 def _recorder(writer: Journal, listener: Listener | None) -> Listener:
     def record(event: ev.Event) -> None:
         writer.append(event)
+        if isinstance(event, ev.Configured):
+            writer.run = {**writer.run, "settings": event.settings}  # what the head of the next segment says
         if listener is not None:
             listener(event)
 
     return record
-
-
-def plain(settings: AdmissionSettings) -> dict[str, Any]:
-    """As a journal keeps them."""
-    values = {**asdict(settings), "stale_policy": settings.stale_policy.value}
-    if settings.curriculum is not None:
-        values["curriculum"]["weights"] = list(settings.curriculum.weights)
-    return values

@@ -9,7 +9,7 @@ from asyncrl.replay.audit.report import audit
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.buffer import IN_JOURNAL
 from asyncrl.replay.core.state import ReplayState
-from asyncrl.replay.journal.durable import open_core, plain
+from asyncrl.replay.journal.durable import open_core
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 from tests.replay.helpers import Clock, header, settings
@@ -128,12 +128,12 @@ def test_a_branch_makes_its_batches_anew_of_its_own_size() -> None:
 def test_the_audit_judges_each_step_by_the_settings_in_force() -> None:
     events: list[ev.Event] = []
     play = Play(groups_per_step=3, max_staleness=4, pipeline_depth=2, journal=events.append)
-    first = ev.Snapshotted({"settings": plain(play.core.run.settings)}, -1, ReplayState().image(), ())
+    first = ev.Snapshotted({"settings": play.core.run.settings.plain()}, -1, ReplayState().image(), ())
     for _ in range(3):
         play.whole_step()
     smaller = replace(play.core.run.settings, groups_per_step=1, max_staleness=2)
     play.core.run.settings = smaller
-    play.core.configure(plain(smaller))
+    play.core.configure(smaller.plain())
     back_to(play, 1, 2, settings="smaller")
     train_again(play, 2)
     history = [first, *events]

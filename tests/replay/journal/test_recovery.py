@@ -9,7 +9,7 @@ import pytest
 from asyncrl.errors import JournalError
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.journal.durable import open_core, plain, recover
+from asyncrl.replay.journal.durable import open_core, recover
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.replay.journal.recovery import read_history, unfinished_run
 from asyncrl.replay.journal.segments import segment_name, segment_numbers
@@ -60,15 +60,15 @@ def test_settings_that_only_a_segments_head_tells_are_in_the_history() -> None:
     # Power fails when the head of the next server's segment is durable, and what it says next is not.
     found = recover(lost)
     assert found is not None
-    identity = {**RUN, "settings": plain(smaller)}
+    identity = {**RUN, "settings": smaller.plain()}
     Journal(lost, journal, identity, found.state, found.end, found.places).write_batch()
     for disk in (lost, kept):
         core, writer = open_core(disk, smaller, Clock(), journal=journal, run=RUN)
         core.publish(policy_version=0, parent=-1)
         writer.write_batch()
         history = [event for _, event in read_history(disk)]
-        assert history.count(ev.Configured(plain(smaller))) == 1
-        assert history.index(ev.Configured(plain(smaller))) < history.index(ev.Published(0, -1))
+        assert history.count(ev.Configured(smaller.plain())) == 1
+        assert history.index(ev.Configured(smaller.plain())) < history.index(ev.Published(0, -1))
 
 
 def test_of_a_damaged_journal_nobody_says_that_its_run_is_over() -> None:
