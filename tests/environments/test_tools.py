@@ -167,6 +167,18 @@ async def test_a_tool_that_ends_its_process_is_one_result(tools: Tools, how: str
 
 
 @one_loop
+async def test_a_session_that_ended_early_is_not_killed_again_when_its_number_may_be_a_stranger_s(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, kill = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), kill(group, number)))
+    session = await functions_of(tools).host.open()
+    done, _ = await session.call("fail", {"how": "exit"}, 60.0)
+    session.kill()
+    assert not done and len(killed) == 1
+
+
+@one_loop
 async def test_a_tool_that_hangs_is_killed_with_all_that_it_started(tools: Tools) -> None:
     before = set(psutil.Process().children(recursive=True))
     functions = functions_of(tools)

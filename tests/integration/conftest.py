@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -38,25 +39,28 @@ class LocalRun:
     directory: Path
     process: subprocess.Popen[str]
     output: Path
-    seen: set[int] = field(default_factory=set)
+    seen: set[psutil.Process] = field(default_factory=set)
+    """Not their numbers: those of the first ones are given to strangers before a long run ends, and they are killed."""
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Of a file of the run folder, without a last one that is being written. Of the metrics: trained steps."""
-        path = self.directory / f"{name}.jsonl"
-        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-        return [row for row in rows if name != "metrics" or not is_evaluation(row)]
+        """Of a file of the run folder. Of the metrics: trained steps."""
+        return [row for row in self._rows(name) if name != "metrics" or not is_evaluation(row)]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of the metrics, in the order in which they came."""
-        rows = (json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines())
-        return [row for row in rows if is_evaluation(row)]
+        return [row for row in self._rows("metrics") if is_evaluation(row)]
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Without a last one that is being written."""
+        path = self.directory / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def descendants(self, matching: str = "") -> list[psutil.Process]:
         try:
             processes = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        self.seen.update(process.pid for process in processes)
+        self.seen.update(processes)
         found = []
         for process in processes:
             try:
@@ -99,11 +103,9 @@ class LocalRun:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        for pid in self.seen:
-            try:
-                psutil.Process(pid).kill()
-            except psutil.NoSuchProcess:
-                continue
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # psutil looks whether it still is the one that was seen
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,8 @@ class Deaths:
         old = run.rows()[-1]["step"]
         again = runs.start(self.HOST, resume="auto")
         again.wait_for_step(old + 3, PATIENCE_S)
+        # What is trained is printed a moment later.
+        until(lambda: re.search(r"^step \d+ ", again.output.read_text(), re.MULTILINE), again, "no step was printed")
         shown = again.output.read_text()
         (step,) = map(int, re.findall(r"^resumed from step (\d+)$", shown, re.MULTILINE))
         printed = [int(number) for number in re.findall(r"^step (\d+) ", shown, re.MULTILINE)]

@@ -155,12 +155,13 @@ class Session:
             return False, f"Error: {said}"
 
     def kill(self) -> None:
-        """SIGKILL for it and all that it started."""
+        """SIGKILL for it and all that it started. Once: at the end of its episode its number may be a stranger's."""
         self.dead = True
         self._writer.close()
-        if self._pid:
+        pid, self._pid = self._pid, 0
+        if pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
 
     async def _frame(self) -> list[Any]:
         """Raises ConnectionError when it is gone, WireError for what is no frame."""
