@@ -265,8 +265,8 @@ def test_parameters_are_counted_from_the_headers_alone(tmp_path: Path) -> None:
 def test_adapters_are_counted_by_the_layers_they_are_for() -> None:
     matrices = {"model.layers.0.mlp.up_proj": (8, 3), "model.layers.0.self_attn.q_proj": (3, 3)}
     size = ModelSize(parameters=100, kv_values_per_token=1, shapes={}, sizes=None, matrices=matrices)
-    assert size.adapters(2, []) == 2 * (8 + 3) + 2 * (3 + 3)
-    assert size.adapters(2, ["q_proj"]) == size.adapters(1, ["0.self_attn.q_proj"]) * 2 == 12
+    assert size.trained(2, []) == 2 * (8 + 3) + 2 * (3 + 3)
+    assert size.trained(2, ["q_proj"]) == size.trained(1, ["0.self_attn.q_proj"]) * 2 == 12
 
 
 def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:

@@ -47,9 +47,7 @@ def memory_lines(config: Config) -> list[str]:
             *lines,
             f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
         ]
-    count = model.parameters
-    if config.model.lora_rank > 0:
-        count = model.adapters(config.model.lora_rank, config.model.lora_targets)
+    count = model.trained(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
     lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model.parameters)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
@@ -82,9 +80,7 @@ def rank_bytes(config: Config, model: ModelSize) -> float:
 
 def engine_bytes(config: Config, model: ModelSize) -> int:
     """Weights, staging and one sequence of the longest: less, and an engine can make none."""
-    count = model.parameters
-    if config.model.lora_rank > 0:
-        count = model.adapters(config.model.lora_rank, config.model.lora_targets)
+    count = model.trained(config.model.lora_rank, config.model.lora_targets)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     width = BYTES[config.engine.dtype]
     return width * (model.parameters + count + longest * model.kv_values_per_token)
@@ -95,11 +91,11 @@ def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
     ranks = dims.shards
     cut = on_one_of(model.shapes, dims.tensor)
-    shapes, whole, rows = list(cut.values()), model.parameters, list[tuple[int, str]]()
+    whole = model.trained(config.model.lora_rank, config.model.lora_targets)
+    shapes, rows = list(cut.values()), list[tuple[int, str]]()
     if config.model.lora_rank > 0:
         base = held(shapes, ranks, width=width, trained=False).weights
         rows.append((base, f"frozen base ({model.parameters:,} parameters), and for adapters:"))
-        whole = model.adapters(config.model.lora_rank, config.model.lora_targets)
         shapes = [(whole,)]
     mine, computing = held(shapes, ranks), on_one_of(model.shapes, dims.tensor, computing=True)
     # Of adapters those that compute together cut the half alone: counted as if nothing.

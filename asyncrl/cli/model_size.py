@@ -27,8 +27,11 @@ class ModelSize:
     matrices: Mapping[str, tuple[int, int]]
     """[out, in] of the weights in the blocks, by the name of their layer; without experts."""
 
-    def adapters(self, rank: int, targets: Sequence[str]) -> int:
-        """Parameters of LoRA adapters: an estimate, since only the model itself knows which layers are linear."""
+    def trained(self, rank: int, targets: Sequence[str]) -> int:
+        """All parameters; with a rank of LoRA those of the adapters: an estimate, since only the model itself knows
+        which layers are linear."""
+        if rank == 0:
+            return self.parameters
         chosen = (
             shape
             for name, shape in self.matrices.items()

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from asyncrl.checks.learner import early_groups
@@ -239,28 +238,24 @@ def changed_by(config: Config, recorded: Config) -> list[str]:
 def weights_apart(run: Path, again: Path) -> float:
     """Norm of the difference of two exports over that of the first, one tensor after the other. Raises AsyncRLError:
     they have other tensors."""
-    ours, theirs = (
-        {name: file for file in sorted(folder.glob("*.safetensors")) for name in names_in(file)}
-        for folder in (run, again)
-    )
-    if ours.keys() != theirs.keys():
-        raise AsyncRLError(f"{run} and {again} have other tensors: they are models of different shape")
-    apart = size = 0.0
-    for name, file in ours.items():
-        one, other = (tensor_of(each, name) for each in (file, theirs[name]))
-        apart += float((one - other).square().sum())
-        size += float(one.square().sum())
+    with ExitStack() as opened:
+        ours, theirs = (
+            {
+                name: file
+                for path in sorted(folder.glob("*.safetensors"))
+                for file in [opened.enter_context(safe_open(str(path), framework="pt"))]
+                for name in file.keys()  # noqa: SIM118 (not a dict)
+            }
+            for folder in (run, again)
+        )
+        if ours.keys() != theirs.keys():
+            raise AsyncRLError(f"{run} and {again} have other tensors: they are models of different shape")
+        apart = size = 0.0
+        for name in ours:
+            one, other = (each[name].get_tensor(name).double() for each in (ours, theirs))
+            apart += float((one - other).square().sum())
+            size += float(one.square().sum())
     return (apart / size) ** 0.5 if size else 0.0
-
-
-def names_in(file: Path) -> list[str]:
-    with safe_open(str(file), framework="pt") as opened:
-        return list(opened.keys())
-
-
-def tensor_of(file: Path, name: str) -> torch.Tensor:
-    with safe_open(str(file), framework="pt") as opened:
-        return opened.get_tensor(name).double()
 
 
 def report(run: Path, folder: Path, changed: Sequence[str]) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.ranks import data_ranks
-from asyncrl.learner.sharding import shards_of
+from asyncrl.learner.sharding import local, shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -114,12 +113,12 @@ def apply_update(
     One all-reduce of two numbers makes every rank decide the same.
     """
     whole = [p.grad for p in parameters if p.grad is not None]
-    gradients = [_local(gradient) for gradient in whole]
+    gradients = [local(gradient) for gradient in whole]
     world = dist.get_world_size() if dist.is_initialized() else 1
     squares = torch.zeros((), dtype=torch.float64, device=loss.device)
     alike: dict[int, list[Tensor]] = {}
-    for gradient, local in zip(whole, gradients, strict=True):
-        alike.setdefault(_copies(gradient, world), []).append(local)
+    for gradient, part in zip(whole, gradients, strict=True):
+        alike.setdefault(_copies(gradient, world), []).append(part)
     for copies, parts in sorted(alike.items()):
         squares = squares + get_total_norm(parts).double().square() / copies
     # Ranks that have the same sequences have the same loss of them.
@@ -145,11 +144,6 @@ def apply_update(
 def _copies(gradient: Tensor, world: int) -> int:
     """Ranks that have the same shard of it: each of them adds it to the sum over all."""
     return world // shards_of(gradient)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's shard, sharing memory with the DTensor."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 class NonFiniteGuard:

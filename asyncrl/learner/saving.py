@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.learner.sharding import local
 from asyncrl.weights.publishing.copying import CopyStream
 
 HOST = torch.device("cpu")
@@ -60,7 +61,7 @@ def _copied(value: Any, held: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if isinstance(held, Tensor) and _alike(held, value):
-        _local(held).copy_(_local(value))
+        local(held).copy_(local(value))
         return held
     return value.detach().to("cpu", copy=True)
 
@@ -72,10 +73,6 @@ def _alike(held: Tensor, value: Tensor) -> bool:
     elif isinstance(held, DTensor) or isinstance(value, DTensor):
         return False
     return (held.shape, held.dtype) == (value.shape, value.dtype)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class BackgroundSave:

@@ -31,6 +31,11 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(kept)]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory with the DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def shards_of(tensor: Tensor) -> int:
     """Into how many different parts `tensor` is cut; other ranks have copies of them."""
     if not isinstance(tensor, DTensor):
@@ -56,7 +61,7 @@ def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
             continue
         dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
         ranges[dim] = _part(ranges[dim], mesh.size(i), coordinate[i])
-    return tensor.to_local(), ranges
+    return local(tensor), ranges
 
 
 def _part(whole: Range, parts: int, number: int) -> Range:

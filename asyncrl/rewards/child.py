@@ -30,7 +30,7 @@ from asyncrl.rewards.filters import FinishedGroup, make_filter
 from asyncrl.rewards.loader import make_reward
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, begin_place, end_call, pack_frame
-from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.log_stream import take_pipes
 
 READ_BYTES = 1 << 20
 FLUSH_S = 0.005
@@ -80,7 +80,7 @@ KINDS = {"reward": reward_answers, "filter": filter_answers}
 
 
 def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int, parent_pid: int) -> int:
-    calls_fd, results_fd = _take_pipes()
+    calls_fd, results_fd = take_pipes()
     make_streams_plain()
     # A reward stuck inside C code never sees the closed pipe: without this it would outlive a killed worker.
     die_with_parent(parent_pid)
@@ -195,17 +195,6 @@ def _answer(call: Callable[[], Any]) -> Any:
 
 def failure_text(error: Exception) -> str:
     return str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Move the pipes off descriptors 0 and 1, so that a `print` in user code cannot corrupt the stream of results."""
-    calls_fd, results_fd = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    keep_logging()  # or a `print` in user code would fail its reward on a full disk
-    return calls_fd, results_fd
 
 
 def _write(fd: int, data: bytes) -> None:

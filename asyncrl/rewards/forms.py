@@ -46,9 +46,9 @@ def adapt_reward(function: Function, name: str, clock: CallClock = UNTIMED) -> G
     """Wrap any understood form. Raises ConfigError if the function could never be called."""
     parameters = inspect.signature(function).parameters
     if {"solution_str", "ground_truth"} <= parameters.keys():
-        return _adapt_verl(function, name, parameters, clock)
+        return _adapt_verl(function, name, parameters, clock, batch=False)
     if {"solution_strs", "ground_truths"} <= parameters.keys():
-        return _adapt_verl_batch(function, name, parameters, clock)
+        return _adapt_verl(function, name, parameters, clock, batch=True)
     # Ours names completion_ids for one completion; TRL's beside `completions`, or alone with **kwargs.
     if "completions" in parameters or (parameters.keys() & set(IDS) and "completion" not in parameters):
         return _adapt_trl(function, name, parameters, clock)
@@ -82,28 +82,18 @@ def _adapt_ours(function: Function, name: str, parameters: Parameters, clock: Ca
     return score
 
 
-def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
+def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: CallClock, *, batch: bool) -> GroupReward:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     def score(call: Call) -> Any:
         source, truth, extra = _verl_columns(call.row, name)
+        texts, size = call.completions, len(call.completions)
         given = {"data_source": source, "ground_truth": truth, "extra_info": extra}
+        given = {f"{key}s": [value] * size for key, value in given.items()} if batch else given
         given = {key: value for key, value in given.items() if takes_any or key in parameters}
-        texts = call.completions
-        return _score_each(lambda place: function(solution_str=texts[place], **given), len(texts), name, clock)
-
-    return score
-
-
-def _adapt_verl_batch(function: Function, name: str, parameters: Parameters, clock: CallClock) -> GroupReward:
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-    def score(call: Call) -> Any:
-        size = len(call.completions)
-        source, truth, extra = _verl_columns(call.row, name)
-        given = {"data_sources": [source] * size, "ground_truths": [truth] * size, "extra_infos": [extra] * size}
-        given = {key: value for key, value in given.items() if takes_any or key in parameters}
-        return _score_together(lambda: function(solution_strs=call.completions, **given), size, name, clock)
+        if batch:
+            return _score_together(lambda: function(solution_strs=texts, **given), size, name, clock)
+        return _score_each(lambda place: function(solution_str=texts[place], **given), size, name, clock)
 
     return score
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from asyncrl.checks.rewards import at_once, reward_terms
+from asyncrl.environments.base import Score
 from asyncrl.errors import RewardError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import Outcome
 from asyncrl.rollout.host import late_import
 from asyncrl.schema import Config
-from asyncrl.types import Completion
 
 
 class Rewards(Protocol):
-    async def score(
-        self,
-        completions: list[str],
-        row: dict[str, Any],
-        *,
-        sampled: Sequence[Completion] | None = None,
-        turns: Sequence[list[str]] | None = None,
-    ) -> list[Outcome]:
-        """One score per completion of one group, or why this one has none. Raises RewardError when none has one."""
-        ...
+    @property
+    def score(self) -> Score: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -35,14 +26,7 @@ class NoRewards(AbstractAsyncContextManager["NoRewards"]):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def score(
-        self,
-        completions: list[str],
-        row: dict[str, Any],
-        *,
-        sampled: Sequence[Completion] | None = None,
-        turns: Sequence[list[str]] | None = None,
-    ) -> list[Outcome]:
+    async def score(self, completions: list[str], row: dict[str, Any], **_: Any) -> list[Outcome]:
         raise RewardError(
             f"the environment asked for the scores of {len(completions)} completions, and reward.function is not "
             "set. Set it, or score in the environment"

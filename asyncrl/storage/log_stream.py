@@ -56,6 +56,18 @@ class LogStream(io.RawIOBase):
                 raise
 
 
+def take_pipes() -> tuple[int, int]:
+    """Standard input and output, moved off the descriptors 0 and 1: a `print` of user code goes to the log, and is no
+    answer. On a full disk it fails nothing (`keep_logging`)."""
+    taken = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    keep_logging()
+    return taken
+
+
 def keep_logging() -> None:
     """Where standard output or error is a file, let it hold lines back on a full disk; elsewhere change nothing."""
     for name in ("stdout", "stderr"):

@@ -34,7 +34,7 @@ from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, facts_of, links_to
 from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.names import shape_of
-from asyncrl.engines.vllm.receiver import SEAT
+from asyncrl.engines.vllm.receiver import SEAT, load_staged
 from asyncrl.engines.vllm.sibling import Sibling, check_request
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -85,11 +85,7 @@ class ServerEngine:
         self._max_length = 0
         self._closed = False
         self._loop = LoopThread("servers")
-        try:
-            self._loop.call(self._start(), PATIENCE_S + 4 * self._timeout_s)
-        except BaseException:
-            self._loop.close()
-            raise
+        self._loop.begin(self._start(), PATIENCE_S + 4 * self._timeout_s)
 
     @property
     def policy_version(self) -> int:
@@ -375,18 +371,13 @@ class ServerEngine:
             async with asyncio.timeout(4 * self._timeout_s):
                 await link.post("/pause", mode="keep", clear_cache=str(self._recompute).lower())
                 server.overtake()
-                await self._load_staged(server, policy_version)
+                why = await load_staged(link.call_workers)
+                if why:
+                    raise ServerGoneError(
+                        f"{server.url} could not load version {policy_version}, it stays paused: {why}"
+                    )
                 await link.post("/update_weight_version", {"new_version": label_of(self._run, policy_version)})
                 await link.post("/resume")
                 server.serves, server.version = True, policy_version
         finally:
             server.queue.open()
-
-    async def _load_staged(self, server: Server, policy_version: int) -> None:
-        """Twice at most: after a failed load the model is mixed, and only a whole one mends it."""
-        errors: list[str] = []
-        for _ in range(2):
-            errors = [error for error in await server.link.call_workers("asyncrl_load", ()) if error]
-            if not errors:
-                return
-        raise ServerGoneError(f"{server.url} could not load version {policy_version}, it stays paused: {errors[0]}")

@@ -30,7 +30,7 @@ from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
 from asyncrl.engines.vllm.client import VllmClient
 from asyncrl.engines.vllm.loop import LoopThread
-from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
+from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver, load_staged
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
@@ -98,11 +98,7 @@ class VllmEngine:
         async def start() -> VllmClient:
             return VllmClient(args, self._meter)
 
-        try:
-            self._client = self._loop.call(start(), START_TIMEOUT_S)
-        except BaseException:
-            self._loop.close()
-            raise
+        self._client = self._loop.begin(start(), START_TIMEOUT_S)
 
     @property
     def policy_version(self) -> int:
@@ -280,13 +276,9 @@ class VllmEngine:
             await self._client.abort(list(self._tokenless))
 
     async def _load_staged(self, policy_version: int) -> None:
-        """Twice at most: after a failed load the model is mixed, and only a whole one mends it."""
-        errors: list[str] = []
-        for _ in range(2):
-            errors = [error for error in await self._client.call_workers("asyncrl_load", ()) if error]
-            if not errors:
-                return
-        raise EngineDiedError(f"version {policy_version} could not be loaded, its weights are mixed: {errors[0]}")
+        why = await load_staged(self._client.call_workers)
+        if why:
+            raise EngineDiedError(f"version {policy_version} could not be loaded, its weights are mixed: {why}")
 
     def _check_request(self, request: GenerateRequest) -> None:
         if self._closed:

@@ -38,6 +38,14 @@ class LoopThread:
             future.cancel()
             raise EngineDiedError(f"vLLM's processes gave no answer for {timeout_s:g} s") from None
 
+    def begin(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """`call`, after whose failure nobody is left to close this."""
+        try:
+            return self.call(coroutine, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)

@@ -27,7 +27,7 @@ from asyncrl.family import die_with_parent
 from asyncrl.own_code import load_function
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
-from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.log_stream import take_pipes
 
 SETTING = "environment.args.functions"
 READ_BYTES = 1 << 16
@@ -84,7 +84,8 @@ def _as_text(answer: Any) -> str:
 
 
 def main(functions: Sequence[str], control_fd: int, parent_pid: int) -> int:
-    _leave_the_pipes()
+    for pipe in take_pipes():
+        os.close(pipe)
     make_streams_plain()
     die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -124,15 +125,6 @@ def _session(box: Toolbox, link: socket.socket, host_pid: int) -> None:
         pass
     finally:
         os._exit(0)  # not sys.exit: what the host has open is the host's
-
-
-def _leave_the_pipes() -> None:
-    """A `print` of a tool goes to the worker's log."""
-    os.dup2(2, 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    keep_logging()
 
 
 if __name__ == "__main__":

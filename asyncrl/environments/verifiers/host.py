@@ -34,6 +34,7 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from asyncrl.errors import ConfigError
+from asyncrl.storage.log_stream import take_pipes
 
 NO_KEY = "ASYNCRL_HAS_NO_KEY"
 """An environment variable that is not set: an episode is known by the `X-Session-ID` that verifiers sends."""
@@ -163,11 +164,7 @@ def say(out: int, said: bytes) -> None:
 
 
 async def main(settings: dict[str, Any]) -> int:
-    given, out = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # or what a taskset prints would be an answer
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    given, out = take_pipes()
     lines = asyncio.StreamReader(limit=LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(given, "rb", buffering=0)

@@ -8,7 +8,7 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.siblings import whole_groups
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.replay.core.workers import Worker, Workers
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, StalePolicy
 
 MOST_NAMED = 8
 """Workers in one sentence."""
@@ -50,7 +50,9 @@ def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Wo
         return "no_workers"
     if not state.held and not any(_is_ready(worker, state, settings) for worker in workers.live.values()):
         return "weights"
-    enough = len(state.buffer.waiting) >= settings.groups_per_step
+    # But for these, what is enough is sealed; to count groups after each member takes as long as to choose a batch.
+    may_hold = settings.window or settings.stale_policy is StalePolicy.WAIT
+    enough = may_hold and len(state.buffer.waiting) >= settings.groups_per_step
     if enough and settings.by_sample:
         in_flight = [*state.held.values(), *state.pending.values()]
         enough = len(whole_groups(state.buffer.waiting.values(), in_flight)[0]) >= settings.groups_per_step

@@ -55,7 +55,6 @@ class Outbox:
     """`clock`: the server's, or a standstill of its would count as the journal's."""
 
     def __init__(self, way_out: WayOut, journal: Promises | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.undeliverable = 0
         self._clock = clock
         self._way_out, self._journal = way_out, journal
         self._held: deque[_Held] = deque()
@@ -102,5 +101,4 @@ class Outbox:
             self._way_out.send(identity, frames)
         except (zmq.Again, zmq.ZMQError) as error:
             # Gone (EHOSTUNREACH) or not reading (EAGAIN).
-            self.undeliverable += 1
             log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)
