@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.chat.names import AUTO, RENDERERS
-from asyncrl.checks.dtypes import DTYPES
+from asyncrl.checks import values
 from asyncrl.checks.hints import join_problems, nearest
 from asyncrl.checks.learner import of_checkpoints
 from asyncrl.checks.machine import (
@@ -23,13 +21,12 @@ from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.settings import (
-    CHECKPOINT_KEEPS,
     one_device_for_all,
     resume_or_overwrite,
     run_name_is_a_folder_name,
 )
 from asyncrl.checks.sources import places
-from asyncrl.config import compose_settings
+from asyncrl.config import compose_settings, config_keys
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.sft.rows import eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
@@ -56,73 +53,28 @@ def _not_needed(node: Any) -> Iterator[str]:
         yield "data.path"
 
 
-def words(given: SftConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Settings that are words: key -> (value, choices)."""
-    return {
-        "model.renderer": (given.model.renderer, (AUTO, *RENDERERS)),
-        "model.checkpoint_keep": (given.model.checkpoint_keep, CHECKPOINT_KEEPS),
-        "model.dtype": (given.model.dtype, DTYPES),
-        "data.learn": (given.data.learn, ("every", "last")),
-        "data.overlong": (given.data.overlong, ("drop", "truncate_left", "truncate_right", "error")),
-        "learner.reduce_gradients": (given.learner.reduce_gradients, ("auto", "last", "each")),
-        "learner.schedule": (given.learner.schedule, ("constant", "linear", "cosine")),
-        "learner.keep_best_by": (given.learner.keep_best_by, ("max", "min")),
-    }
-
-
-def counts(given: SftConfig) -> dict[str, tuple[float, float]]:
-    """Settings that are numbers with a smallest value: key -> (value, smallest)."""
-    return {
-        "run.disk_patience_s": (given.run.disk_patience_s, 0),
-        "model.lora_rank": (given.model.lora_rank, 0),
-        "model.lora_alpha": (given.model.lora_alpha, 1),
-        "model.checkpoint_every": (given.model.checkpoint_every, 1),
-        "data.max_tokens": (given.data.max_tokens, 2),
-        "learner.ranks": (given.learner.ranks, 1),
-        "learner.replicas": (given.learner.replicas, 1),
-        "learner.sequence_parallel": (given.learner.sequence_parallel, 1),
-        "learner.tensor_parallel": (given.learner.tensor_parallel, 1),
-        "learner.rows_per_step": (given.learner.rows_per_step, 1),
-        "learner.steps": (given.learner.steps, 0),
-        "learner.max_tokens_per_microbatch": (given.learner.max_tokens_per_microbatch, 1),
-        "learner.warmup_steps": (given.learner.warmup_steps, 0),
-        "learner.weight_decay": (given.learner.weight_decay, 0),
-        "learner.max_nonfinite_steps": (given.learner.max_nonfinite_steps, 1),
-        "learner.save_every": (given.learner.save_every, 1),
-        "learner.keep_checkpoints": (given.learner.keep_checkpoints, 1),
-        "learner.keep_every": (given.learner.keep_every, 0),
-        "learner.export_every": (given.learner.export_every, 0),
-        "learner.max_restarts": (given.learner.max_restarts, 0),
-        "eval.every": (given.eval.every, 0),
-        "eval.rows": (given.eval.rows, 0),
-    }
-
-
-def above_zero(given: SftConfig) -> dict[str, float]:
-    return {
-        "learner.epochs": given.learner.epochs,
-        "learner.lr": given.learner.lr,
-        "learner.clip_norm": given.learner.clip_norm,
-        "learner.save_timeout_s": given.learner.save_timeout_s,
-    }
-
-
+KEYS = config_keys(SftConfig)
+ABOVE_ZERO = [*(key for key in values.ABOVE_ZERO if key in KEYS), "learner.epochs"]
+WORDS = {key: each for key, each in values.WORDS.items() if key in KEYS} | {"data.learn": ("every", "last")}
+SMALLEST = {key: least for key, least in values.SMALLEST.items() if key in KEYS and key not in ABOVE_ZERO} | {
+    "data.max_tokens": 2,
+    "learner.rows_per_step": 1,
+    "learner.steps": 0,
+    "learner.max_tokens_per_microbatch": 1,
+    "eval.rows": 0,
+}
+"""As of a run, where that has them too."""
 SAID = {"learner.device": "auto, cpu, cuda, cuda:N", "learner.beta2": "above 0, below 1"}
 """What the other rules allow, in words."""
 
 
 def allowed() -> dict[str, str]:
     """Key -> what it may be, for the settings whose own value is judged by a rule."""
-    given = SftConfig()
-    found = {key: ", ".join(choices) for key, (_, choices) in words(given).items()}
-    found |= {key: f"at least {smallest:g}" for key, (_, smallest) in counts(given).items()}
-    return found | dict.fromkeys(above_zero(given), "above 0") | SAID
+    return values.in_words(WORDS, SMALLEST, ABOVE_ZERO) | SAID
 
 
 def known_words(given: SftConfig) -> Problems:
-    for key, (value, choices) in words(given).items():
-        if value not in choices:
-            yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{nearest(value, choices)}"
+    yield from values.other_words(given, WORDS)
     device = given.learner.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         yield f"learner.device must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('cpu', 'cuda'))}"
@@ -132,13 +84,7 @@ def known_words(given: SftConfig) -> Problems:
 
 
 def numbers_in_range(given: SftConfig) -> Problems:
-    for key, (value, smallest) in counts(given).items():
-        if not smallest <= value < math.inf:  # as written it refuses NaN too
-            yield f"{key} must be at least {smallest}; got {value}"
-    for key, value in above_zero(given).items():
-        # An infinite clip_norm is a norm that is reported and never clipped.
-        if not 0 < value < math.inf and not (key == "learner.clip_norm" and value > 0):
-            yield f"{key} must be above 0 and finite; got {value}"
+    yield from values.out_of_range(given, SMALLEST, ABOVE_ZERO)
     if not 0 < given.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {given.learner.beta2}"
 

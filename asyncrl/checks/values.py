@@ -1,0 +1,105 @@
+"""What a setting may be by itself: one of some words, or a number from a smallest one on. Of a run, and of
+`asyncrl sft` as far as it has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+from asyncrl.chat.names import AUTO, RENDERERS
+from asyncrl.checks.dtypes import DTYPES
+from asyncrl.checks.hints import nearest
+from asyncrl.checks.problem import Problems
+from asyncrl.evaluation.answers import EXTRACTORS
+from asyncrl.placement import MODES
+from asyncrl.schema import RunSettings
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "model.renderer": (AUTO, *RENDERERS),
+    "model.dtype": DTYPES,
+    "data.overlong": ("drop", "truncate_left", "truncate_right", "error"),
+    "engine.name": ("vllm", "transformers", "server", "fake"),
+    "engine.dtype": DTYPES,
+    "advantage.estimator": (
+        *("group", "gdpo", "turns", "turns_by_number", "reinforce_pp"),
+        *("gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns", "own"),
+    ),
+    "advantage.baseline": ("mean", "loo", "opo", "greedy", "none"),
+    "advantage.std": ("none", "group", "batch"),
+    "eval.answer": (*EXTRACTORS, "none"),
+    "reward.metric": ("reward", "accuracy"),
+    "reward.host": ("worker", "ray"),
+    "rollout.host": ("ray", "process"),
+    "rollout.drop_truncated": ("never", "any", "all"),
+    "replay.stale_policy": ("mask", "drop", "wait"),
+    "replay.admission": ("group", "sample"),
+    "replay.order": ("fifo", "freshest", "prioritized", "uniform", "ess"),
+    "replay.durability": ("journal", "memory"),
+    "replay.journal.retain": ("none", "window", "all"),
+    "telemetry.on_alarm": ("continue", "stop"),
+    "weights.transport": ("broadcast", "files"),
+    "weights.senders": ("rank0", "all"),
+    "weights.delta": ("never", "always", "auto"),
+    "weights.backend": ("auto", "nccl", "gloo"),
+    "placement.mode": MODES,
+    "weights.on_update": ("keep", "recompute"),
+    "weights.wire_dtype": DTYPES,
+    "model.checkpoint_keep": ("nothing", "attention", "matmul"),
+    "learner.keep_best_by": ("max", "min"),
+    "learner.reduce_gradients": ("auto", "last", "each"),
+    "learner.schedule": ("constant", "linear", "cosine"),
+}
+AT_LEAST_0 = """
+    model.lora_rank reward.concurrency reward.gpus engine.max_model_len engine.record_topk engine.kv_cache_mb
+    rollout.min_group_size rollout.max_worker_restarts replay.max_staleness replay.window replay.group_timeout_s
+    replay.max_restarts replay.shards replay.journal.fsync_ms weights.verify_every weights.port placement.gpus
+    advantage.lam_alpha advantage.kl_coef advantage.kl_target critic.warmup_steps critic.value_clip learner.early_groups
+    learner.max_attention_per_microbatch learner.epochs learner.warmup_steps learner.weight_decay learner.keep_every
+    learner.export_every learner.max_restarts environment.timeout_s environment.max_tokens eval.every eval.temperature
+    eval.max_new_tokens telemetry.samples_per_step run.disk_patience_s ray.gpus_per_worker
+"""
+AT_LEAST_1 = """
+    model.lora_alpha model.checkpoint_every data.max_prompt_tokens reward.workers engine.max_sequences engine.threads
+    engine.tensor_parallel rollout.workers rollout.group_size rollout.max_new_tokens rollout.max_in_flight
+    rollout.max_attempts replay.max_times_sampled replay.journal.segment_mb replay.journal.window_mb weights.bucket_mb
+    advantage.c_bar learner.ranks learner.replicas learner.sequence_parallel learner.tensor_parallel
+    learner.groups_per_step learner.updates_per_batch learner.epochs_per_batch learner.steps learner.max_nonfinite_steps
+    learner.save_every learner.keep_checkpoints eval.rows eval.chunk eval.samples
+"""
+SMALLEST: dict[str, int] = {**dict.fromkeys(AT_LEAST_0.split(), 0), **dict.fromkeys(AT_LEAST_1.split(), 1)}
+ABOVE_ZERO = (
+    *("rollout.temperature", "reward.timeout_s", "replay.heartbeat_s", "replay.wait_timeout_s", "weights.timeout_s"),
+    *("advantage.kl_horizon", "critic.lr", "learner.lr", "learner.clip_norm", "learner.adam_eps"),
+    "learner.save_timeout_s",
+)
+
+
+def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Problems:
+    for key, choices in words.items():
+        value = attrgetter(key)(config)
+        if value not in choices:
+            yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{nearest(value, choices)}"
+
+
+def out_of_range(config: RunSettings, smallest: Mapping[str, float], above_zero: Iterable[str]) -> Problems:
+    for key, least in smallest.items():
+        value = attrgetter(key)(config)
+        if not least <= value < math.inf:  # as written it refuses NaN too
+            yield f"{key} must be at least {least}; got {value}"
+    for key in above_zero:
+        value = attrgetter(key)(config)
+        # An infinite clip_norm is a norm that is reported and never clipped.
+        if 0 < value < math.inf or (key == "learner.clip_norm" and value > 0):
+            continue
+        why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
+        yield f"{key} must be above 0 and finite{why}; got {value}"
+
+
+def in_words(
+    words: Mapping[str, tuple[str, ...]], smallest: Mapping[str, float], above_zero: Iterable[str]
+) -> dict[str, str]:
+    """Key -> what it may be."""
+    found = {key: ", ".join(choices) for key, choices in words.items()}
+    found |= {key: f"at least {least:g}" for key, least in smallest.items()}
+    return found | dict.fromkeys(above_zero, "above 0")
