@@ -47,8 +47,9 @@ class PlainStream:
 
 
 def make_streams_plain() -> None:
-    """Of this process, for good: what ends it is printed after everything else is over."""
-    if not isinstance(sys.stdout, PlainStream):
+    """Of this process, for good: what ends it is printed after everything else is over. One that was started without a
+    stream (`>&-`) has none, and what is printed goes nowhere."""
+    if sys.stdout is not None and not isinstance(sys.stdout, PlainStream):
         sys.stdout = cast(TextIO, PlainStream(sys.stdout))
-    if not isinstance(sys.stderr, PlainStream):
+    if sys.stderr is not None and not isinstance(sys.stderr, PlainStream):
         sys.stderr = cast(TextIO, PlainStream(sys.stderr))

@@ -54,6 +54,11 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly_and_a_run_with
     assert ("nobody reads its output" in capsys.readouterr().err) == (arguments[0] in COMMANDS)
 
 
+def test_a_command_that_was_started_without_a_stdout_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["metrics"]) == 0
+
+
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])
 @pytest.mark.parametrize(
     "experiment",

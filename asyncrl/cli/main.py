@@ -202,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     try:
         code = run(given)
-        sys.stdout.flush()  # here, or Python itself fails at it when all is over
+        if sys.stdout is not None:  # as with `>&-`
+            sys.stdout.flush()  # here, or Python itself fails at it when all is over
         return code
     except AsyncRLError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("asyncrl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
-        if error.errno == errno.EPIPE and _unread(sys.stdout.fileno()):
+        if error.errno == errno.EPIPE and sys.stdout is not None and _unread(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
             if given.command in (*COMMANDS, "sft"):
                 print("asyncrl: ended, since nobody reads its output any more. Send it to a file", file=sys.stderr)

@@ -198,12 +198,14 @@ class Spark:
     """A curve of one line: each letter is the mean of some values, as high as it lies between all of them."""
 
     LETTERS, WIDE, KEPT = "▁▂▃▄▅▆▇█", 40, 2000
+    MOST = 1e300
+    """Sums and differences of larger ones are no numbers any more; rewards are a user's."""
 
     def __init__(self) -> None:
         self._values: list[float] = []
 
     def add(self, value: float) -> None:
-        self._values.append(value)
+        self._values.append(min(self.MOST, max(-self.MOST, value)))
         if len(self._values) >= self.KEPT:  # of a long run every second one
             self._values = self._values[1::2]
 
@@ -241,8 +243,8 @@ class RunView:
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
-        self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_OF)
-        """Step and time of the last rows."""
+        self._recent: deque[float] = deque(maxlen=PACE_OF + 1)
+        """Seconds of the last steps. By the clock a night between a run and its resume would be one of them."""
         self._latest: dict[str, Any] = {}
         self._evaluations: dict[str, Course] = {}
         self._rewards, self._evaluated = Spark(), dict[str, Spark]()
@@ -293,8 +295,8 @@ class RunView:
         if not is_evaluation(row):
             if row["step"] < self._latest.get("step", 0):
                 self._recent.clear()  # a resume went back: the old pace says nothing about the new one
-            if isinstance(row.get("time"), int | float):
-                self._recent.append((row["step"], row["time"]))
+            if isinstance(seconds := row.get("time/step"), int | float):
+                self._recent.append(seconds)
             kept = {name: value for name, value in self._latest.items() if not BY_AGE.fullmatch(name)}
             self._latest = {**kept, **row}
             if row.get("reward/mean") is not None:
@@ -305,8 +307,8 @@ class RunView:
     def _eta(self) -> str:
         if len(self._recent) < 2:
             return "--"
-        (step, begin), (last, end) = self._recent[0], self._recent[-1]
-        return clock((end - begin) / max(1, last - step) * (self._steps - last))
+        _, *warm = self._recent  # of a young run the first waited for everything to start
+        return clock(statistics.fmean(warm) * (self._steps - self._latest["step"]))
 
     def _render(self) -> Group:
         step = self._latest.get("step", self._resumed)

@@ -6,7 +6,6 @@ consumes: the run folder, /proc · waits for: nothing; `look` is called about on
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ class WatchView(RunView):
         self._said: list[str] = []
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE)
         self._samples: list[dict[str, object]] = []
-        self._moved, self._times = now(), (math.inf, -math.inf)
+        self._moved, self._trained_s = now(), 0.0
         self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
         self._full: Seen | None = None
         self._waits: dict[tuple[str, float], str] = {}
@@ -162,14 +161,12 @@ class WatchView(RunView):
 
     def _take(self, row: Row) -> None:
         super()._take(row)
-        at = row.get("time")
-        if isinstance(at, int | float):
-            self._times = min(self._times[0], at), max(self._times[1], at)
+        seconds = row.get("time/step")
+        self._trained_s += seconds if isinstance(seconds, int | float) else 0.0
 
     def _elapsed(self) -> str:
-        """Of the run, from its first row to its last, and not of who watches."""
-        trained = clock(self._times[1] - self._times[0]) if self._latest else "0:00"
-        return f"trained for {trained}, last step {clock(self._now() - self._moved)} ago"
+        """Of the run, without the time in which it was not there, and not of who watches."""
+        return f"trained for {clock(self._trained_s)}, last step {clock(self._now() - self._moved)} ago"
 
     def say(self, text: str) -> None:
         alarm, at, _ = text.partition(" at step ")

@@ -89,7 +89,8 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
     folder, out = make_run(tmp_path / "run"), io.StringIO()
     ages = {"replay/in_flight": 5.0, "replay/inserted": 9.0, "replay/leased": 4.0, "replay/inserted_age_2": 9.0}
     rows: list[dict[str, object]] = [
-        {"step": step, "time": 100.0 + 10 * step, "reward/mean": step / 8, "staleness/hist_1": 0.25, **ages}
+        {"step": step, "time": 100.0 + 10 * step + 40_000 * (step > 6), "time/step": 10.0, "reward/mean": step / 8}
+        | {"staleness/hist_1": 0.25, **ages}  # resumed after a night
         for step in range(1, 9)
     ]
     rows[-2] |= {"staleness/hist_6": 0.75, "replay/inserted_age_7": 1.0}
@@ -101,7 +102,7 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
         view.look()
     shown = " ".join(out.getvalue().split())
     for part in (
-        "step 8/20 trained for 1:10, last step 0:00 ago left 2:00",
+        "step 8/20 trained for 1:20, last step 0:00 ago left 2:00",
         "1.000 ▁▂▃▄▅▆▇█",
         "by age 1: 25% queue",
         "5 groups being made, 9 wait, 4 planned",
@@ -111,7 +112,11 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
     assert "6: 75%" not in shown and "7: 1" not in shown, "of the row before"
 
 
-def test_a_curve_of_one_line_keeps_its_shape_however_long_it_is() -> None:
+def test_a_curve_of_one_line_keeps_its_shape_however_long_or_large_it_is() -> None:
+    huge = Spark()
+    for value in (-1.7e308, 0.0, *[1.7e308] * (Spark.WIDE - 2)):
+        huge.add(value)
+    assert str(huge)[0] < str(huge)[1] < str(huge)[2] == str(huge)[-1] == "█"
     spark = Spark()
     assert str(spark) == ""
     spark.add(0.5)

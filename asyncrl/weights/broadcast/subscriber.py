@@ -113,12 +113,13 @@ class BroadcastSubscriber(SubscriberThread):
     def _attend(self, store: dist.TCPStore) -> None:
         """Epoch after epoch with one publisher; returns when there is another, raises when it is gone."""
         while not self._closed.is_set():
-            if not self._receiver.width:  # in a seat of no ranks it could not answer, and everybody would wait for it
+            width = self._receiver.width  # asked once: the last of its processes may go at any time
+            if not width:  # in a seat of no ranks it could not answer, and everybody would wait for it
                 if self._look(wait_s=_LOOK_S):
                     return
                 store.check(["alive"])
                 continue
-            invite = self._say_hello(store)
+            invite = self._say_hello(store, width)
             if invite is None:
                 return
             if "refused" in invite:
@@ -152,10 +153,10 @@ class BroadcastSubscriber(SubscriberThread):
         finally:
             self._receiver.leave()
 
-    def _say_hello(self, store: dist.TCPStore) -> dict[str, Any] | None:
+    def _say_hello(self, store: dist.TCPStore, width: int) -> dict[str, Any] | None:
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
-        message = {"hello": self._hello, "width": self._receiver.width, "protocol": PROTOCOL}
+        message = {"hello": self._hello, "width": width, "protocol": PROTOCOL}
         introduce(store, self._me)
         post(store, hello_key(*self._me), message)
         store.add("hellos", 1)
