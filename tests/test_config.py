@@ -423,6 +423,7 @@ REFUSED = [
     (["rollout.group_size=null"], ["`rollout.group_size=null` is refused", "not Optional"]),
     (["run.name=a,b"], ["could not be read as `key=value`", "quotes"]),
     (["data.path=x(1).jsonl"], ["could not be read as `key=value`", "quotes"]),
+    (["loss=null"], ["`loss` takes the name of a file in configs/loss/, got 'null'"]),
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
     (["learner.lr=choice(1,2)"], ["could not be read as `key=value`", "'learner.lr=\"choice(1,2)\"'"]),
     (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),

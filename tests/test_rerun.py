@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.rerun import changed_by, name_of, rerun_config, written
+from asyncrl.cli.rerun import changed_by, main, name_of, rerun_config, written
 from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.replay.audit.rerun import read_surviving
@@ -79,6 +79,15 @@ def test_what_is_no_run_or_has_no_journal_is_refused(tmp_path: Path) -> None:
         rerun_config(tmp_path, [])
     with pytest.raises(JournalError, match="has no journal"):
         read_surviving(tmp_path / "journal")
+
+
+def test_ranks_are_not_started_and_no_folder_is_made_for_what_a_rerun_refuses(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(JournalError, match="has no journal"):
+        main(run, ["learner.ranks=2"])
+    assert not list(run.glob("rerun-*"))
 
 
 def test_names_and_values_are_written_as_one_would_type_them() -> None:

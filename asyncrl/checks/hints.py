@@ -110,6 +110,10 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     return next((other for other in known if by_last and other.rsplit(".", 1)[-1] == by_last[0]), "")
 
 
+NO_TEXT = ("null", "true", "false", "nan", "inf")
+"""What Hydra takes for something else than a name, and ends with a ValueError of its own where it wants one."""
+
+
 def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], groups: Sequence[str]) -> None:
     """Look at every `key=value` before Hydra does: it accepts new keys behind a `+`, and names no near miss.
 
@@ -126,7 +130,7 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
         elif not equals:
             problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
         elif key in groups:
-            if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value):  # a folder inside, as smoke/NAME
+            if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value) or value.lower() in NO_TEXT:  # as smoke/NAME
                 what = f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}."
                 problems.append(what + _of_ones_own(key, value))
         elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):

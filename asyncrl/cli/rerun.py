@@ -41,7 +41,7 @@ from asyncrl.learner.ranks import barrier
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.train import train
 from asyncrl.plain_text import make_streams_plain
-from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
+from asyncrl.replay.audit.rerun import History, RetainedReplay, read_surviving
 from asyncrl.schema import Config
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.metrics import MetricsLog
@@ -76,6 +76,7 @@ def main(run: Path, overrides: Sequence[str]) -> int:
     """
     config = rerun_config(run, overrides)
     if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        history_for(config, run / JOURNAL_DIR)  # refused by the ranks it would leave a folder behind
         return on_ranks(config, run, overrides)
     return as_one_rank(run, overrides)
 
@@ -188,13 +189,19 @@ def name_of(overrides: Sequence[str]) -> str:
     return f"{name[: LONGEST_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
 
-def train_again(config: Config, journal: Path, place: Place, backend: Backend, opened: ExitStack) -> None:
+def history_for(config: Config, journal: Path) -> History:
+    """Raises AsyncRLError: there is no whole journal, or it has fewer steps than are to be trained."""
     history = read_surviving(journal)
     if len(history.steps) < config.learner.steps:
         raise ConfigError(
             f"the journal has {len(history.steps)} trained steps: set learner.steps={len(history.steps)} at most (a "
             "schedule that ends at learner.steps then ends earlier than in the run)"
         )
+    return history
+
+
+def train_again(config: Config, journal: Path, place: Place, backend: Backend, opened: ExitStack) -> None:
+    history = history_for(config, journal)
     replay = RetainedReplay(
         journal,
         history,
