@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 def make_config(folder: Path, run: str, **model: object) -> Config:
     if not (folder / "model").exists():
-        tiny_checkpoint(folder / "model")
+        tiny_checkpoint(folder / "model", num_key_value_heads=2)
     return Config(
         run=RunConfig(dir=str(folder / run)),
         model=ModelConfig(path=str(folder / "model"), lora_rank=3, lora_alpha=6, **model),
