@@ -125,7 +125,7 @@ def imported(code: bytes) -> set[str]:
 
 def _beside(folder: Path, name: str) -> Iterable[Path]:
     alone = folder / f"{name}.py"
-    return [alone] if alone.is_file() else sorted((folder / name).rglob("*.py"))
+    return [alone] if alone.is_file() else sorted(each for each in (folder / name).rglob("*.py") if each.is_file())
 
 
 def local_paths(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -194,7 +194,9 @@ def _held(folder: Path) -> Iterator[None]:
 def _clear_away() -> None:
     """What killed workers of this user have left."""
     for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
-        with contextlib.suppress(OSError), mark.open() as file:
-            if mark.parent.lstat().st_uid == os.geteuid():
+        with contextlib.suppress(OSError):
+            if mark.parent.lstat().st_uid != os.geteuid():  # a stranger's may be a pipe, whose opening waits for ever
+                continue
+            with mark.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(mark.parent, ignore_errors=True)

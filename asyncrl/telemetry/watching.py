@@ -21,7 +21,7 @@ from asyncrl.plain_text import plain
 from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
-from asyncrl.telemetry.metrics import SAMPLES_FILE
+from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
 from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
@@ -187,10 +187,17 @@ class WatchView(RunView):
             roles.add_row(f"{name}{many}", pids, state, f"{clock(now - max(since for _, since in found))} ago")
         samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
         for row in self._samples:
-            samples.add_row(*(one_line(str(row.get(key)))[:TEXT] for key in SHOWN))
+            samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
         said = [one_line(text) for text in self._said]
         waits = [Text(text, style="bold red") for text in self._waits.values()]
         return [*waits, roles, *said, *([samples] if self._samples else [])]
+
+
+def sample_cells(row: Row) -> list[str]:
+    """As `SHOWN`; of a group that was dropped, why stands before the completion."""
+    step, reward, prompt, completion = ("" if row.get(key) is None else str(row[key]) for key in SHOWN)
+    fate = fate_of(row)
+    return [step, reward, prompt, f"[{fate}] {completion}" if fate else completion]
 
 
 def one_line(text: str) -> Text:

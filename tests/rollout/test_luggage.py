@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_what_a_killed_worker_left_is_cleared_away_and_what_another_uses_is_not(
     with unpacked(luggage, settings) as one, unpacked(luggage, settings) as other:
         assert Path(one["replay"]["keys"]).is_dir() and Path(other["replay"]["keys"]).is_dir()
         assert not left.exists() and unknown.exists()
+
+
+def test_what_a_stranger_has_put_there_is_not_opened(tmp_path, temporary, monkeypatch):
+    luggage, settings = packed(of_a_user(tmp_path))
+    (tmp_path / "keys").rename(tmp_path / "no keys")
+    (temporary / f"{PREFIX}strange").mkdir()
+    os.mkfifo(temporary / f"{PREFIX}strange" / HELD)  # who opens it waits for a writer
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with unpacked(luggage, settings) as found:
+        assert Path(found["replay"]["keys"]).is_dir()
 
 
 def test_variables_travel_by_how_they_begin_or_by_name_and_one_that_is_not_set_is_refused():

@@ -22,7 +22,7 @@ from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.progress import Spark
-from asyncrl.telemetry.watching import WatchView
+from asyncrl.telemetry.watching import WatchView, sample_cells
 from tests.replay.helpers import Clock
 
 
@@ -201,3 +201,9 @@ def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "step 2 | reward 0.500" in said and "low_ess" in said and "three" in said
     assert main(["watch", str(tmp_path)]) == 2
+
+
+def test_of_a_group_that_was_dropped_a_sample_says_why_and_nothing_of_what_it_does_not_have() -> None:
+    dropped = {"step": 3, "prompt": "p", "dropped": "failed_reward", "detail": "TypeError: 7"}
+    assert sample_cells(dropped) == ["3", "", "p", "[failed_reward: TypeError: 7] "]
+    assert sample_cells({"step": 3, "reward": 0.5, "prompt": "p", "completion": "c"}) == ["3", "0.5", "p", "c"]
