@@ -282,14 +282,19 @@ def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
     assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
 
 
+@pytest.mark.parametrize("rewards", [(0.5, 0.5), (-1.7e308, 1.7e308)])
 def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rewards: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(curves, "plot_curves", full)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    if max(rewards) < 1:
+        monkeypatch.setattr(curves, "plot_curves", full)
+    rows = [
+        {"step": step, "policy_version": step, "time": 1.0, "reward/mean": each} for step, each in enumerate(rewards)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = io.StringIO()
     show_report(
         load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED], Ended(code=0)

@@ -320,8 +320,9 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
     try:
         load("asyncrl.telemetry.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
         drawn = CURVES_FILE
-    # A full disk, or a matplotlib that does not load here: the run's own end and exit code say more.
-    except (OSError, ImportError) as error:
+    # A full disk, a matplotlib that does not load here, or finds no ticks between rewards of ±1e308: the run's own end
+    # and exit code say more.
+    except Exception as error:
         drawn = f"not drawn, {error}"
     _say(console, f"run folder: {folder}  (curves: {drawn})")
     if config.learner.keep_best:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -88,7 +89,7 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
 def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(tmp_path: Path) -> None:
     folder, out = make_run(tmp_path / "run"), io.StringIO()
     ages = {"replay/in_flight": 5.0, "replay/inserted": 9.0, "replay/leased": 4.0, "replay/inserted_age_2": 9.0}
-    rows: list[dict[str, object]] = [
+    rows: list[dict[str, Any]] = [
         {"step": step, "time": 100.0 + 10 * step + 40_000 * (step > 6), "time/step": 10.0, "reward/mean": step / 8}
         | {"staleness/hist_1": 0.25, **ages}  # resumed after a night
         for step in range(1, 9)
