@@ -59,6 +59,21 @@ def test_the_ranks_of_a_rerun_are_laid_out_as_in_the_run_where_there_are_as_many
     assert ParallelDims.of(rerun_config(run, []).learner, 2) == ParallelDims(shard=2)
 
 
+def test_a_run_that_kept_what_was_evaluated_best_is_trained_again_without(run: Path) -> None:
+    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path", "eval.path")]
+    best = ["learner.keep_best=eval/heldout/reward", "learner.keep_best_by=min", "eval.every=1", "learner.save_every=1"]
+    write_config(load_config([*settings, "reward.function=a:b", *best]), run)
+    assert changed_by(rerun_config(run, []), read_config(run / "config.yaml")) == []
+
+
+def test_batches_that_need_a_larger_replay_are_trained_again(run: Path) -> None:
+    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
+    large = ["learner.groups_per_step=4096", "rollout.group_size=64", f"replay.max_bytes={1 << 40}"]
+    large += ["rollout.autotune=true"]
+    write_config(load_config([*settings, "reward.function=a:b", *large]), run)
+    assert rerun_config(run, []).learner.groups_per_step == 4096
+
+
 def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None:
     config = rerun_config(run, ["loss=no_correction", "learner.lr=1e-3", "replay.max_staleness=1"])
     plain = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=no_correction"])

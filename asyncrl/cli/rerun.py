@@ -55,7 +55,10 @@ FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_stale
 FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Rooms of the settings that say what is minimised."""
-OF_A_RERUN = ("learner.save_every", "learner.early_groups", "learner.max_restarts")
+OF_A_RERUN = (
+    *("learner.save_every", "learner.early_groups", "learner.max_restarts"),
+    *("learner.keep_best", "learner.keep_best_by"),
+)
 """Set by `rerun_config`, and without a say in what is learned."""
 UNCHANGED = (
     "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
@@ -153,8 +156,12 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         **({"engine.exact": True, "weights.on_update": "recompute"} if recorded.engine.exact else {}),
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
+        "replay.max_bytes": recorded.replay.max_bytes,  # batches too large for the default are refused with it
+        "rollout.autotune": False,
         "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
         "learner.max_restarts": 0,  # nothing is saved to go on from
+        "learner.keep_best": "",  # nothing is evaluated either
+        "learner.keep_best_by": "max",
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
         settings |= dict.fromkeys(("learner.replicas", "learner.sequence_parallel", "learner.tensor_parallel"), 1)
