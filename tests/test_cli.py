@@ -14,6 +14,7 @@ from asyncrl.cli.main import COMMANDS, main
 from asyncrl.cli.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.config import config_dir
 from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
+from asyncrl.telemetry.console import PlainConsole
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly_and_a_run_with
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def says_much(_: object) -> int:
-        print("line\n" * 20000)
+        PlainConsole().print("line\n" * 20000)
         return 0
 
     reader, writer = os.pipe()

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.EPIPE and sys.stdout is not None and _unread(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
-            if given.command in (*COMMANDS, "sft"):
+            if given.command in (*COMMANDS, "sft") and not _unread(2):  # as with `2>&1`
                 print("asyncrl: ended, since nobody reads its output any more. Send it to a file", file=sys.stderr)
             return EXIT_UNREAD
         if error.errno not in PLACES:

@@ -13,3 +13,7 @@ class PlainConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; strings are made plain."""
         super().print(*(plain(each) if isinstance(each, str) else each for each in objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """As any other print, for `asyncrl.cli.main` to say so: rich would end the process without a word, with 1."""
+        raise  # what is handled where this is called
