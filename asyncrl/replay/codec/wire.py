@@ -62,13 +62,17 @@ class Envelope:
 
 
 def pack(value: Any) -> bytes:
-    """msgpack bytes of plain values.
+    """msgpack bytes of plain values. Half a character (a lone surrogate, as an error may quote one from a text that was
+    cut) has no bytes and becomes `?`: it may end nobody who has to tell of it.
 
     Raises:
         WireError: something in it is no plain value.
     """
     try:
-        packed = msgpack.packb(value, use_bin_type=True)
+        try:
+            packed = msgpack.packb(value, use_bin_type=True)
+        except UnicodeEncodeError:
+            packed = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"cannot be sent: {error}; only plain values can") from error
     return packed or b""

@@ -292,6 +292,10 @@ def test_what_is_no_plain_value_is_not_sent() -> None:
             wire.pack(value)
 
 
+def test_half_a_character_ends_nobody_who_quotes_it() -> None:
+    assert wire.unpack(wire.pack(["fail", "it said \ud83d", {"\udfff": 1.0}])) == ["fail", "it said ?", {"?": 1.0}]
+
+
 def test_extensions_and_oversize_headers_are_refused() -> None:
     with pytest.raises(WireError, match="extension"):
         wire.unpack(msgpack.packb(msgpack.ExtType(5, b"x")))
