@@ -96,6 +96,10 @@ def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:
         if made:
             wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(group_header(group)))))
             wire.pack(texts)
+            for text in (*texts, *(name for trajectory in made for name in trajectory.rewards)):
+                text.encode()  # on the wire half a character would become another, without a word
     except WireError as error:
         return str(error)
+    except UnicodeEncodeError as error:
+        return f"cannot be sent: {error}"
     return ""
