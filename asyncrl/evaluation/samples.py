@@ -59,7 +59,6 @@ def spread(rows: int, most: int) -> frozenset[int]:
 
 def for_the_wire(sample: Sample) -> Sample:
     """The same within the limits above; a text that was cut says of how much, and where."""
-    parts = [(name, value) for name, value in sample.rewards.items() if len(name) <= MOST_WORD and math.isfinite(value)]
     return replace(
         sample,
         prompt=without_middle(sample.prompt, MOST_CHARACTERS),
@@ -67,8 +66,14 @@ def for_the_wire(sample: Sample) -> Sample:
         failed=without_middle(sample.failed, MOST_CHARACTERS),
         data_source=without_middle(sample.data_source, MOST_WORD),
         finish_reason=without_middle(sample.finish_reason, MOST_WORD),
-        rewards=dict(parts[:MOST_PARTS]),
+        rewards=parts_for_the_wire(sample.rewards),
     )
+
+
+def parts_for_the_wire(rewards: Mapping[str, float]) -> dict[str, float]:
+    """The first of those that have a number and a name within the limits."""
+    parts = [(name, value) for name, value in rewards.items() if len(name) <= MOST_WORD and math.isfinite(value)]
+    return dict(parts[:MOST_PARTS])
 
 
 def without_middle(text: str, most: int) -> str:

@@ -55,8 +55,13 @@ def _problems(answer: Any, answered: bool, node: str, paths: Mapping[str, str]) 
     try:
         return [f"{node} has nothing at {path} ({paths[path]})" for path in ray.get(answer)]
     except RayError as error:  # asyncrl is not there, or of another Python
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = lines_of(error)
         return [f"on {node} asyncrl cannot be run: {lines[-1] if lines else error!r:.300}"]
+
+
+def lines_of(error: RayError) -> list[str]:
+    """Those that say something. The last is the error itself where Python code raised one."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
 def lines_on(node: str, log_path: str) -> list[str]:

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
-from asyncrl.rollout.nodes import lines_on, refuse_lacking_nodes
+from asyncrl.rollout.nodes import lines_of, lines_on, refuse_lacking_nodes
 from asyncrl.rollout.pool import absolute_paths, last_lines, worker_environment
 from asyncrl.rollout.ray_health import RayHealth
 from asyncrl.rollout.reward_service import start_service
@@ -234,7 +234,7 @@ class RayHost:
 
 def _summary(error: RayError) -> str:
     """First and last line: what Ray says happened, and the error itself where Python code raised one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines_of(error)
     return " ... ".join(dict.fromkeys(line[:200] for line in (lines[:1] + lines[-1:])))
 
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from asyncrl.telemetry.evaluations import METRICS
 from asyncrl.telemetry.registry import OF_EVERY_ROW, unit_of
-from asyncrl.telemetry.report import Row, series
+from asyncrl.telemetry.report import Row, Series, series
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,14 @@ def curves_of(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def with_values(rows: Sequence[Row], panel: Panel, names: Sequence[str]) -> list[str]:
+def with_values(rows: Sequence[Row], panel: Panel, names: Sequence[str]) -> Series:
     known = [name for pattern in panel.names for name in names if fnmatch.fnmatchcase(name, pattern)]
-    return [name for name in known if series(rows, name)[0]]
+    return {name: found for name in known if (found := series(rows, name))[0]}
 
 
-def draw(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
-    units = list(dict.fromkeys(map(unit_of, names)))
-    for name in names:
-        steps, values = series(rows, name)
+def draw(axes: Axes, rows: Sequence[Row], title: str, found: Series) -> None:
+    units = list(dict.fromkeys(map(unit_of, found)))
+    for name, (steps, values) in found.items():
         said = f"{name} ({unit_of(name)})" if len(units) > 1 else name
         (line,) = axes.plot(steps, values, label=said, marker="o" if len(steps) < 30 else "", markersize=3, linewidth=1)
         between = [row for row in rows if row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None]
@@ -76,7 +75,7 @@ def draw(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[str]) -> N
     axes.set_ylabel(", ".join(units))
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if not any(value for name in names for value in series(rows, name)[1]):
+    if not any(value for _, values in found.values() for value in values):
         axes.set_ylim(0, 1)  # around a line of zeros matplotlib shows less than none
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small", framealpha=0.6)

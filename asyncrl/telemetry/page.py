@@ -37,7 +37,7 @@ from asyncrl.telemetry.evaluations import METRICS
 from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE, cell
 from asyncrl.telemetry.page_samples import samples_of
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of, unit_of
-from asyncrl.telemetry.report import Row, read_metrics
+from asyncrl.telemetry.report import Row, Series, read_metrics
 
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
@@ -50,8 +50,6 @@ HEAD = (
 FAILURES = ("replay/dropped_", "optim/nonfinite_steps")
 """Beginnings of what stands after the main metrics where it is not zero throughout."""
 Curve = dict[str, list[float]]
-Series = dict[str, tuple[list[int], list[float]]]
-"""Metric -> (steps, values)."""
 Interval = tuple[float, float]
 Drawn = dict[str, tuple[Curve, End | None, Interval | None]]
 """Metric -> what is drawn of it, where it ended, and the interval of an evaluation there."""

@@ -19,6 +19,8 @@ from asyncrl.telemetry.staleness_table import staleness_table
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
+Series = dict[str, tuple[list[int], list[float]]]
+"""Metric -> (steps, values)."""
 
 CURVES_FILE = "curves.png"
 MAX_FAILED_LINES = 3

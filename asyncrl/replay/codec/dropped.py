@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from asyncrl.evaluation.samples import MOST_PARTS, MOST_WORD, without_middle
+from asyncrl.evaluation.samples import MOST_WORD, parts_for_the_wire, without_middle
 from asyncrl.replay.protocol import DroppedSample
 
 MOST_CHARACTERS = 2048
@@ -14,7 +14,6 @@ MOST_CHARACTERS = 2048
 
 def shortened(sample: DroppedSample) -> DroppedSample:
     """Within the limits; a text that was cut says of how much, and where."""
-    parts = [(name, value) for name, value in sample.rewards.items() if len(name) <= MOST_WORD and math.isfinite(value)]
     return replace(
         sample,
         prompt=without_middle(sample.prompt, MOST_CHARACTERS),
@@ -22,5 +21,5 @@ def shortened(sample: DroppedSample) -> DroppedSample:
         detail=without_middle(sample.detail, MOST_CHARACTERS),
         finish_reason=without_middle(sample.finish_reason, MOST_WORD),
         reward=sample.reward if sample.reward is not None and math.isfinite(sample.reward) else None,
-        rewards=dict(parts[:MOST_PARTS]),
+        rewards=parts_for_the_wire(sample.rewards),
     )
