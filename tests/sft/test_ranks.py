@@ -81,5 +81,5 @@ def test_two_ranks_learn_the_same_weights_as_one_and_resume_each_other(tmp_path:
     expected, *rows = (load_file(folder / "row.safetensors") for folder in (one, two, shared))
     for row in rows:
         for name in expected:
-            if not name.startswith(("time/", "perf/")):
+            if not name.startswith(("time/", "perf/", "checkpoint/")):
                 assert expected[name].item() == pytest.approx(row[name].item(), abs=1e-4, rel=1e-3), name

@@ -31,9 +31,13 @@ from tests.replay.helpers import Clock
 def started() -> Iterator[subprocess.Popen]:
     """A process that looks like a replay server, and does nothing until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()", "asyncrl.replay"], stdin=subprocess.PIPE
+        [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "asyncrl.replay"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
+        assert process.stdout is not None
+        process.stdout.readline()  # before it runs, the kernel may not know its command line yet
         yield process
     finally:
         process.kill()
