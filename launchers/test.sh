@@ -79,7 +79,8 @@ shared() {
     done
 }
 
-# alone: what failed beside something else, once more with the machine for itself. What passes now is told in the end.
+# alone: what failed beside something else, once more with the machine for itself, and what fails then a last time. What
+# passes now is told in the end.
 alone() {
     local again names
     for again in "$notes"/lane.*/again; do
@@ -87,7 +88,7 @@ alone() {
         names="$(sed -n 's/^ *"\(.*\)": true,\{0,1\}$/\1/p' "${again%/again}/v/cache/lastfailed")"
         echo "== pytest: once more, alone:"
         echo "$names"
-        if bash "$again"; then echo "$names" >>"$notes/flaky"; else wrong "$names"; fi
+        if bash "$again" || bash "$again"; then echo "$names" >>"$notes/flaky"; else wrong "$names"; fi
         rm "$again"
     done
 }
