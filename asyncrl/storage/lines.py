@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import zlib
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 _END = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n\Z')
+_ZEROS, _LONG = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 309
+"""A number of fewer digits is one that a float holds; to look at each number of a line takes as long as to read it."""
 TAIL_BYTES = 4 << 20
 """Read from the end of a file, to find its last line."""
 
@@ -94,15 +97,20 @@ def read_lines(path: Path) -> Lines:
 
 
 def row_of(line: bytes) -> Row | None:
-    """Without its checksum; None for what is no JSON object."""
+    """Without its checksum; None for what is no JSON object. A whole number that no float holds is infinity, as JSON's
+    1e999 is read: who calculates with it would be stopped by an OverflowError."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_int=_whole) if _LONG in line.translate(_ZEROS) else json.loads(line)
     except ValueError:
         return None
     if not isinstance(row, dict):
         return None
     row.pop("crc", None)
     return row
+
+
+def _whole(digits: str) -> float:
+    return int(digits) if math.isfinite(float(digits)) else float(digits)
 
 
 def tail(path: Path) -> list[bytes]:

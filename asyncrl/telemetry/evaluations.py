@@ -5,6 +5,7 @@ An evaluation has a row of its own, at the step whose weights it measured first,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,16 @@ def evaluations(row: Row) -> dict[str, Evaluation]:
 def _evaluation(row: Row, place: str) -> Evaluation | None:
     known = {metric: row.get(f"{place}/{metric}") for metric in METRICS}
     metric = next((name for name, mean in known.items() if mean is not None), "")
-    count, failed = int(row.get(f"{place}/count") or 0), int(row.get(f"{place}/failed") or 0)
+    count, failed = (_count(row.get(f"{place}/{name}")) for name in ("count", "failed"))
     if not (metric or count or failed):
         return None
     mean, loss = known.get(metric), row.get(f"{place}/loss")
     intervals = (_interval(row, f"{place}/{name}") for name in (metric, "loss"))
     return Evaluation(metric, mean, count, failed, loss, *intervals)
+
+
+def _count(value: float | None) -> int:
+    return int(value) if value and math.isfinite(value) else 0
 
 
 def _interval(row: Row, name: str) -> tuple[float, float] | None:

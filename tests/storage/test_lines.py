@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
 
 from asyncrl.storage.full_disk import Patience
-from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines
+from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines, row_of
 
 ROWS: list[Row] = [{"step": step, "text": f'a "quoted" ü {step}\n', "value": step / 7} for step in range(1, 6)]
 
@@ -69,3 +71,10 @@ def test_damage_is_told_and_put_aside_and_the_rest_is_kept(path: Path, caplog: p
     assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
     found = read_lines(path)
     assert found.rows == [ROWS[0], *ROWS[2:], {"step": 6}] and not found.damaged
+
+
+def test_a_whole_number_that_no_float_holds_is_infinite_and_others_stay_as_they_are() -> None:
+    for digits, sign in itertools.product((308, 309, 400, 5000), (1, -1)):
+        found = row_of(f'{{"a": {"-" * (sign < 0)}{"9" * digits}, "b": [7, "{"1" * 400}"]}}'.encode())
+        assert found == {"a": sign * (10**308 - 1 if digits == 308 else math.inf), "b": [7, "1" * 400]}
+    assert row_of(b'{"a": 1' + b"0" * 308 + b"}") == {"a": 10**308}

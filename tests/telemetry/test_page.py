@@ -152,18 +152,23 @@ def test_what_is_broken_or_not_finite_keeps_nobody_from_the_rest(
     samples = [
         {"step": 1, "reward": float("nan"), "rewards": {"right": None, "long": 0.5}, "completion": "\ud800 half"},
         {"step": 2, "reward": 0.5, "rewards": [1], "prompt": None},
+        {"step": 0, "reward": 10**400, "rewards": {"right": -(10**400)}},
     ]
     folder = make_run(tmp_path / "a", some_rows(5, 0), samples)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(
             b'{"step": 6, "rew\n\xff\n[1]\n{"loss/total": 1}\n{"step": 6, "loss/total": 1e999, "reward/mean": 0.5}\n'
         )
+        row = {"step": 7, "kl/behavior": 10**400, "loss/total": 10**400, "eval/held/count": 10**400}
+        file.write(json.dumps(row).encode() + b"\n")
     assert main(["report", str(folder)]) == 0
     assert "(4) are left out" in caplog.text
     data = data_in((folder / "report.html").read_text(encoding="utf-8"))
-    assert data["runs"][0]["steps"] == 6 and data["curves"]["reward/mean"][0]["y"][-1] == 0.5
+    assert main(["compare", str(folder), str(folder)]) == 0
+    assert data["runs"][0]["steps"] == 6 and "kl/behavior" not in data["curves"]
+    assert data["curves"]["reward/mean"][0]["y"][-1] == 0.5
     assert data["curves"]["loss/total"][0]["x"][-1] == 5
-    assert [row[2] for row in data["samples"]] == [0.5, None]
+    assert [row[2] for row in data["samples"]] == [0.5, None, None]
     assert data["samples"][1][3] == "right None, long 0.5" and data["samples"][1][5] == "? half"
 
 
