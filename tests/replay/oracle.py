@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
@@ -43,6 +44,8 @@ class Oracle:
         self.begun: set[int] = set()
         self.steps = 0
         """Trained in the surviving history."""
+        self.judged: Counter[str] = Counter()
+        """What was looked at, over all histories."""
         self.begin({}, {}, 0, 0)
 
     def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
@@ -213,11 +216,13 @@ class Oracle:
                     if contributes:
                         assert age <= settings.max_staleness, f"a token of staleness {age} was trained"
                         fresh_of_group += count
+                        self.judged["tokens at the bound"] += count * (age == settings.max_staleness > 0)
                     elif settings.stale_policy is not StalePolicy.MASK or settings.window:
                         assert self.rolled_back, f"policy {settings.stale_policy}, {settings.window=}, masked a token"
             assert fresh_of_group > 0
             fresh_total += fresh_of_group
         assert fresh_total > 0
+        self.judged += Counter({"steps": 1, "tokens": fresh_total})
 
     def trained(self, event: ev.Trained, core: ReplayCore) -> None:
         """A group that a restore has planned for a later step too stays leased."""

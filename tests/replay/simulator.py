@@ -4,7 +4,7 @@ A schedule: 1-3 workers and a learner with random settings; workers load version
 successor, fail, send groups twice and after they were replaced; the learner prefetches, crashes, goes back to a
 checkpoint, sometimes with other settings, and now and then the server loses its memory; beside it all sets are
 evaluated. What a learner with the same settings gets again is what it had. Then everything is well for a while: steps
-must be trained again, and evaluations end.
+must be trained again, all that is open is trained or dropped, and evaluations end.
 """
 
 from __future__ import annotations
@@ -490,6 +490,19 @@ class Simulation:
                 return
         raise AssertionError(f"nobody moves: {self.settings}: {self.core.explain(self.next_step)}")
 
+    def nobody_starves(self) -> None:
+        """With everybody alive and willing, whatever is open now is trained or dropped while so many steps are trained
+        as it fills, those that run ahead of it, and those until it is over the bound."""
+        settings, states = self.settings, self.oracle.states
+        open_now = [group_id for group_id, state in states.items() if state != "trained"]
+        fills = -(-len(open_now) * settings.max_times_sampled // settings.groups_per_step)
+        for _ in range(fills + settings.max_staleness + settings.pipeline_depth + 2):
+            if all(states.get(group_id, "trained") == "trained" for group_id in open_now):
+                return
+            self.must_progress(steps=1)
+        left = {group_id: states[group_id] for group_id in open_now if states.get(group_id, "trained") != "trained"}
+        raise AssertionError(f"starved: {left}: {settings}: {self.core.explain(self.next_step)}")
+
     def must_evaluate(self, rounds: int = 400) -> None:
         """With everybody alive and willing, every evaluation that was not superseded ends."""
         for _ in range(rounds):
@@ -510,6 +523,7 @@ def run_schedule(seed: int, actions: int = 60, **options) -> Simulation:
     try:
         simulation.run(actions)
         simulation.must_progress()
+        simulation.nobody_starves()
         simulation.must_evaluate()
     except BaseException as error:
         error.add_note(f"schedule seed={seed} options={options} settings={simulation.settings}")

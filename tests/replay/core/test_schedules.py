@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.state import ReplayState
 from asyncrl.types import DropReason, StalePolicy
+from tests.replay import schedules
 from tests.replay.simulator import run_schedule
 from tests.seeds import run_seeds
 
@@ -100,3 +104,16 @@ def test_applying_the_events_again_gives_the_same_state() -> None:
         assert {s: step.plan for s, step in again.buffer.untrained.items()} == {
             s: step.plan for s, step in live.buffer.untrained.items()
         }
+
+
+def test_the_command_counts_each_schedule_once_whatever_stopped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "CHUNK", 10)
+    chunks = [schedules.run_chunk("sample", first) for first in (0, 10)]
+    file = tmp_path / "chunks.jsonl"
+    file.write_text("".join(json.dumps(chunk) + "\n" for chunk in chunks) + '{"admission": "sam')
+    assert list(schedules.finished(file)) == chunks
+    told = schedules.told("sample", chunks)
+    assert (told["schedules"], told["broken"]) == (20, 0)
+    assert told["admitted"] > told["steps"] >= 40 and told["tokens"] > told["steps"]
