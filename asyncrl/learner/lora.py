@@ -20,13 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from xxhash import xxh3_128_hexdigest
 
 from asyncrl.errors import CheckpointMismatchError
 from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.sealed import seal
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
-from asyncrl.weights.fingerprint import bucket_fingerprint, chain
+from asyncrl.weights.fingerprint import chain
 
 NAME = "default"
 """What peft calls the only adapter inside the model."""
@@ -141,8 +142,8 @@ def base_fingerprint(hf: nn.Module) -> str:
     for name, parameter in sorted(hf.named_parameters()):
         rounded = parameter.detach().to(torch.bfloat16)
         whole = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
-        flat = whole.contiguous().view(-1).view(torch.uint8)
-        parts.append(f"{name}:{tuple(parameter.shape)}:{bucket_fingerprint(flat)}")
+        data = whole.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        parts.append(f"{name}:{tuple(parameter.shape)}:{xxh3_128_hexdigest(data)}")
     return chain(parts)
 
 

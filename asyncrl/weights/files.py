@@ -164,7 +164,7 @@ def _laid_out(bucket: Bucket, tensors: dict[str, torch.Tensor]) -> str:
     fingerprint, done = Fingerprint(), 0
     for entry in bucket.entries:
         fingerprint.update(torch.zeros(entry.offset - done, dtype=torch.uint8))
-        fingerprint.update(tensors[entry.name].contiguous().view(-1).view(torch.uint8))
+        fingerprint.update(tensors[entry.name])
         done = entry.offset + entry.nbytes
     fingerprint.update(torch.zeros(bucket.nbytes - done, dtype=torch.uint8))
     return fingerprint.hex()

@@ -1,15 +1,31 @@
-"""Fingerprints: proof that the bytes an engine holds are the bytes the learner meant."""
+"""Fingerprints: proof that the bytes an engine holds are the bytes the learner meant.
+
+    bytes --every 128 KiB--> leaf: xxh3-64 of them --> xxh3-128 of all leaves, in order
+
+Leaves, because xxh3 goes through its input in order: on a GPU as many of them as there are go side by side, computed
+in torch (`leaves_on_device`), and 8 bytes of each come back to the host instead of all. On the host the library does
+it, whose calls for a leaf are long enough to let other threads run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import xxhash
+from jaxtyping import Int64, UInt8
+from numpy.typing import NDArray
+
+LEAF = 1 << 17
+"""Bytes: 128 of the blocks that xxh3 mixes one after another, and above the 100,000 from which the library lets go of
+the interpreter."""
+_AT_ONCE = 64 << 20
+"""Bytes of a device that are hashed together: the largest of what that takes beside them."""
 
 
 class Fingerprint:
-    """xxh3-128 of the bytes of a bucket that comes in pieces, in order: the same however it is cut.
+    """Of the bytes of a bucket that comes in pieces, in order: the same however it is cut, and wherever it lies.
 
     A piece that was just written is still in the processor's cache, where reading it costs a fifth of what it does
     later.
@@ -17,21 +33,54 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
+        self._leaf = xxhash.xxh3_64()
+        """Of the leaf that is not whole yet."""
+        self._begun = 0
+        """Bytes of it."""
 
     def update(self, piece: torch.Tensor) -> None:
-        """The next bytes, as a flat uint8 tensor; those on a device are read back first."""
-        self.update_bytes(piece.cpu().numpy().data)
+        """The next bytes: those of a tensor of any dtype and shape, as if it lay together. Of one on a device whole
+        leaves are hashed there, and only the ends are read back."""
+        flat = piece.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.device.type == "cpu":
+            self.update_bytes(flat.numpy().data)
+        else:
+            self.update_on_device(flat)
+
+    def update_on_device(self, flat: UInt8[torch.Tensor, " bytes"]) -> None:
+        """The next bytes, where they lie; on the host too, and slower than `update_bytes`."""
+        first = min(-self._begun % LEAF, len(flat))
+        whole = (len(flat) - first) // LEAF * LEAF
+        self.update_bytes(flat[:first].cpu().numpy().data)
+        for part in flat[first : first + whole].split(_AT_ONCE):
+            self._digest.update(leaves_on_device(part))
+        self.update_bytes(flat[first + whole :].cpu().numpy().data)
 
     def update_bytes(self, piece: memoryview) -> None:
         """The next bytes, on the host."""
-        self._digest.update(piece)
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + LEAF - self._begun]
+            start += len(part)
+            if len(part) == LEAF:
+                self._digest.update(xxhash.xxh3_64_digest(part))
+                continue
+            self._leaf.update(part)
+            self._begun += len(part)
+            if self._begun == LEAF:
+                self._digest.update(self._leaf.digest())
+                self._leaf.reset()
+                self._begun = 0
 
     def hex(self) -> str:
-        return self._digest.hexdigest()
+        digest = self._digest.copy()
+        if self._begun:
+            digest.update(self._leaf.digest())
+        return digest.hexdigest()
 
 
 def bucket_fingerprint(buffer: torch.Tensor) -> str:
-    """Of a flat uint8 tensor as a whole (padding included)."""
+    """Of a tensor as a whole (padding included)."""
     fingerprint = Fingerprint()
     fingerprint.update(buffer)
     return fingerprint.hex()
@@ -43,3 +92,75 @@ def chain(fingerprints: Iterable[str]) -> str:
     for fingerprint in fingerprints:
         digest.update(f"{fingerprint};".encode())
     return digest.hexdigest()
+
+
+# xxh3-64 of exactly LEAF bytes, by the specification (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3
+# Algorithm Description (for large inputs)"): blocks of 16 stripes of 8 words of 64 bits, little-endian.
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_P32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_P64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_START = np.array([_P32[2], _P64[0], _P64[1], _P64[2], _P64[3], _P32[1], _P64[4], _P32[0]], np.uint64)
+_STRIPES, _LANES, _LOW = 16, 8, 0xFFFFFFFF
+_BLOCK = 8 * _STRIPES * _LANES
+
+
+def _words(offset: int, count: int = _LANES) -> NDArray[np.uint64]:
+    return np.frombuffer(_SECRET, "<u8", count, offset)
+
+
+def _keys(last: bool) -> NDArray[np.int64]:
+    """[16, 8] what the words of a block are mixed with; of the last block the last stripe has another."""
+    offsets = [8 * stripe for stripe in range(_STRIPES)]
+    if last:
+        offsets[-1] = len(_SECRET) - 64 - 7
+    return np.stack([_words(offset) for offset in offsets]).view(np.int64)
+
+
+def leaves_on_device(flat: UInt8[torch.Tensor, " bytes"]) -> bytes:
+    """xxh3-64 digests (8 bytes, big-endian) of the leaves of `flat`, computed where it lies; `len(flat)` is a multiple
+    of `LEAF`. What is summed needs no order; one after another go only the 128 blocks of a leaf, all leaves at once."""
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64).view(-1, LEAF // _BLOCK, _STRIPES, _LANES)
+    keys = torch.from_numpy(_keys(last=False)).to(flat.device)
+    mixed = words ^ keys
+    mixed[:, -1] = words[:, -1] ^ torch.from_numpy(_keys(last=True)).to(flat.device)
+    high = (mixed >> 32).bitwise_and_(_LOW)
+    sums = mixed.bitwise_and_(_LOW).mul_(high).sum(2)
+    sums += words.sum(2).view(*sums.shape[:2], _LANES // 2, 2).flip(-1).view(sums.shape)
+    return _finished(_scrambled(sums).cpu().numpy().view(np.uint64))
+
+
+def _scrambled(sums: Int64[torch.Tensor, "leaves blocks lanes"]) -> Int64[torch.Tensor, "leaves lanes"]:
+    """The state after the last block. Products and sums of int64 wrap around, as those of uint64 do."""
+    key = torch.from_numpy(_words(len(_SECRET) - 64).view(np.int64).copy()).to(sums.device)
+    state = torch.from_numpy(_START.view(np.int64)).to(sums.device) + sums[:, 0]
+    for block in sums.unbind(1)[1:]:
+        high = (state >> 47).bitwise_and_((1 << 17) - 1)
+        state.bitwise_xor_(high).bitwise_xor_(key).mul_(_P32[0]).add_(block)
+    return state
+
+
+def _finished(state: NDArray[np.uint64]) -> bytes:
+    """[leaves, 8] -> digests: the lanes in pairs, multiplied to 128 bits and folded, and an avalanche."""
+    pairs = (state ^ _words(11)).reshape(-1, _LANES // 2, 2)
+    folded = _folded(pairs[:, :, 0], pairs[:, :, 1]).sum(1, dtype=np.uint64)
+    digest = folded + np.uint64(LEAF * _P64[0] % 2**64)
+    digest ^= digest >> np.uint64(37)
+    digest *= np.uint64(0x165667919E3779F9)
+    digest ^= digest >> np.uint64(32)
+    return digest.astype(">u8").tobytes()
+
+
+def _folded(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The low half of the product of 128 bits xor its high one."""
+    low, half = np.uint64(_LOW), np.uint64(32)
+    a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+    across = a1 * b0 + (a0 * b0 >> half)
+    other = a0 * b1 + (across & low)
+    return (a * b) ^ (a1 * b1 + (across >> half) + (other >> half))

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.learner.assembly import assemble
+from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.memory_peak import PEAK, planned_bytes
@@ -34,6 +35,7 @@ from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
 from asyncrl.learner.train import train
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+from asyncrl.weights.fingerprint import LEAF, Fingerprint, bucket_fingerprint
 from tests.gpu.scale import Scale
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 
@@ -226,10 +228,40 @@ def trained(scale: Scale, folder: Path, backend: Backend, *, steps: int, resume:
     return weights
 
 
-CHECKS: dict[str, Callable[[Scale, Path, DeviceMesh], Found]] = {
+def fingerprint(scale: Scale, folder: Path, backend: Backend) -> Found:
+    """Taken where the bytes lie, it is that of the host, bit for bit; seconds a GB of each, and of reading it back."""
+    nbytes = scale.hashed
+    flat = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8, device=scale.device)
+    for first, last in ((0, nbytes), (3, nbytes + 3), (5, LEAF + 4), (8, LEAF + 8), (1, 1), (2, 30)):
+        there = Fingerprint()
+        there.update_on_device(flat[first:last])
+        assert there.hex() == bucket_fingerprint(flat[first:last].cpu()), (first, last)
+    tensor = flat[: nbytes // 1024 * 1024].view(torch.bfloat16).view(-1, 512).t()
+    assert bucket_fingerprint(tensor) == bucket_fingerprint(tensor.cpu())
+
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        synchronize(scale.device)
+        began = time.perf_counter()
+        work()
+        synchronize(scale.device)
+        return (time.perf_counter() - began) / (nbytes / 1e9)
+
+    whole, host = flat[:nbytes], flat[:nbytes].cpu()
+    return {
+        "bytes": nbytes,
+        "there_s_per_gb": seconds(lambda: Fingerprint().update_on_device(whole)),
+        "host_s_per_gb": seconds(lambda: bucket_fingerprint(host)),
+        "read_back_s_per_gb": seconds(whole.cpu),
+        "copy_there_s_per_gb": seconds(whole.clone),
+    }
+
+
+CHECKS: dict[str, Callable[[Scale, Path, Backend], Found]] = {
     "kernel": kernel,
     "parity": parity,
     "mfu": mfu,
     "memory": memory,
     "checkpoint": checkpoint,
+    "fingerprint": fingerprint,
 }

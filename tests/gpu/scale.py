@@ -43,6 +43,8 @@ class Scale:
     """Budget of a micro-batch."""
     steps: int
     """That are timed."""
+    hashed: int
+    """Bytes whose fingerprint is taken."""
 
     @property
     def place(self) -> Place:
@@ -113,9 +115,9 @@ def make_model(shape: str, device: torch.device) -> Any:
 
 TINY = Scale(
     device=torch.device("cpu"), model="tiny", judged="tiny", prompt=24, completion=32, groups=2, size=4, tokens=160,
-    steps=1,
+    steps=1, hashed=1 << 20,
 )  # fmt: skip
 LARGE = Scale(
     device=torch.device("cuda", 0), model="0.6b", judged="small", prompt=1024, completion=3072, groups=4, size=8,
-    tokens=16384, steps=3,
+    tokens=16384, steps=3, hashed=1 << 30,
 )  # fmt: skip

@@ -47,8 +47,8 @@ class ShareLanding:
         buckets = self._share.manifest.buckets
         prints = [Fingerprint() for _ in buckets]
         for landed in passed(group, self._flow(group, views)):
+            prints[landed.bucket].update(landed.piece)  # the next one is arriving
             piece = landed.piece if self._place == "cpu" else landed.piece.cpu()
-            prints[landed.bucket].update(piece)  # the next one is arriving
             if not landed.placed:
                 self._put(buckets[landed.bucket], landed.start, piece, views)
         return [fingerprint.hex() for fingerprint in prints]

@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
-PROTOCOL = 2
-"""What this page says, as a number: of the board, and of every hello. 2: several senders, a group for each. Who has
-another one is refused with a sentence, at both ends."""
+PROTOCOL = 3
+"""What this page says, as a number: of the board, and of every hello. 2: several senders, a group for each. 3:
+fingerprints of leaves. Who has another one is refused with a sentence, at both ends."""
 POLL_S = 0.003
 """Of the publisher, which is one."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05

@@ -87,8 +87,8 @@ class Receiver(Protocol):
 class Staging:
     """Implements `Receiver` in this process, with all buckets in host memory.
 
-    `device` is where nccl receives, a bucket at a time: a whole model would not fit on a GPU beside an engine that
-    fills it, and fingerprints are taken on the host anyway. gloo receives in host memory.
+    `device` is where nccl receives, a piece at a time, and where the fingerprints of that are taken: a whole model
+    would not fit on a GPU beside an engine that fills it. gloo receives in host memory.
     """
 
     width = 1
@@ -169,7 +169,7 @@ class Staging:
         for index, piece, landed in passed(group, self._places(group)):
             if landed is not piece:
                 piece.copy_(landed)
-            prints[index].update(piece)  # the next one is arriving
+            prints[index].update(landed)  # the next one is arriving
         return [fingerprint.hex() for fingerprint in prints]
 
     def _receive_shares(self) -> list[str]:
