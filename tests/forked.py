@@ -8,6 +8,8 @@ from multiprocessing.context import ForkServerContext
 
 import psutil
 
+from tests.alive import is_alive
+
 PATIENCE_S = 60.0
 """For processes of an earlier test that have been told to end and have not quite."""
 
@@ -39,11 +41,4 @@ def living_children(pid: int) -> list[int]:
         found = psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         return []
-    return [child.pid for child in found if _is_alive(child)]
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [child.pid for child in found if is_alive(child)]

@@ -22,6 +22,7 @@ import pytest
 
 from asyncrl.family import ProcessId
 from asyncrl.standstill import kind_of
+from tests.alive import is_alive
 from tests.integration.conftest import LocalRun
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
 
@@ -191,8 +192,8 @@ class Deaths:
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
         deadline = time.monotonic() + 60
-        while left := [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-            assert time.monotonic() < deadline, [p.cmdline() for p in left]
+        while left := [process for process in family if is_alive(process)]:
+            assert time.monotonic() < deadline, left
             time.sleep(0.1)
         assert_trained_once(ledger(run))
 

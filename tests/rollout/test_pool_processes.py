@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from asyncrl.replay.serving import run_server
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
+from tests.alive import is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -36,6 +38,14 @@ def wait_until(what: Callable[[], bool], timeout_s: float, why: str) -> None:
     while not what():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {why}"
         time.sleep(0.05)
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty if it has ended: among those that are seen are some that live for a moment."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 class Scene:
@@ -107,21 +117,15 @@ class Scene:
         return int([line for line in lines if line.startswith("---")][-1].split(" pid ")[1].split()[0])
 
     def survivors(self) -> list[psutil.Process]:
-        alive = []
-        for process in self.started.values():
-            try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return alive
+        return [process for process in self.started.values() if is_alive(process)]
 
     def close(self) -> None:
         if self.pool is not None:
             self.pool.kill()
             self.pool.wait(timeout=60)
         for process in self.survivors():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.learner.close()
         self.stop.set()
         self.server.join(timeout=40)
@@ -174,7 +178,7 @@ def test_a_killed_pool_leaves_nothing_running(scene, host):
     run = scene(host, **{"rollout.workers": "1"})
     run.wait_for_workers(1)
     # Ray's own two agents end by themselves a minute after their raylet was killed; all else goes at once.
-    agents = {process.pid for process in run.started.values() if process.name().endswith("Agent")}
+    agents = {process.pid for process in run.survivors() if name_of(process).endswith("Agent")}
     run.pool.kill()
     wait_until(lambda: {process.pid for process in run.survivors()} <= agents, 120, "nothing is left running")
 

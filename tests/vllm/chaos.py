@@ -10,6 +10,7 @@ every worker: that no answer is that of two versions, compared with a plain forw
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -187,8 +188,8 @@ class Cluster:
             process.kill()
             process.join(10)
         for process in self._seen.values():
-            if process.is_running():
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # psutil looks whether it still is the one that was seen
 
     def _start_victim(self) -> Any:
         self._incarnation += 1
