@@ -90,8 +90,8 @@ async def test_wrong_arguments_and_other_tools_are_told() -> None:
 
 async def test_a_program_without_end_is_ended_and_told_and_programs_of_a_turn_run_side_by_side() -> None:
     many = "\n".join([call("python", code="import time; time.sleep(600)"), call("python", code="print(41 + 1)")])
-    _, engine = await play(Python(timeout_s=6.0), [many, "ok"])
-    assert "Error: it took longer than 6 s and was ended" in observed(engine) and "42" in observed(engine)
+    _, engine = await play(Python(timeout_s=12.0), [many, "ok"])
+    assert "Error: it took longer than 12 s and was ended" in observed(engine) and "42" in observed(engine)
 
 
 async def test_budgets_of_a_turn_of_an_episode_and_of_turns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -34,6 +35,16 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class ClockAhead:
+    """The real one, and as much later as the test says: in place of what `awake_clock` makes."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def settings(**changes) -> AdmissionSettings:

@@ -13,12 +13,14 @@ import pytest
 
 from asyncrl.errors import FencedError, NoProgress
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.replay import serving
+from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.core.balance import UPDATES, shard_step
 from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION
 from tests.replay.cluster import begin, fill, wait_until
-from tests.replay.helpers import SOON_SILENT_S, group, same_trajectory
+from tests.replay.helpers import SOON_SILENT_S, ClockAhead, group, same_trajectory
 from tests.replay.lives import Server
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
@@ -61,6 +63,15 @@ def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(ser
     plan = learner.lease(step=1, rank=0, world=1, wait_s=30).plan
     assert {header.group_id for header in plan.groups} <= made.keys()
     assert [member.worker for member in learner.members()] == ["w"]
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> ClockAhead:
+    """The clock of the server and of its clients; to be asked for before `server`."""
+    clock = ClockAhead()
+    for module in (serving, connection):
+        monkeypatch.setattr(module, "awake_clock", lambda config: clock)
+    return clock
 
 
 def blocked(call, server: Server) -> threading.Thread:
@@ -231,9 +242,9 @@ def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_
     assert asyncio.run(new.acquire(slots=1, wait_s=30)).assignments
 
 
-@pytest.mark.parametrize("server", [{"wait_timeout_s": 2.0}], indirect=True)
+@pytest.mark.parametrize("server", [{"heartbeat_timeout_s": 1000.0}], indirect=True)
 def test_a_full_disk_ends_nobody_s_patience_and_the_run_goes_on_when_there_is_space(
-    server: Server, caplog: pytest.LogCaptureFixture
+    ahead: ClockAhead, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner, worker = begin(server)
     orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
@@ -242,7 +253,10 @@ def test_a_full_disk_ends_nobody_s_patience_and_the_run_goes_on_when_there_is_sp
         pending = pool.submit(asyncio.run, worker.insert(group(orders[0], [0] * 3)))
         wait_until(lambda: "the disk is full" in caplog.text)
         lease = pool.submit(learner.lease, step=0, rank=0, world=1, wait_s=0.2)
-        time.sleep(5)  # more than twice as long as anybody waits for a server without a word of progress
+        for _ in range(3):  # together more than twice as long as anybody waits for a server without a word of progress
+            ahead.ahead_s += 0.7 * server.config.wait_timeout_s
+            now = ahead()
+            wait_until(lambda since=now: min(c._connection._contact for c in (learner, worker)) >= since)
         assert not pending.done() and not lease.done()
         server.disk.fail_with = 0
         assert pending.result(40).status == "accepted"

@@ -20,7 +20,7 @@ from asyncrl.replay.core.metrics import RolloutRates
 from asyncrl.replay.core.workers import Workers
 from asyncrl.replay.server.router import router
 from asyncrl.types import DropReason
-from tests.replay.helpers import group, replay_config, running_server, same_trajectory, settings
+from tests.replay.helpers import ClockAhead, group, replay_config, running_server, same_trajectory, settings
 from tests.replay.served import Run, ready
 
 pytestmark = pytest.mark.timeout(150)
@@ -144,16 +144,6 @@ def test_a_lease_that_gets_no_group_says_whom_it_waited_for(run) -> None:
     run.start()
     with pytest.raises(NoProgress, match="no rollout worker is connected"):
         run.learner.lease(step=0, rank=0, world=1, wait_s=0.3)
-
-
-class ClockAhead:
-    """The server's: the real one, and as much later as the test says."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 PATIENCE_S = 60.0
