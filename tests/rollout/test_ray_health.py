@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.rollout import ray_health
@@ -84,7 +85,10 @@ def test_questions_that_fail_are_no_answers(watched, monkeypatch) -> None:
 def test_a_server_of_our_own_that_died_is_a_loss_that_can_be_mended(watched, tmp_path: Path, name: str) -> None:
     program = shutil.copy(shutil.which("sleep") or "/bin/sleep", tmp_path / name)
     with subprocess.Popen([program, "600"]) as server:
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while psutil.Process(server.pid).cmdline() != [str(program), "600"]:  # the kernel does not tell it at once
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         health = watched(lambda: [ALIVE], "")
         health.check()
         server.kill()  # a zombie until it is waited for, as Ray leaves it
