@@ -17,7 +17,8 @@ from tests.small_disk import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
-STEPS = 12
+STEPS = 40
+"""More than are trained before the disk is seen to be filled."""
 
 
 @pytest.fixture

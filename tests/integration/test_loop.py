@@ -138,7 +138,7 @@ def test_a_rank_killed_far_from_its_checkpoint_trains_all_of_it_again_and_a_resu
 ) -> None:
     settings = {"rollout.host": "process", "replay.journal.retain": "all"}  # staleness and save_every as shipped
     run = start_local({**settings, "learner.steps": 30})
-    run.wait_for_step(20, 300)
+    run.wait_for_step(14, 300)  # and not many more, or the run would end before anybody is killed
     victims = [p for p in run.descendants("asyncrl.learner") if "LOCAL_RANK" in p.environ()]
     os.kill(victims[0].pid, signal.SIGKILL)
     assert run.finish(400) == 0, run.tail()
@@ -147,7 +147,7 @@ def test_a_rank_killed_far_from_its_checkpoint_trains_all_of_it_again_and_a_resu
     assert events[back]["next_step"] == 0 and events[back]["again"]
     before = {event["step"]: event["groups"] for event in events[:back] if event["event"] == "trained"}
     after = {event["step"]: event["groups"] for event in events[back:] if event["event"] == "trained"}
-    assert len(before) >= 20 and sorted(after) == list(range(30))
+    assert len(before) >= 14 and sorted(after) == list(range(30))
     assert {step: after[step] for step in before} == before
     assert not any(event.get("reason") == "stale" for event in events[back:])
     assert max(row["staleness/max"] for row in run.rows()) <= 4

@@ -18,7 +18,8 @@ from tests.integration.test_loop import assert_conserved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 16
+STEPS = 24
+"""More than are trained until the last is killed."""
 
 
 def kill_shard(run: LocalRun, number: int, before: set[int]) -> int:
