@@ -16,7 +16,7 @@ from asyncrl.standstill import Standstills, kind_of, watched_supervisors, who
 from asyncrl.storage.occupancy import alone_in, holders
 from tests.test_supervisor import until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 SUPERVISOR = """
 import sys, time

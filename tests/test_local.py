@@ -29,7 +29,7 @@ from asyncrl.telemetry import curves
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.run_folder import origin_of, prepare_run_folder
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 FOREVER = "import time; time.sleep(600)"
 FINE = "pass"

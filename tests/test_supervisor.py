@@ -14,7 +14,7 @@ import pytest
 from asyncrl.cli.supervisor import Supervisor
 from asyncrl.family import ProcessId, descendants
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 def python(code: str) -> list[str]:

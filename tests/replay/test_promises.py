@@ -68,7 +68,7 @@ def test_what_a_failed_sync_was_for_is_not_durable() -> None:
     assert journal.durable == before < journal.promised
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_no_reply_leaves_before_what_it_rests_on_is_durable() -> None:
     server = Server()
     server.start()

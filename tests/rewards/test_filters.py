@@ -14,7 +14,7 @@ from asyncrl.rewards.filters import FinishedGroup, Verdict, make_filter, to_verd
 
 FILE = str(Path(__file__).with_name("filter_functions.py"))
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 def group(do: str, rewards: list[float] | None = None) -> FinishedGroup:

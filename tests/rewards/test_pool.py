@@ -24,7 +24,7 @@ FILE = str(Path(__file__).with_name("reward_functions.py"))
 COMMANDS = f"{FILE}:by_command"
 DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 HANG_S = 8.0

@@ -11,7 +11,7 @@ from asyncrl.errors import NoProgress
 from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_STOPPED
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(

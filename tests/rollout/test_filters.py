@@ -53,7 +53,7 @@ def test_each_filter_drops_what_it_says(wanted, reasons):
     assert [unwanted and unwanted.reason for unwanted in said] == reasons
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_worker_reports_what_it_filters_and_inserts_the_rest(tmp_path):
     async def scenario():
         replay = ScriptedReplay(20)
@@ -78,7 +78,7 @@ def keep(group):
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_filters_of_the_user_drop_with_their_name_and_fail_with_their_error(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
 
@@ -142,7 +142,7 @@ def test_a_filter_that_fails_for_a_few_or_is_allowed_to_does_not_end_the_run(tmp
 STEPS, GROUPS = 12, 4
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
     """A real worker beside a learner: with every group that is filtered one more is admitted, and none besides."""
 

@@ -19,7 +19,7 @@ from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, Prompt, Trajectory, TrajectoryGroup
 from tests.rollout.rollout_fakes import SAMPLING, ByteTokenizer, assignment, encode_bytes
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 SIZE, TRIES = 4, 3
 SHAPE = GroupShape(size=SIZE, fewest=SIZE, tries=TRIES)

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.rollout.loop_watch import LoopWatch
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_whoever_holds_the_loop_is_named_and_the_worker_ends() -> None:

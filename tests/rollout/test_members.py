@@ -15,7 +15,7 @@ from asyncrl.rollout.episode import GroupShape
 from asyncrl.types import Completion, DropReason
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 SIZE, TRIES = 4, 3
 

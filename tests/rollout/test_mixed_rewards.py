@@ -19,7 +19,7 @@ from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
 
 GROUPS = 40
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from asyncrl.types import REF_LOGPROBS, DropReason, Prompt
 from tests.environments.pages import write_programs
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 GROUPS = 12
 

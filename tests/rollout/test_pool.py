@@ -20,7 +20,7 @@ from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Worker
 from asyncrl.rollout.pool import RolloutPool, last_line, pool_number, restart_delay_s, run_pool, worker_specs
 from asyncrl.schema import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 class ScriptedHost:

@@ -16,7 +16,7 @@ from asyncrl.rollout import ray_health
 from asyncrl.rollout.host import HostLostError
 from asyncrl.rollout.ray_health import RayHealth
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 ALIVE = {"Alive": True, "NodeManagerAddress": "10.0.0.1"}
 DEAD = {"Alive": False, "NodeManagerAddress": "10.0.0.2"}

@@ -24,7 +24,7 @@ from asyncrl.rollout.report import WorkerReport
 from asyncrl.types import NO_VERSION, DropReason
 from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, prompt_source, rows_file
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

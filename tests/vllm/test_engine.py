@@ -31,7 +31,7 @@ from tests.engines.test_stop_text import said, stopping
 from tests.vllm.models import VOCABULARY, Qwen3Config, engine_config, make_model, prompt, request, worst
 from tests.weights.board import Board, WorkerRendezvous
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from asyncrl.weights.adapter import SCALING, scaling_tensor
 from tests.vllm.live import Live, TooLateError, in_time, live_engine
 from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, weights_of, worst
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
 LONG = 260
 """Prompt tokens: two whole blocks of the prefix cache on a CPU."""

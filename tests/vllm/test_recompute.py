@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 from tests.vllm.live import TooLateError, in_time, live_engine
 from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, worst
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
 
 

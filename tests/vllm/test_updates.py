@@ -31,7 +31,7 @@ from tests.vllm.models import (
     write_own_sampling,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
 LONG = 260
 """Prompt tokens: two whole blocks of the prefix cache on a CPU."""

@@ -13,7 +13,7 @@ from asyncrl.cli import verify
 from asyncrl.config import config_to_dict, load_config, to_yaml
 from tests.vllm.models import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_run_has_a_row_of_vllm_with_its_differences_and_exit_code_0(tmp_path, capsys, monkeypatch):

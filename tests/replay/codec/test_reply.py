@@ -23,7 +23,7 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.server.router import router
 from tests.replay.helpers import replay_config
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 PATIENCE_S = 60
 WELCOME = ["run", "boot", 1000]

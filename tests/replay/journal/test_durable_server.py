@@ -23,7 +23,7 @@ from tests.replay.cluster import begin, fill, wait_until
 from tests.replay.helpers import SOON_SILENT_S, ClockAhead, group, same_trajectory
 from tests.replay.lives import Server
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("server", [{"heartbeat_timeout_s": 4.0}], indirect=True)

@@ -25,7 +25,7 @@ from asyncrl.types import Assignment, DropReason
 from tests.replay.helpers import Clock, header, settings
 from tests.replay.memory_disk import MemoryDisk
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 RUN = {"run_id": "r", "run_digest": "d", "boot": "b"}
 ADMISSION = settings(groups_per_step=2, pipeline_depth=1)

@@ -16,7 +16,7 @@ from tests.replay.cluster import begin, fill
 from tests.replay.helpers import SOON_SILENT_S
 from tests.replay.lives import ADMISSION, Server
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def test_a_server_that_is_started_again_with_overwrite_keeps_the_journal_of_the_run_whose_learner_is_there(

@@ -28,7 +28,7 @@ from tests.replay.cluster import wait_until
 from tests.replay.helpers import SOON_SILENT_S, group, replay_config, running_server, settings
 from tests.replay.served import Proxy, Run, ready
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.slow

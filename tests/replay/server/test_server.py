@@ -23,7 +23,7 @@ from asyncrl.types import DropReason
 from tests.replay.helpers import ClockAhead, group, replay_config, running_server, same_trajectory, settings
 from tests.replay.served import Run, ready
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) -> None:

@@ -26,7 +26,7 @@ from benchmarks.parts.keys import some_keys
 from tests.replay.helpers import Clock, group, replay_config, settings
 from tests.replay.memory_disk import MemoryDisk
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 def encoded(group_id: int, first_token: int = 0, tokens: int = 3) -> EncodedGroup:

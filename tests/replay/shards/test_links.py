@@ -23,7 +23,7 @@ from asyncrl.types import Assignment
 from tests.addresses import free_address
 from tests.replay.helpers import group, replay_config
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 ORDER = Assignment(group_id=5, prompt_index=5, attempt=0, seed=0, policy_version=0)
 GROUP = group(ORDER, [0] * 3)

@@ -26,7 +26,7 @@ from asyncrl.types import Assignment, GroupHeader
 from tests.replay.helpers import group
 from tests.replay.memory_disk import MemoryDisk
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 RUN = {"run_id": "r", "shard": 0}
 
