@@ -275,9 +275,10 @@ class RolloutConfig:
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
     transport: str = "broadcast"
-    """`broadcast` (process group of learner and workers: gloo on CPU, nccl on GPU) or `files` (safetensors)."""
+    """`broadcast` (process group of learner and workers: gloo on CPU, nccl on GPU), `files` (safetensors in the run
+    folder, which all share), or `pull` (workers fetch them over HTTP or from `weights.url`, from wherever they are)."""
     host: str = "127.0.0.1"
-    """Address of the learner's weight store, as the workers reach it."""
+    """Address of the learner's weight store, or of the server of `pull`, as the workers reach it."""
     port: int = 0
     """Its port; 0 is any that is free. With a firewall between learner and workers, one that it lets through."""
     backend: str = "auto"
@@ -296,7 +297,14 @@ class WeightsConfig:
     nothing is gathered, and rank 0 keeps its share alone in memory."""
     delta: str = "never"
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
-    faster. For bfloat16 on slow links: a small step changes few of its bits, and nearly all of float32's."""
+    faster (`files` and `pull`: while it saves half of the bytes). For bfloat16 on slow links: a small step changes few
+    of its bits, and nearly all of float32's."""
+    url: str = ""
+    """Of `pull`: URL of any file system that fsspec knows (`s3://bucket/run`), to which the learner writes and from
+    which workers read. Empty: the learner serves what lies in the run folder, over HTTP at `weights.host`."""
+    fetch_url: str = ""
+    """Of `pull`: where workers read what the learner publishes, if it is another URL than that at which it does: a
+    proxy with TLS before its server (`https://...`), a cache before the bucket."""
     on_update: str = "keep"
     """Keys of running sequences at an update: `keep` them (cheap), or `recompute` them with the new weights."""
     verify_every: int = 10

@@ -75,7 +75,10 @@ REFUSED = [
         ["with learner.device=cuda", "CPUs alone", "Set learner.device=cpu"],
     ),
     (["weights.delta=allways"], ["weights.delta must be one of never, always, auto", "`always`"]),
-    (["weights.delta=auto", "weights=files"], ["weights.delta=auto does nothing", "Use weights=broadcast"]),
+    (["weights.url=s3://b/run"], ["weights.url does nothing with weights.transport=broadcast", "Use weights=pull"]),
+    (["weights=pull", "weights.url=https://a/b"], ["the learner cannot write there", "weights.fetch_url=https://a/b"]),
+    (["weights=pull", "weights.url=ftp://me:word@h/x"], ["weights.url has a password in it", "environment"]),
+    (["weights=pull", "weights.host=0.0.0.0"], ["would serve the weights on every network", "Name one"]),
     (["weights.senders=rank1"], ["weights.senders must be one of rank0, all", "`rank0`"]),
     (["weights.senders=all", "weights=files"], ["weights.senders=all does nothing", "Use weights=broadcast"]),
     (["weights.senders=all", "weights.delta=auto"], ["sends whole shares", "weights.senders=rank0"]),
@@ -101,7 +104,7 @@ REFUSED = [
         ["engine=vllm", "engine.vllm.distributed_executor_backend=ray"],
         ["engine.vllm.distributed_executor_backend=ray", "children of their rollout worker", "Leave it out"],
     ),
-    (["weights.transport=ipc"], ["weights.transport must be one of broadcast, files", "'ipc'"]),
+    (["weights.transport=ipc"], ["weights.transport must be one of broadcast, files, pull", "'ipc'"]),
     (["engine.dtype=fp32"], ["engine.dtype must be one of auto, float32, bfloat16", "'fp32'"]),
     (["engine.device=gpu"], ["engine.device must be auto, cpu, cuda or cuda:N", "'gpu'"]),
     (
@@ -172,7 +175,7 @@ REFUSED = [
     (["learner.proximal_ema=1", "loss=tis"], ["learner.proximal_ema must be at least 0 and below 1", "1.0"]),
     (["advantage.std=groups"], ["advantage.std must be one of none, group, batch", "Did you mean `group`?"]),
     (["rollout.host=proces"], ["rollout.host must be one of ray, process", "Did you mean `process`?"]),
-    (["weights.transport=file"], ["weights.transport must be one of broadcast, files", "Did you mean `files`?"]),
+    (["weights.transport=file"], ["weights.transport must be one of broadcast, files, pull", "Did you mean `files`?"]),
     (["weights.wire_dtype=fp8"], ["weights.wire_dtype must be one of auto, float32, bfloat16", "'fp8'"]),
     (["learner.reduce_gradients=every"], ["learner.reduce_gradients must be one of auto, last, each"]),
     (["learner.schedule=cosin"], ["learner.schedule must be one of constant, linear, cosine", "`cosine`"]),
@@ -528,7 +531,7 @@ def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
 
 def test_settings_stay_few_and_flat() -> None:
     keys = config_keys()
-    assert len(keys) == len(set(keys)) <= 234
+    assert len(keys) == len(set(keys)) <= 236
     assert max(key.count(".") for key in keys) <= 2
 
 

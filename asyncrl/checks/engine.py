@@ -201,11 +201,22 @@ def gpus_hold_the_engine(config: Config) -> Problems:
         )
 
 
-def transport_has_deltas(config: Config) -> Problems:
-    if config.weights.delta != "never" and config.weights.transport != "broadcast":
+def urls_are_of_pull(config: Config) -> Problems:
+    weights = config.weights
+    for key, url in (("url", weights.url), ("fetch_url", weights.fetch_url)):
+        if url and weights.transport != "pull":
+            yield (
+                f"weights.{key} does nothing with weights.transport={weights.transport}. Use weights=pull, or remove it"
+            )
+        elif ":" in url.partition("://")[2].partition("/")[0].rpartition("@")[0]:
+            yield (
+                f"weights.{key} has a password in it, and settings are written to files and logs. Give them to "
+                "its file system by the environment, or by fsspec's own settings files"
+            )
+    if weights.url.startswith(("http://", "https://")):
         yield (
-            f"weights.delta={config.weights.delta} does nothing with weights.transport={config.weights.transport}: "
-            "files are whole. Use weights=broadcast, or remove it"
+            f"weights.url={weights.url}: the learner cannot write there. Set weights.url to where it can (s3://..., a "
+            f"folder), and weights.fetch_url={weights.url} for the workers"
         )
 
 
@@ -234,6 +245,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     tokens_are_drawn_from_the_policy,
     versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
-    transport_has_deltas,
+    urls_are_of_pull,
     all_ranks_can_send,
 )

@@ -224,11 +224,17 @@ def address_is_safe(config: Config) -> Problems:
         yield from _network_address(config, key, address)
 
 
+def serves_weights(config: Config) -> bool:
+    """Whether the learner listens for workers that want weights."""
+    weights = config.weights
+    return weights.transport == "broadcast" or (weights.transport == "pull" and not weights.url)
+
+
 def weights_are_served_on_one_network(config: Config) -> Problems:
     host = config.weights.host
-    if config.weights.transport == "broadcast" and is_everywhere(host):
+    if serves_weights(config) and is_everywhere(host):
         yield (
-            f"weights.host={host!r} would serve the weights' store on every network this machine is on. Name one "
+            f"weights.host={host!r} would serve the weights on every network this machine is on. Name one "
             "address of the learner: weights.host=10.0.0.6"
         )
 
@@ -250,7 +256,8 @@ def _network_address(config: Config, key: str, address: str) -> Problems:
                 f"{key}={address} can be reached from other machines, so replay.keys is required: "
                 "make keys with `asyncrl keys DIR` and set replay.keys=DIR. On one machine use tcp://127.0.0.1:5577"
             )
-        if key == "replay.address" and config.weights.transport == "broadcast" and is_loopback(config.weights.host):
+        invites = serves_weights(config) and not config.weights.fetch_url
+        if key == "replay.address" and invites and is_loopback(config.weights.host):
             yield (
                 f"weights.host={config.weights.host} is this machine to every machine, while replay.address={address} "
                 "invites workers from others. Set weights.host to the learner's address as the workers reach it"

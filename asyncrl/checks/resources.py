@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.checks.placement import impossible_placement, visible_gpus
-from asyncrl.checks.replay import host_of
+from asyncrl.checks.replay import host_of, serves_weights
 from asyncrl.schema import Config
 
 
@@ -55,7 +55,7 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
         return
     if given.startswith("tcp://") and given != Config().replay.address:
         yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))
-    if config.weights.transport == "broadcast":
+    if serves_weights(config):
         yield from _taken("weights.host", config.weights.host, 0)
 
 

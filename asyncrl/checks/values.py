@@ -38,7 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "replay.durability": ("journal", "memory"),
     "replay.journal.retain": ("none", "window", "all"),
     "telemetry.on_alarm": ("continue", "stop"),
-    "weights.transport": ("broadcast", "files"),
+    "weights.transport": ("broadcast", "files", "pull"),
     "weights.senders": ("rank0", "all"),
     "weights.delta": ("never", "always", "auto"),
     "weights.backend": ("auto", "nccl", "gloo"),

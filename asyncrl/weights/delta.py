@@ -155,7 +155,7 @@ class DeltaChoice:
     """Whether the next version goes as a delta: `never`, `always`, or `auto`, by what the last ones took.
 
     A delta costs time at both ends; on a fast link that is more than it saves. `auto` goes back to full versions when
-    it was slower, and tries again after `retry` versions.
+    it was slower, and tries again after `retry` versions. Who does not know the link counts bytes instead of seconds.
     """
 
     def __init__(self, mode: str, retry: int = 50) -> None:

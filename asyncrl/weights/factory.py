@@ -11,17 +11,21 @@ import torch
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import disk_patience
 from asyncrl.errors import ConfigError
-from asyncrl.schema import Config
+from asyncrl.schema import Config, WeightsConfig
 from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Subscriber, SubscriberRendezvous
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender, agree
 from asyncrl.weights.canary import Proof, Score
-from asyncrl.weights.files import FilesSender, FilesSubscriber
+from asyncrl.weights.files.sender import FilesSender
+from asyncrl.weights.files.server import FilesServer
+from asyncrl.weights.files.shelf import FolderShelf, Shelf, UrlShelf
+from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILES = ("files", "pull")
 _PHASES = 10
 """`publish` waits this many times `weights.timeout_s` for the sender: a send may lose several peers one by one."""
 
@@ -41,7 +45,7 @@ def make_publisher(
         raise ConfigError(f"weights.wire_dtype={weights.wire_dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
     backend = backend_of(config, device)
     sender: Sender | None = None
-    wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport == "files" else 0)
+    wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport != "broadcast" else 0)
     shared = weights.senders == "all" and world > 1
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(
@@ -55,10 +59,17 @@ def make_publisher(
             delta=weights.delta,
             senders=world if shared else 1,
         )
-    elif rank == 0 and weights.transport == "files":
-        sender = FilesSender(rendezvous, Path(run_dir) / "weights", patience=disk_patience(config))
-    elif weights.transport not in ("broadcast", "files"):
-        raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
+    elif rank == 0 and weights.transport in FILES:
+        folder = Path(run_dir) / "weights"
+        sender = FilesSender(
+            rendezvous,
+            folder,
+            delta=weights.delta,
+            patience=disk_patience(config),
+            shelf=_shelf(weights, folder) if weights.transport == "pull" else None,
+        )
+    elif weights.transport not in ("broadcast", *FILES):
+        raise _unknown(weights.transport)
     if shared:
         meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
         if rank > 0:
@@ -73,6 +84,18 @@ def make_publisher(
         device=device if backend == "nccl" and weights.transport == "broadcast" else "cpu",
         ranks=(rank, world) if shared else None,
     )
+
+
+def _unknown(transport: str) -> ConfigError:
+    return ConfigError(f"weights.transport={transport!r} is unknown; it is one of broadcast, {', '.join(FILES)}")
+
+
+def _shelf(weights: WeightsConfig, folder: Path) -> Shelf:
+    """Where `pull` puts its versions."""
+    if weights.url:
+        return UrlShelf(weights.url, folder, read_url=weights.fetch_url, within_s=_PHASES / 2 * weights.timeout_s)
+    server = FilesServer(folder, weights.host, weights.port, weights.timeout_s)
+    return FolderShelf(folder, server, weights.fetch_url)
 
 
 def make_subscriber(
@@ -109,10 +132,10 @@ def make_subscriber(
             exact=engine.exact,
             everywhere=everywhere,
         )
-    if weights.transport == "files":
-        return FilesSubscriber(rendezvous, load, proof, stall_s)
+    if weights.transport in FILES:
+        return FilesSubscriber(rendezvous, load, proof, stall_s, timeout_s=weights.timeout_s)
     if weights.transport != "broadcast":
-        raise ConfigError(f"weights.transport={weights.transport!r} is unknown; it is one of broadcast, files")
+        raise _unknown(weights.transport)
     return BroadcastSubscriber(
         rendezvous,
         load,

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 _COUNTERS = (
-    "loads", "nacks", "receive_s", "load_s", "epoch", "epochs", "lost_publisher", "canary_checked", "canary_failed",
+    "loads", "nacks", "receive_s", "received_bytes", "load_s", "epoch", "epochs", "lost_publisher",
+    "canary_checked", "canary_failed",
 )  # fmt: skip
 
 

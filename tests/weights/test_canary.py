@@ -9,7 +9,8 @@ import torch
 
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.weights.canary import FULL, HALF, ROUTED, Canary, Proof, compare, random_probes, tolerance
-from asyncrl.weights.files import FilesSender, FilesSubscriber
+from asyncrl.weights.files.sender import FilesSender
+from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import Board, WorkerRendezvous
 

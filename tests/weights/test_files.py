@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.files import FilesSender, FilesSubscriber
+from asyncrl.weights.files.sender import FilesSender
+from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -66,7 +68,7 @@ def test_only_the_newest_files_stay_and_a_late_joiner_finds_the_newest(cluster):
     for version in range(6):
         cluster.publish(version)
     cluster.wait(lambda: cluster.board.view()[1]["weights"].get("policy_version") == 5)
-    cluster.wait(lambda: len(list(cluster.folder.iterdir())) == 3)
+    cluster.wait(lambda: len(list(cluster.folder.glob("*.safetensors"))) == 3)
     subscriber = cluster.subscribe()
     cluster.wait(lambda: subscriber.policy_version == 5)
     assert [version for version, _ in cluster.loaded] == [5]
@@ -78,14 +80,15 @@ def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, d
     subscriber = cluster.subscribe()
     cluster.wait(lambda: subscriber.policy_version == 0)
     before = cluster.board.view()[1]["weights"]
-    path = cluster.folder / before["file"]
-    data = path.read_bytes()
-    bad = cluster.folder / "v00000001.safetensors"
+    (item,) = before["items"]
+    data = (cluster.folder / item["name"]).read_bytes()
+    bad = cluster.folder / "v00000001-a-b.safetensors"
     if damage == "torn":
         bad.write_bytes(data[: len(data) // 2])
     elif damage == "flipped":
         bad.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    cluster.board.announce({"weights": before | {"policy_version": 1, "file": bad.name}})
+    announced = {"policy_version": 1, "fingerprint": "1", "items": [item | {"name": bad.name, "fingerprint": "1"}]}
+    cluster.board.announce({"weights": before | announced})
     cluster.wait(lambda: subscriber.stats()["weights/nacks"] >= 2)
     assert subscriber.policy_version == 0
     cluster.publish(2)
@@ -95,7 +98,8 @@ def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, d
 
 
 def test_an_unwritable_directory_is_an_error_at_the_next_publish(cluster):
-    (cluster.folder / "v00000000.partial").mkdir()
+    shutil.rmtree(cluster.folder)
+    cluster.folder.write_text("no folder")
     cluster.publish(0)
     cluster.wait(lambda: cluster.publisher._failure is not None)
     with pytest.raises(WeightsError, match="could not be written"):

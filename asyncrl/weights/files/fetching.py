@@ -1,0 +1,229 @@
+"""Bytes of a published file onto this machine, from an HTTP server or any URL of fsspec; a broken transfer goes on.
+
+What comes is kept in a file without a name: nothing is left behind by a worker that is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, Protocol, cast
+
+import fsspec
+import httpx
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.files.items import Item
+
+_BLOCK = 4 << 20
+
+
+class AlteredError(WeightsError):
+    """What came is not what the learner wrote."""
+
+
+class UnreachableError(WeightsError):
+    """It did not come; it may later, or a newer version."""
+
+
+class Source(Protocol):
+    def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
+        """`(offset, bytes)` from `start` on, or from 0 where the other end cannot begin in the middle.
+
+        Raises:
+            UnreachableError: no further byte within the time limit, or none at all.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class HttpSource:
+    """Implements `Source`.
+
+    Args:
+        token: sent to this server; empty: none.
+        proxies: go through those of the environment (HTTPS_PROXY and its like).
+        timeout_s: longest wait for a connection or the next bytes.
+    """
+
+    def __init__(self, url: str, token: str = "", timeout_s: float = 60.0, proxies: bool = True) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._url = url.rstrip("/")
+        # A connection that is kept would take a place at the server from one version to the next.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=proxies, limits=limits)
+
+    def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        try:
+            with self._client.stream("GET", f"{self._url}/{item.name}", headers=headers) as answer:
+                if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    raise AlteredError(f"{item.name} has fewer than {start} bytes there")
+                if answer.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
+                    raise UnreachableError(f"{self._url}/{item.name}: {answer.status_code} {answer.reason_phrase}")
+                at = start if answer.headers.get("Content-Range", "").startswith(f"bytes {start}-") else 0
+                if answer.status_code == httpx.codes.PARTIAL_CONTENT and at != start:
+                    raise AlteredError(f"{self._url} answered with other bytes of {item.name} than were asked for")
+                for block in answer.iter_raw(_BLOCK):
+                    yield at, block
+                    at += len(block)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnreachableError(f"{self._url}/{item.name}: {type(error).__name__} {error}".rstrip()) from error
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class FsspecSource:
+    """Implements `Source`. File systems bound their own waits, or do not: one that hangs ends the worker.
+
+    Raises:
+        WeightsError: fsspec knows no such URL here, or lacks the package for it.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 60.0) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise WeightsError(f"weights lie at {url}, which fsspec cannot open on this machine: {error}") from error
+        self._root = root.rstrip("/")
+
+    def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
+        came: queue.Queue[bytes | Exception | None] = queue.Queue(2)
+        over = threading.Event()
+        path = f"{self._root}/{item.name}"
+        threading.Thread(target=self._read, args=(path, start, came, over), name="weights-read", daemon=True).start()
+        try:
+            while True:
+                try:
+                    block = came.get(timeout=self._timeout_s)
+                except queue.Empty:
+                    raise WeightsError(
+                        f"{self._url} gave no byte of {item.name} for weights.timeout_s={self._timeout_s:g} s, nor an "
+                        "error. This worker ends: the call cannot be ended otherwise"
+                    ) from None
+                if block is None:
+                    return
+                if isinstance(block, Exception):
+                    raise UnreachableError(f"{path}: {type(block).__name__} {block}") from block
+                yield start, block
+                start += len(block)
+        finally:
+            over.set()
+
+    def _read(self, path: str, start: int, came: queue.Queue[bytes | Exception | None], over: threading.Event) -> None:
+        def hand(block: bytes | Exception | None) -> None:
+            while not over.is_set():  # waits for the reader, which takes it or sets `over`
+                try:
+                    return came.put(block, timeout=0.5)
+                except queue.Full:
+                    continue
+
+        try:
+            self._files.invalidate_cache()
+            with self._files.open(path, "rb", cache_type="none") as opened:
+                file = cast(BinaryIO, opened)
+                if start:
+                    file.seek(start)
+                while not over.is_set() and (block := file.read(_BLOCK)):
+                    hand(block)
+            hand(None)
+        except Exception as error:  # thread boundary, and each file system has errors of its own
+            hand(error)
+
+    def close(self) -> None:
+        pass
+
+
+class Fetcher:
+    """Fetches one file after another; of one that broke off the bytes are kept for the next try.
+
+    Args:
+        told: what the board says of where files lie.
+        stopped: asked between two blocks.
+    """
+
+    def __init__(self, told: Mapping[str, Any], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        url, token = str(told["url"]), str(told.get("token") or "")
+        web = url.startswith(("http://", "https://"))
+        self._source: Source
+        if web:
+            self._source = HttpSource(url, token, timeout_s, proxies=not told.get("direct"))
+        else:
+            self._source = FsspecSource(url, timeout_s)
+        self._stopped = stopped
+        self._name = ""
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self.received = 0
+        """Bytes, for all files."""
+
+    def fetch(self, item: Item) -> str:
+        """Path of the whole file, valid until the next call.
+
+        Raises:
+            AlteredError: it is not what was announced; the next call begins anew.
+            UnreachableError: the next call goes on.
+            WeightsError: it stands still, and cannot be ended.
+        """
+        if self._file is None or self._name != item.name:
+            self._begin(item.name)
+        file = self._file
+        assert file is not None
+        try:
+            if file.tell() < item.nbytes:
+                self._receive(item, file)
+            file.flush()
+        except OSError as error:
+            self._begin(item.name)
+            raise UnreachableError(f"{item.name} cannot be kept in {tempfile.gettempdir()}: {error}") from error
+        except AlteredError:
+            self._begin(item.name)
+            raise
+        size, found = file.tell(), self._digest.hexdigest()
+        if size != item.nbytes or found != item.digest:
+            self._begin(item.name)
+            raise AlteredError(
+                f"{item.name} came with {size:,} bytes of {item.nbytes:,} and sha256 {found[:12]}, "
+                f"not {item.digest[:12]}"
+            )
+        return f"/proc/self/fd/{file.fileno()}"
+
+    def _receive(self, item: Item, file: BinaryIO) -> None:
+        for at, block in self._source.blocks(item, file.tell()):
+            if self._stopped():
+                raise UnreachableError("the worker ends")
+            if at != file.tell():  # the other end begins at the beginning
+                self._begin_again(file)
+            if file.tell() + len(block) > item.nbytes:
+                raise AlteredError(f"{item.name} has more than the {item.nbytes:,} bytes that were announced")
+            file.write(block)
+            self._digest.update(block)
+            self.received += len(block)
+
+    def _begin(self, name: str) -> None:
+        self.end()
+        self._name, self._digest = name, hashlib.sha256()
+        self._file = cast(BinaryIO, tempfile.TemporaryFile(prefix="asyncrl-weights-"))  # noqa: SIM115 (kept open)
+
+    def _begin_again(self, file: BinaryIO) -> None:
+        file.seek(0)
+        file.truncate()
+        self._digest = hashlib.sha256()
+
+    def end(self) -> None:
+        """Free the disk; what is not loaded by now is fetched anew."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        self.end()
+        self._source.close()

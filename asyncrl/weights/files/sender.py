@@ -1,0 +1,194 @@
+"""Publisher's end of weights as files: written under another name, renamed, put where readers find them, announced.
+
+The board names a version only when all that leads to it is there, with the fingerprints of header and buckets: a reader
+never sees half a version. A full file says in its header in which buckets its tensors were copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from asyncrl.errors import DiskFullError, WeightsError
+from asyncrl.storage.full_disk import Patience
+from asyncrl.types import NO_VERSION
+from asyncrl.weights.base import PublisherRendezvous
+from asyncrl.weights.delta import DeltaChoice, encode
+from asyncrl.weights.files.items import Item
+from asyncrl.weights.files.shelf import FolderShelf, Shelf, tag_of
+from asyncrl.weights.fingerprint import chain
+from asyncrl.weights.publishing.snapshot import Snapshot
+
+MANIFEST, HEADERS = "manifest", "headers"
+"""In the metadata of a full file, and of a delta: `[kind, bytes, elements]` of each bucket's payload."""
+LONGEST = 16
+"""Deltas after which a full version is due: what a newcomer has to apply at most."""
+_STATS = ("wire_s", "wire_bytes", "delta_s", "bytes", "engines", "resends", "epoch")
+
+
+class FilesSender:
+    """Implements `snapshot.Sender`. The newest `keep` full versions stay, and the deltas since the oldest of them.
+
+    Args:
+        folder: of this run alone; what an earlier start left in it is removed when the first version is there.
+        shelf: where files go that readers do not open in `folder`; they are then told sha256 digests.
+        delta: `weights.delta`. With deltas a full version is written for every `LONGEST`, or when they have come to
+            its bytes: whoever comes new reads at most twice as much as the weights have.
+
+    Raises (on the publisher's thread, so at the next publish):
+        WeightsError: a file cannot be written, or put where it belongs. DiskFullError: see `Patience`.
+    """
+
+    def __init__(
+        self,
+        rendezvous: PublisherRendezvous,
+        folder: Path,
+        *,
+        keep: int = 3,
+        delta: str = "never",
+        patience: Patience | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rendezvous, self._patience = rendezvous, patience or Patience()
+        self._folder, self._keep, self._digests = folder, keep, shelf is not None
+        self._shelf = shelf or FolderShelf(folder)
+        self._delta = DeltaChoice(delta)
+        self._items: list[Item] = []
+        self._fingerprint = ""
+        """Of the last version that was announced."""
+        self._name_end = f"-{tag_of(folder)}-{secrets.token_hex(4)}"
+        self._dropped = self._shelf.left()
+        """Waiting to be removed: until the first version of this start is there, or somebody has read them."""
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
+        transport = "files" if shelf is None else "pull"
+        self._board: dict[str, Any] = {"transport": transport, "deltas": self._delta.possible, **self._shelf.told}
+        rendezvous.announce({"weights": self._board})
+
+    @property
+    def keeps_previous(self) -> bool:
+        return self._delta.possible
+
+    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        started = time.perf_counter()
+        snapshot.filling.wait()
+        header = json.dumps(snapshot.manifest.to_wire())
+        fingerprint = chain([snapshot.fingerprint(index) for index in range(len(snapshot.buffers))])
+        found = {"delta_s": 0.0, "wire_bytes": 0.0}
+        if fingerprint != self._fingerprint:
+            new = self._new_items(snapshot, previous, fingerprint, header, found)
+            self._items += new
+            found["wire_bytes"] = float(sum(item.nbytes for item in new))
+        self._fingerprint = fingerprint
+        announced: dict[str, Any] = {"policy_version": snapshot.policy_version, "layout": chain([header])}
+        announced |= {"fingerprint": fingerprint, "items": [item.to_wire() for item in self._items[-2 * LONGEST :]]}
+        if snapshot.canary is not None:
+            announced["canary"] = snapshot.canary.to_wire()
+        self._rendezvous.announce({"weights": self._board | announced})
+        self._tidy()
+        served = sum(member.policy_version != NO_VERSION for member in self._rendezvous.members())
+        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
+        found |= {"wire_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
+        self._stats = self._stats | found
+
+    def idle(self, newest: Snapshot | None) -> None:
+        """Nothing to do: a newcomer reads the newest version by itself."""
+
+    def stats(self) -> dict[str, float]:
+        """`engines`: those that served some version when the last one was announced."""
+        return {f"weights/{key}": value for key, value in self._stats.items()}
+
+    def close(self) -> None:
+        self._shelf.close()
+
+    def _new_items(
+        self, snapshot: Snapshot, previous: Snapshot | None, fingerprint: str, header: str, found: dict[str, float]
+    ) -> list[Item]:
+        """A delta where one is wanted and smaller, a full version where one is due, or both."""
+        items = []
+        if previous is not None and self._announced(previous) and self._delta.wanted():
+            began = time.perf_counter()
+            items = self._write_delta(snapshot, previous, fingerprint)
+            found["delta_s"] = time.perf_counter() - began
+        full = [number for number, item in enumerate(self._items) if not item.base]
+        since = self._items[full[-1] + 1 :] if full else []
+        if (
+            not items
+            or len(since) + 1 >= LONGEST
+            or sum(i.nbytes for i in [*since, *items]) >= snapshot.manifest.nbytes
+        ):
+            tensors = snapshot.manifest.views(snapshot.buffers)
+            name = f"v{snapshot.policy_version:08d}{self._name_end}.safetensors"
+            # Last: the bytes of the deltas that are counted are those behind it.
+            items.append(self._write(name, tensors, {MANIFEST: header}, snapshot.manifest.nbytes, fingerprint))
+            self._delta.sent_full(float(items[-1].nbytes))
+        return items
+
+    def _announced(self, snapshot: Snapshot) -> bool:
+        """Whether readers have it."""
+        prints = chain([snapshot.fingerprint(index) for index in range(len(snapshot.buffers))])
+        return bool(self._items) and prints == self._fingerprint
+
+    def _write_delta(self, snapshot: Snapshot, previous: Snapshot, fingerprint: str) -> list[Item]:
+        """Nothing where it would have as many bytes as the version itself."""
+        buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
+        encoded = [encode(new.cpu(), old.cpu(), bucket.element_bytes) for new, old, bucket in buckets]
+        nbytes = sum(len(each.payload) for each in encoded)
+        # Those that save less than half are not worth what they cost: `auto` rests for a while.
+        self._delta.sent_delta(0.0, 2.0 * nbytes)
+        if nbytes >= snapshot.manifest.nbytes:
+            return []
+        payloads = {str(number): each.payload for number, each in enumerate(encoded)}
+        headers = {HEADERS: json.dumps([each.header() for each in encoded])}
+        name = f"v{snapshot.policy_version:08d}{self._name_end}.delta.safetensors"
+        return [self._write(name, payloads, headers, nbytes, fingerprint, base=self._fingerprint)]
+
+    def _write(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: dict[str, str],
+        nbytes: int,
+        fingerprint: str,
+        base: str = "",
+    ) -> Item:
+        path = self._folder / name
+        partial = path.with_suffix(".partial")
+
+        def write() -> tuple[int, str]:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial, metadata)
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+                digest = hashlib.file_digest(file, "sha256").hexdigest() if self._digests else ""
+                size = os.fstat(file.fileno()).st_size
+            partial.replace(path)
+            return size, digest
+
+        try:
+            size, digest = self._patience.through(path, nbytes, write, (OSError, SafetensorError))
+        except DiskFullError:
+            raise
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(
+                f"weights could not be written to {path}: {error}. Free space, or fix its rights."
+            ) from error
+        self._shelf.put(path)
+        return Item(name=name, nbytes=size, digest=digest, fingerprint=fingerprint, base=base)
+
+    def _tidy(self) -> None:
+        """Remove what is older than the oldest full version that stays, when nobody reads it."""
+        full = [number for number, item in enumerate(self._items) if not item.base]
+        first = full[-self._keep] if len(full) > self._keep else 0
+        self._dropped += [item.name for item in self._items[:first]]
+        self._items = self._items[first:]
+        self._dropped = [name for name in self._dropped if not self._shelf.drop(name)]

@@ -1,0 +1,159 @@
+"""The learner's HTTP server of published files: whoever has the token may read them, whole or from a byte on.
+
+consumes:     GET /NAME, with `Authorization: Bearer TOKEN` and, to go on where a transfer broke, `Range: bytes=N-`
+waits for:    the next request; a peer that takes nothing for `idle_s` is cut off
+unblocked by: requests, `close`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.files.items import is_name
+
+CONNECTIONS = 256
+_FROM = re.compile(r"bytes=(\d+)-")
+
+
+class FilesServer(ThreadingHTTPServer):
+    """Serves from its construction to `close`, on threads of its own.
+
+    Args:
+        port: 0 is any that is free.
+        idle_s: a file that was read within that time counts as being read: a broken transfer goes on.
+
+    Raises:
+        WeightsError: it cannot listen there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, host: str, port: int = 0, idle_s: float = 60.0) -> None:
+        self.folder, self.idle_s, self.token = folder, idle_s, secrets.token_urlsafe(32)
+        self._host = host
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
+        self._read_at: dict[str, float] = {}
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            super().__init__((host, port), _Answers)
+        except OSError as error:
+            raise WeightsError(
+                f"weights.host={host} weights.port={port}: the learner cannot serve its weights there: {error}. Name "
+                "an address of its machine and a free port; weights.port=0 takes any"
+            ) from error
+        threading.Thread(target=self.serve_forever, name="weights-server", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.server_port}"
+
+    def reads(self, name: str) -> bool:
+        """Whether somebody reads this file, or did a moment ago."""
+        with self._lock:
+            return self._open[name] > 0 or time.monotonic() - self._read_at.get(name, -self.idle_s) < self.idle_s
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        with self._lock:
+            self._open[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[name] -= 1
+                self._read_at[name] = time.monotonic()
+                for old in [old for old, at in self._read_at.items() if time.monotonic() - at > self.idle_s]:
+                    del self._read_at[old]
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's look for this machine's name, which may take seconds where no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self._host, self.server_address[1]
+
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a reader that went away comes back, and says itself what it misses."""
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: FilesServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "asyncrl", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.idle_s)
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        name = self.path.removeprefix("/")
+        if not secrets.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            self._refuse(401)
+        elif not is_name(name):
+            self._refuse(404)
+        else:
+            with self.server.reading(name):
+                self._send(self.server.folder / name)
+
+    def _send(self, path: Path) -> None:
+        try:
+            file = path.open("rb")
+        except OSError:
+            self._refuse(404)
+            return
+        with file:
+            size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range", "")
+            found = _FROM.fullmatch(asked)
+            start = int(found.group(1)) if found else 0
+            if found and start >= size:
+                self._refuse(416)
+                return
+            self.send_response(206 if found else 200)
+            if found:
+                self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(size - start))
+            self.end_headers()
+            self.wfile.flush()
+            if size > start:
+                self.connection.sendfile(file, start)
+
+    def _refuse(self, code: int) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: workers say themselves what they cannot get."""

@@ -1,0 +1,153 @@
+"""Where published files lie: the learner's own folder, with or without a server before it, or any URL of fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.utils import get_protocol
+
+from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.weights.files.server import FilesServer
+
+log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+_TAG = "tag"
+
+
+class Shelf(Protocol):
+    @property
+    def told(self) -> dict[str, Any]:
+        """What readers need to find the files."""
+        ...
+
+    def put(self, path: Path) -> None:
+        """A whole file that was written to the learner's folder. Raises WeightsError."""
+        ...
+
+    def drop(self, name: str) -> bool:
+        """Remove a file, if it is there; false while somebody reads it. Never raises."""
+        ...
+
+    def left(self) -> list[str]:
+        """Files of earlier starts of this run."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FolderShelf:
+    """Implements `Shelf`: the files stay where they were written.
+
+    Args:
+        url: where readers fetch them, if not from `server`.
+    """
+
+    def __init__(self, folder: Path, server: FilesServer | None = None, url: str = "") -> None:
+        self._folder, self._server = folder, server
+        self.told: dict[str, Any] = {"directory": str(folder.resolve())}
+        if server is not None:
+            self.told = {"url": url or server.url, "token": server.token, "direct": not url}
+
+    def put(self, path: Path) -> None:
+        """It is there already."""
+
+    def drop(self, name: str) -> bool:
+        if self._server is not None and self._server.reads(name):
+            return False
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+        return True
+
+    def left(self) -> list[str]:
+        return [path.name for path in self._folder.iterdir() if path.suffix in (".safetensors", ".partial")]
+
+    def close(self) -> None:
+        """The files stay: they are how a late worker on the same disk catches up."""
+        if self._server is not None:
+            self._server.close()
+
+
+class UrlShelf:
+    """Implements `Shelf` over any file system of fsspec. Only files of this run are ever removed there.
+
+    Args:
+        read_url: where readers fetch them; empty: at `url` itself.
+        within_s: how long an upload that fails is tried again.
+
+    Raises:
+        ConfigError: fsspec knows no such URL, lacks the package for it, or cannot write there.
+    """
+
+    def __init__(self, url: str, folder: Path, *, read_url: str = "", within_s: float = 300.0) -> None:
+        try:
+            fsspec.get_filesystem_class(get_protocol(url))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"weights.url={url} is no URL that fsspec can open here: {error}") from error
+        self._url, self._folder, self._within_s = url, folder, within_s
+        self._files, root = fsspec.core.url_to_fs(url)
+        self._root = root.rstrip("/")
+        self._made = False
+        self.told: dict[str, Any] = {"url": read_url or url}
+
+    def put(self, path: Path) -> None:
+        """Tried again for `within_s`: a version that is not there stands in the way of all that come after it."""
+        deadline, target = time.monotonic() + self._within_s, f"{self._root}/{path.name}"
+        while True:
+            try:
+                if not self._made:
+                    self._files.makedirs(self._root, exist_ok=True)
+                    self._made = True
+                self._files.put_file(str(path), target)
+                self._files.invalidate_cache()
+                there, here = self._files.size(target), path.stat().st_size
+                if there != here:
+                    raise OSError(f"{there} bytes of {here} arrived")
+                break
+            except Exception as error:  # seam: each file system has errors of its own
+                if time.monotonic() >= deadline:
+                    raise WeightsError(
+                        f"weights could not be put to {self._url} for {self._within_s:.0f} s: {error}. See that the "
+                        "learner's machine may write there (weights.url)"
+                    ) from error
+                log.warning("weights: %s could not be put to %s (%s); trying again", path.name, self._url, error)
+            time.sleep(_AGAIN_S)
+        path.unlink()
+
+    def drop(self, name: str) -> bool:
+        try:
+            (self._folder / name).unlink(missing_ok=True)
+            if self._files.exists(f"{self._root}/{name}"):
+                self._files.rm_file(f"{self._root}/{name}")
+        except Exception as error:  # seam: each file system has errors of its own
+            log.warning("weights: %s/%s could not be removed: %s", self._url, name, error)
+        return True
+
+    def left(self) -> list[str]:
+        mine = f"-{tag_of(self._folder)}-"
+        try:
+            there = [str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        except Exception:  # seam: each file system has errors of its own; nothing was ever put there
+            there = []
+        here = [path.name for path in self._folder.iterdir() if path.suffix in (".safetensors", ".partial")]
+        return [name for name in there if mine in name] + here
+
+    def close(self) -> None:
+        """The files stay."""
+
+
+def tag_of(folder: Path) -> str:
+    """Of the run, in the names of its files: under one URL two runs leave each other's alone. Made once per folder."""
+    path = folder / _TAG
+    with contextlib.suppress(OSError):
+        found = path.read_text()
+        if len(found) == 8:
+            return found
+    tag = secrets.token_hex(4)
+    path.write_text(tag)
+    return tag
