@@ -191,7 +191,7 @@ class Deaths:
         family = run.descendants()
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while left := [process for process in family if is_alive(process)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)

@@ -81,7 +81,8 @@ def test_it_learns_is_killed_resumed_and_gone_on_from(tmp_path: Path) -> None:
     task(tmp_path)
     process = start(tmp_path)
     until = time.monotonic() + PATIENCE_S
-    while max((row["step"] for row in rows(tmp_path)), default=0) < 25:
+    latest = tmp_path / "run" / "ckpt" / "latest"
+    while max((row["step"] for row in rows(tmp_path)), default=0) < 25 or not latest.exists():
         assert process.poll() is None and time.monotonic() < until, said(tmp_path)
         time.sleep(0.05)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -89,12 +90,14 @@ def test_it_learns_is_killed_resumed_and_gone_on_from(tmp_path: Path) -> None:
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive, "torchrun or a rank outlived the command"
+    saved = int(latest.resolve().name.removeprefix("step_"))
+    assert saved in range(20, STEPS, 20)
 
     resumed = start(tmp_path, "resume=auto")
     assert resumed.wait(timeout=PATIENCE_S) == 0, said(tmp_path)
     trained = [row for row in rows(tmp_path) if "loss/total" in row]
     assert [row["step"] for row in trained] == list(range(1, STEPS + 1)), "a step is missing, or there twice"
-    assert "resumed from step 20" in said(tmp_path)
+    assert f"resumed from step {saved}\n" in said(tmp_path)
     held = {row["step"]: row for row in rows(tmp_path) if "eval/heldout/loss" in row}
     assert trained[-1]["loss/total"] < 0.3 < 3 < trained[0]["loss/total"]
     assert held[0]["eval/heldout/token_accuracy"] < 0.1 and held[STEPS]["eval/heldout/token_accuracy"] > 0.9
