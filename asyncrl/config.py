@@ -317,7 +317,7 @@ NOT_OF_THE_UPDATE = (
     *("save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
-    *("early_groups", "reduce_gradients", "steps", "epochs", "profile"),
+    *("early_groups", "reduce_gradients", "offload", "steps", "epochs", "profile"),
 )
 """Settings of the learner that change nothing of what a batch makes of the weights."""
 

@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.rerun import changed_by, main, name_of, rerun_config, written
+from asyncrl.cli.rerun import changed_by, main, name_of, prepare, rerun_config, written
 from asyncrl.config import config_to_dict, load_config, read_config
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.errors import ConfigError, JournalError, RunFolderError
 from asyncrl.replay.audit.rerun import read_surviving
 from asyncrl.telemetry.run_folder import write_config
 
@@ -32,6 +32,14 @@ def test_a_rerun_without_settings_has_those_of_the_run(run: Path) -> None:
     assert Path(config.run.dir) == run / "rerun-same"
     ppo = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=ppo", "loss.kl_coef=0"])
     assert resolved_loss(config.loss) == resolved_loss(ppo.loss)
+
+
+def test_a_rerun_that_is_there_already_is_made_anew_with_the_setting_that_it_names(run: Path) -> None:
+    prepare(rerun_config(run, []), "first")
+    assert prepare(rerun_config(run, []), "first").is_dir(), "its ranks"
+    with pytest.raises(RunFolderError, match=r"already\. To train it anew give overwrite=true"):
+        prepare(rerun_config(run, []), "second")
+    prepare(rerun_config(run, ["overwrite=true"]), "second")
 
 
 @pytest.mark.parametrize(("order", "early"), [("fifo", 2), ("freshest", 0)])

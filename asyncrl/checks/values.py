@@ -47,6 +47,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "weights.wire_dtype": DTYPES,
     "model.checkpoint_keep": ("nothing", "attention", "matmul"),
     "learner.keep_best_by": ("max", "min"),
+    "learner.offload": ("none", "optimizer", "all"),
     "learner.reduce_gradients": ("auto", "last", "each"),
     "learner.schedule": ("constant", "linear", "cosine"),
 }

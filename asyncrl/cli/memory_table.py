@@ -9,12 +9,30 @@ from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.config import JOURNAL_DIR
-from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, head_rows, held, on_one_of, whole_numbers
+from asyncrl.learner.memory_plan import (
+    MASTER,
+    Held,
+    Shape,
+    Sizes,
+    head_bytes,
+    head_rows,
+    held,
+    on_one_of,
+    whole_numbers,
+)
 from asyncrl.losses.config import required_inputs
 from asyncrl.rollout.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
+WIDTHS = {"master weights": 4, "gradients": 4, "Adam moments": 8}
+"""Bytes of each, of a parameter."""
+OFFLOADED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": (tuple(WIDTHS), ()),
+    "optimizer": (("master weights", "gradients"), ("Adam moments",)),
+    "all": ((), tuple(WIDTHS)),
+}
+"""With `learner.offload`: what is where the learner computes, and what in host memory."""
 
 
 def size(count: float) -> str:
@@ -50,12 +68,15 @@ def memory_lines(config: Config) -> list[str]:
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
     lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model.parameters)]
+    lines += [f"learner, per rank: {size(count)} of host memory: {what}" for count, what in host_rows(config, model)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
-        saved = 12 * (count + (model.parameters if config.advantage.uses_critic else 0))
-        saved += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
+        others = 12 * model.parameters * config.advantage.uses_critic
+        others += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
+        mine = policy_held(config, model)
+        saved = mine.weights + mine.optimizer + others / (dims.shards * dims.tensor)
         lines.append(
-            f"learner, per rank: {size(saved / (dims.shards * dims.tensor))} of host memory for the copy that "
+            f"learner, per rank: {size(saved)} of host memory for the copy that "
             "checkpoints are written from (learner.async_save)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -72,7 +93,7 @@ def memory_lines(config: Config) -> list[str]:
 
 
 def rank_bytes(config: Config, model: ModelSize) -> float:
-    """Of all models and activations of the fullest learner rank."""
+    """Of all models and activations of the fullest learner rank, without what `learner.offload` has in host memory."""
     return sum(count for count, _ in learner_rows(config, model)) + sum(
         count for count, _ in role_rows(config, model.parameters)
     )
@@ -87,43 +108,75 @@ def engine_bytes(config: Config, model: ModelSize) -> int:
 
 
 def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
-    """Bytes that the fullest rank holds of the policy, and what comes and goes beside it."""
+    """Bytes that the fullest rank holds of the policy where it computes, and what comes and goes beside it."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
-    ranks = dims.shards
-    cut = on_one_of(model.shapes, dims.tensor)
-    whole = model.trained(config.model.lora_rank, config.model.lora_targets)
-    shapes, rows = list(cut.values()), list[tuple[int, str]]()
-    if config.model.lora_rank > 0:
-        base = held(shapes, ranks, width=width, trained=False).weights
-        rows.append((base, f"frozen base ({model.parameters:,} parameters), and for adapters:"))
-        shapes = [(whole,)]
-    mine, computing = held(shapes, ranks), on_one_of(model.shapes, dims.tensor, computing=True)
-    # Of adapters those that compute together cut the half alone: counted as if nothing.
-    parts, between = ranks, ""
-    if dims.tensor > 1 and config.model.lora_rank == 0:
-        parts, between = ranks * dims.tensor, " and between those that compute together"
-    rows.append(
-        (
-            mine.total,
-            f"= {size(mine.weights)} master weights + {size(mine.gradients)} gradients + {size(mine.optimizer)} Adam "
-            f"moments ({whole:,} parameters over {parts} rank(s), each cut along its first dimension{between})",
-        )
-    )
+    rows, computing = policy_rows(config, model)[0], on_one_of(model.shapes, dims.tensor, computing=True)
     setting = config.learner.reduce_gradients
     if setting != "each":
         needed = "" if setting == "last" else ", unless there is no room for it"
         said = f"whole gradient where an optimizer step has several micro-batches{needed}"
-        rows.append((4 * sum(math.prod(shape) for shape in shapes), f"{said} (learner.reduce_gradients={setting})"))
-    if dims.ranks > 1 or width < MASTER:
+        rows.append(
+            (4 * sum(map(math.prod, policy_shapes(config, model))), f"{said} (learner.reduce_gradients={setting})")
+        )
+    if dims.ranks > 1 or width < MASTER or config.learner.offload == "all":
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
         rows.append((width * whole_numbers(computing), f"whole weights while it computes: {fetched}"))
     return rows + activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
 
 
+def policy_shapes(config: Config, model: ModelSize) -> list[Shape]:
+    """Of what is trained, before FSDP2 cuts it."""
+    chosen = config.model
+    whole = model.adapters(chosen.lora_rank, chosen.lora_targets) if chosen.lora_rank > 0 else model.shapes
+    return list(on_one_of(whole, ParallelDims.of(config.learner, config.learner.ranks).tensor).values())
+
+
+def policy_held(config: Config, model: ModelSize) -> Held:
+    return held(policy_shapes(config, model), ParallelDims.of(config.learner, config.learner.ranks).shards)
+
+
+def policy_rows(config: Config, model: ModelSize) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """What the fullest rank holds of the policy between steps: where it computes, and in host memory."""
+    dims, offload, mine = (
+        ParallelDims.of(config.learner, config.learner.ranks),
+        config.learner.offload,
+        policy_held(config, model),
+    )
+    there: list[tuple[int, str]] = []
+    here: list[tuple[int, str]] = []
+    if config.model.lora_rank > 0:
+        base = held(
+            on_one_of(model.shapes, dims.tensor).values(), dims.shards, width=BYTES[config.model.dtype], trained=False
+        )
+        row = base.weights, f"frozen base ({model.parameters:,} parameters), and for adapters:"
+        (there if offload == "all" else here).append(row)
+    together = " and between those that compute together" if dims.tensor > 1 else ""
+    whole = model.trained(config.model.lora_rank, config.model.lora_targets)
+    cut = (
+        f"({whole:,} parameters over {dims.shards * dims.tensor} rank(s), each cut along its first dimension{together})"
+    )
+    parts = {"master weights": mine.weights, "gradients": mine.gradients, "Adam moments": mine.optimizer}
+    for rows, names in zip((here, there), OFFLOADED[offload], strict=True):
+        if names:
+            said = " + ".join(f"{size(parts[name])} {name}" for name in names)
+            rows.append((sum(parts[name] for name in names), f"= {said} {cut}"))
+    return here, there
+
+
+def host_rows(config: Config, model: ModelSize) -> list[tuple[float, str]]:
+    """What `learner.offload` has there."""
+    found: list[tuple[float, str]] = [
+        *policy_rows(config, model)[1],
+        *role_rows(config, model.parameters, on_host=True),
+    ]
+    return [(count, f"{what} (learner.offload={config.learner.offload})") for count, what in found]
+
+
 def learner_lines(config: Config, model: ModelSize) -> list[str]:
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
     rows = learner_rows(config, model)
-    kind = "whole on its one rank" if dims.ranks == 1 and width == MASTER else f"{dims}, layer by layer"
+    whole = dims.ranks == 1 and width == MASTER and config.learner.offload != "all"
+    kind = "whole on its one rank" if whole else f"{dims}, layer by layer"
     return [
         f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
         *(f"learner, per rank: {size(count)} {what}" for count, what in rows),
@@ -160,9 +213,13 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     ]
 
 
-def role_rows(config: Config, parameters: int) -> list[tuple[float, str]]:
+def role_rows(config: Config, parameters: int, *, on_host: bool = False) -> list[tuple[float, str]]:
     """Bytes per rank of the learner's other models, of the policy's size unless their own checkpoint is here and says
-    otherwise."""
+    otherwise.
+
+    Args:
+        on_host: of what `learner.offload` has in host memory; else of what computes.
+    """
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     ranks = dims.shards * dims.tensor
     trained = 16 if config.advantage.uses_critic else 0
@@ -177,9 +234,10 @@ def role_rows(config: Config, parameters: int) -> list[tuple[float, str]]:
     ):
         own = model_size(Path(path)) if path else None
         count = own.parameters if own else parameters
-        if width:
-            what = "weights, gradients and Adam moments" if width == 16 else "weights"
-            rows.append((width * count / ranks, f"{what} of the {role}"))
+        names = OFFLOADED[config.learner.offload][on_host]
+        kept = {name: WIDTHS[name] for name in names if width == 16 or name == "master weights"}
+        if width and kept:
+            rows.append((sum(kept.values()) * count / ranks, f"{' + '.join(kept)} of the {role}"))
     return rows
 
 

@@ -32,12 +32,19 @@ class ModelSize:
         which layers are linear."""
         if rank == 0:
             return self.parameters
-        chosen = (
-            shape
+        return sum(map(math.prod, self.adapters(rank, targets).values()))
+
+    def adapters(self, rank: int, targets: Sequence[str]) -> dict[str, Shape]:
+        """Of LoRA with a rank, by name: the two matrices of each layer."""
+        chosen = {
+            name: shape
             for name, shape in self.matrices.items()
             if not targets or any(f".{name}".endswith(f".{target}") for target in targets)
+        }
+        halves = (
+            {f"{name}.lora_A.weight": (rank, b), f"{name}.lora_B.weight": (a, rank)} for name, (a, b) in chosen.items()
         )
-        return sum(rank * (out + into) for out, into in chosen)
+        return {name: shape for each in halves for name, shape in each.items()}
 
 
 def model_size(folder: Path) -> ModelSize | None:

@@ -31,7 +31,7 @@ from asyncrl.cli.commands import learner_command, written
 from asyncrl.cli.local import TURN_S, show_failure
 from asyncrl.cli.supervisor import Supervisor
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, RunFolderError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.counterfactual import Probe
@@ -48,7 +48,7 @@ from asyncrl.telemetry.metrics import MetricsLog
 from asyncrl.telemetry.report import read_metrics
 from asyncrl.telemetry.rerun_report import comparison, plot_comparison
 from asyncrl.telemetry.resumed import changed_code, is_supervised
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.run_folder import owner_of, prepare_run_folder
 
 FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""
@@ -87,7 +87,7 @@ def main(run: Path, overrides: Sequence[str]) -> int:
 def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
     """Start them, and print what they say. Exit code: 0, 1 when one failed, 128 + a signal's number."""
     run_id = uuid.uuid4().hex[:12]
-    folder = prepare_run_folder(config, run_id)  # here, or its log would lie in a folder of nobody's
+    folder = prepare(config, run_id)  # here, or its log would lie in a folder of nobody's
     command = learner_command(config, [str(run.resolve()), *overrides], run_id, "asyncrl.cli.rerun")
     print(f"training again on {config.learner.ranks} ranks; their log: {folder / LOG_DIR / 'learner.log'}", flush=True)
     with Supervisor(folder / LOG_DIR) as supervisor:
@@ -207,6 +207,17 @@ def history_for(config: Config, journal: Path) -> History:
     return history
 
 
+def prepare(config: Config, run_id: str) -> Path:
+    """Make the folder of the rerun ready and return it.
+
+    Raises:
+        RunFolderError: an earlier one is there, or see `prepare_run_folder`, whose ways out a rerun has not got.
+    """
+    if owner_of(Path(config.run.dir).resolve()) not in (None, run_id) and not config.overwrite:
+        raise RunFolderError(f"{config.run.dir} holds this rerun already. To train it anew give overwrite=true")
+    return prepare_run_folder(config, run_id)
+
+
 def train_again(config: Config, journal: Path, place: Place, backend: Backend, opened: ExitStack) -> None:
     history = history_for(config, journal)
     replay = RetainedReplay(
@@ -219,7 +230,7 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
     opened.callback(replay.close)
     run_dir = Path(config.run.dir)
     if place.rank == 0:
-        prepare_run_folder(config, place.run_id)
+        prepare(config, place.run_id)
     barrier()
 
     def probe(roles: Roles) -> Probe:

@@ -10,13 +10,12 @@ import logging
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.loading import device_of
+from asyncrl.learner.host_moments import HOST, HostMoments
 from asyncrl.learner.memory_plan import MASTER, held
-from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.place import ROOM, memory_of
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.sharding import dim_size, shards_of
+from asyncrl.learner.sharding import device_of, dim_size, shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -36,12 +35,16 @@ def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> boo
     return shards + MASTER * trained > ROOM * memory
 
 
-def held_by(model: PackedModel) -> int:
-    """Bytes of the shards of the fullest rank."""
-    total = 0
-    for parameter in model.parameters():
-        width, trained = parameter.element_size(), parameter.requires_grad
-        total += held([tuple(parameter.shape)], shards_of(parameter), width=width, trained=trained).total
+def held_by(roles: Roles) -> int:
+    """Bytes of the shards of the fullest rank on the device that computes, of all models."""
+    total, moved = 0, {id(model) for _, model, optimizer in roles.trained() if isinstance(optimizer, HostMoments)}
+    for model in roles.models():
+        device = model.device.type
+        for parameter in model.parameters():
+            width, trained = parameter.element_size(), parameter.requires_grad
+            each = held([tuple(parameter.shape)], shards_of(parameter), width=width, trained=trained)
+            if parameter.device.type == device:
+                total += each.total - (each.optimizer if id(model) in moved and device != HOST.type else 0)
     return total
 
 
@@ -54,7 +57,7 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | N
     trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
     trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each
     memory = memory_of(device, mesh.size())
-    shards = sum(held_by(model) for model in roles.models())
+    shards = held_by(roles)
     mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)
     each = text_of_rank_zero("each" if mine else "last", device) == "each"
     for model in learned:

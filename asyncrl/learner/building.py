@@ -74,7 +74,7 @@ def built(
         agree_on_layout(model, build.setting, build.kept, longest, None)
         build.change(model, model.hf)
         build.start(model)
-        if compute == torch.float32:
+        if compute == torch.float32 and (backend is None or not backend.on_host):
             return model.to(device)
         assert backend is not None
         backend.shard(model, compute)
@@ -89,7 +89,7 @@ def built(
     use_layout(model, read.layout)
     build.change(model, read.hf)
     backend.shard(model, compute)
-    take_over(model, read, device)
+    take_over(model, read, home_of(backend, device))
     build.start(model)
     return model
 
@@ -107,7 +107,7 @@ def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -
         backend.shard(model, torch.float32, lambda module: fill_from_rank_zero(module, mesh))
         return model
     backend.shard(model, torch.float32)
-    give_memory(model, device)
+    give_memory(model, home_of(backend, device), device)
     part.read_into(model.hf)
     return model
 
@@ -120,22 +120,26 @@ def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> Non
         raise ConfigError(f"{setting}: {problem}")
 
 
+def home_of(backend: Backend, device: torch.device) -> torch.device:
+    """Where parameters lie of a model that computes on `device`."""
+    return torch.device("cpu") if backend.on_host else device
+
+
 @torch.no_grad()
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """To every parameter that has none, a tied one once (`to_empty` parts those that are no DTensors), and to every
-    buffer."""
+def give_memory(model: nn.Module, home: torch.device, device: torch.device) -> None:
+    """To every parameter that has none, a tied one once (`to_empty` parts those that are no DTensors), in `home`, and
+    to every buffer."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    made = {
-        each: nn.Parameter(torch.empty_like(each, device=device), each.requires_grad) for each in set(named.values())
-    }
+    made = {each: nn.Parameter(torch.empty_like(each, device=home), each.requires_grad) for each in set(named.values())}
     model.load_state_dict({name: made[each] for name, each in named.items()}, strict=False, assign=True)
     for name, buffer in model.named_buffers():
         _put(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 @torch.no_grad()
-def take_over(model: PackedModel, read: PackedModel, device: torch.device) -> None:
-    """Give `model` the weights and buffers of `read`, which is done with; what it has beside them gets memory."""
+def take_over(model: PackedModel, read: PackedModel, home: torch.device) -> None:
+    """Give `model` the weights and buffers of `read`, which is done with; parameters that it has beside them get memory
+    in `home`."""
     weights = dict(read.named_parameters(remove_duplicate=False))
     taken: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -143,7 +147,7 @@ def take_over(model: PackedModel, read: PackedModel, device: torch.device) -> No
         if found is not None:
             taken[name] = found
         elif parameter.is_meta:
-            taken[name] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            taken[name] = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
     model.load_state_dict(taken, strict=False, assign=True)
     for name, buffer in read.named_buffers():
         _put(model, name, buffer)

@@ -150,7 +150,7 @@ class Checkpoints:
             self._write(target, replace(state, run=self._run), roles, kept.pop("tensors"), packed)
             self._saved.append(state.step)
 
-        self._under_way.start(f"checkpoint {target}", copied, write, next(roles.policy.parameters()).device)
+        self._under_way.start(f"checkpoint {target}", copied, write, roles.policy.device)
         if not self._background:
             self.finish()
 
@@ -279,7 +279,7 @@ class Checkpoints:
             CheckpointError: a file is damaged or missing.
             CheckpointMismatchError: the checkpoint is of another model. Nothing was filled.
         """
-        self._verify_once(path, next(roles.policy.parameters()).device)
+        self._verify_once(path, roles.policy.device)
         check_base(path, roles.policy.adapters)
         saved = shapes_in(path)
         check_roles(path, saved, roles)

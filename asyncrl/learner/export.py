@@ -59,9 +59,9 @@ def export_hf(
     written(target, lambda: write(plain, config.path, target, trained), nbytes_of(plain.state_dict()), patience)
 
 
-def saved_dtype(model: torch.nn.Module, config: ModelConfig) -> torch.dtype:
+def saved_dtype(model: PackedModel, config: ModelConfig) -> torch.dtype:
     """That in which `model` computes."""
-    return compute_dtype(config.dtype, next(model.parameters()).device)
+    return compute_dtype(config.dtype, model.device)
 
 
 def export_critic(

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, UnpackedCall, plan_packing
-from asyncrl.learner.loading import device_of
 from asyncrl.learner.ranks import is_first, text_of_rank_zero
+from asyncrl.learner.sharding import device_of
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, random_probes, tolerance
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,11 @@ class Probed(Protocol):
 
     hf: PreTrainedModel
     layout: Layout
+
+    @property
+    def device(self) -> torch.device:
+        """On which it computes."""
+        ...
 
     def seen(self, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
         """[T, ...] what is compared, as training computes it in `layout`."""
@@ -137,7 +142,7 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     """
     probes = probes_for(model.hf)[: PROBES_IN_ROWS if foreign_kinds(model.hf) else None]
     use_layout(model, Layout.ROWS)
-    device = next(model.hf.parameters()).device
+    device = model.device
     try:
         alone = tuple(_flat(model.seen_alone(torch.from_numpy(ids).long().to(device))) for ids in probes)
     except BROKEN as error:
@@ -223,7 +228,7 @@ def apart(
     lengths = np.array([len(ids) for ids in canary.sequences])
     total = int(lengths.sum())
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    device = next(model.hf.parameters()).device
+    device = model.device
     packing = replace(plan_packing(np.arange(total), lengths, total, device), note_window=note_window)
     ids = torch.from_numpy(np.concatenate(canary.sequences)).long().to(device)
     try:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.learner.ranks import text_of_rank_zero, texts_of_ranks
 from asyncrl.learner.reading import Checkpoint, EmptyOnMeta, Piece, Unreadable, pieces_of, read_own, without_weights
+from asyncrl.learner.sharding import device_of
 from asyncrl.storage.sealed import is_sealed, verify_export
 
 log = logging.getLogger(__name__)
@@ -143,11 +144,6 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
         raise RuntimeError(f"rank {dist.get_rank()} has built another {type(module).__name__} than rank 0: {layout}")
     for tensor in filled.values():
         dist.broadcast(tensor.data, src=0)
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """On which the ranks meet."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -141,7 +141,10 @@ def base_fingerprint(hf: nn.Module) -> str:
     parts = []
     for name, parameter in sorted(hf.named_parameters()):
         rounded = parameter.detach().to(torch.bfloat16)
-        whole = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
+        whole = rounded
+        if isinstance(rounded, DTensor):
+            whole = rounded.to(rounded.device_mesh.device_type)  # where its ranks meet
+            whole = whole.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
         data = whole.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
         parts.append(f"{name}:{tuple(parameter.shape)}:{xxh3_128_hexdigest(data)}")
     return chain(parts)

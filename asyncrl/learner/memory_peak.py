@@ -24,7 +24,7 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
     sizes = Sizes.of(roles.policy.hf.config.to_dict())
     if sizes is None or not batches:
         return 0
-    held = sum(held_by(model) for model in roles.models())
+    held = held_by(roles)
     device = batches[0].input_ids.device
     compute, several = compute_dtype(config.dtype, device), len(batches) > 1
     width = compute.itemsize

@@ -70,8 +70,14 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
     """
     cut: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        layer = name.split(".")[-2]
-        if len(shape) == 2 and not (computing and re.search(r"\.\d+\.", name) is None):
+        *_, above, layer, _ = ("", *name.split("."))
+        if layer in ("lora_A", "lora_B"):  # one half of an adapter is cut as its layer, in the dimension they share
+            by_columns, (out, into) = above in BY_COLUMNS, shape
+            if (layer == "lora_A") == by_columns:
+                cut[name] = (out, -(-into // together)) if by_columns else (-(-out // together), into)
+            else:
+                cut[name] = shape
+        elif len(shape) == 2 and not (computing and re.search(r"\.\d+\.", name) is None):
             rows, columns = shape
             by_columns = layer in BY_COLUMNS
             cut[name] = (rows, -(-columns // together)) if by_columns else (-(-rows // together), columns)

@@ -179,7 +179,7 @@ def build_model(
     With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
 
     Args:
-        path: of the checkpoint; empty is `model.path`.
+        path: of the checkpoint, as `reference.path`; empty is `model.path`.
         frozen: without gradients: the reference, the averaged policy.
         exact: as `engine.exact`.
 
@@ -187,6 +187,7 @@ def build_model(
         ConfigError: the checkpoint cannot be loaded, or computes its logits in a way the learner does not.
     """
     settings = replace(config.model, path=path or config.model.path)
+    setting = f"reference.path={path}" if path else f"model.path={settings.path}"
     adapted = settings.lora_rank > 0 and not frozen
     kept = dtype_on(settings.dtype, device.type) if adapted else "float32"
 
@@ -204,10 +205,10 @@ def build_model(
         if model.adapters is not None:
             start_adapters(model.adapters, config.seed)
 
-    with as_causal_lm(settings.path):
-        recipe = causal_lm(settings, DTYPES[kept])
+    with as_causal_lm(setting):
+        recipe = causal_lm(settings, setting, DTYPES[kept])
         build = Build(
-            setting=f"model.path={settings.path}",
+            setting=setting,
             recipe=recipe,
             make=PolicyModel,
             kept=kept,
@@ -233,8 +234,11 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
-def causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Recipe:
+def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.float32) -> Recipe:
     """Of the Hugging Face model with our attention, on the CPU.
+
+    Args:
+        setting: where it comes from, for messages: `model.path=...`.
 
     Raises:
         ConfigError: it computes its logits in a way the learner does not. One of `REFUSALS`: there is no config.
@@ -242,7 +246,7 @@ def causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Recipe
     hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     problem = foreign_maths(hf_config.to_dict())
     if problem:
-        raise ConfigError(f"model.path={config.path}: {problem}")
+        raise ConfigError(f"{setting}: {problem}")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED_ATTENTION, "trust_remote_code": False}
 
     def build() -> PreTrainedModel:
@@ -255,15 +259,15 @@ def causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Recipe
 
 
 @contextmanager
-def as_causal_lm(path: str) -> Iterator[None]:
-    """Raises ConfigError of whatever a checkpoint cannot be loaded for."""
+def as_causal_lm(setting: str) -> Iterator[None]:
+    """Raises ConfigError of whatever the checkpoint of a setting cannot be loaded for."""
     try:
         yield
     except ConfigError:
         raise  # a ValueError too, and complete as it is
     except REFUSALS as error:
         raise ConfigError(
-            f"model.path={path} cannot be loaded as a causal LM: {error}. "
+            f"{setting} cannot be loaded as a causal LM: {error}. "
             "Give a directory with config.json and *.safetensors, or a hub name"
         ) from error
 

@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.host_moments import HostMoments
 from asyncrl.learner.ranks import data_ranks
 from asyncrl.learner.sharding import local, shards_of
 from asyncrl.schema import LearnerConfig
@@ -32,7 +33,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) ->
         if parameter.requires_grad:
             groups[parameter.ndim >= 2].append(parameter)
     decayed: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
+    made = HostMoments if config.offload == "optimizer" else torch.optim.AdamW
+    optimizer = made(
         [group for group in decayed if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -38,6 +38,8 @@ def _of(config: Config) -> list[object]:
     checkpointing = [config.model.activation_checkpointing, config.model.checkpoint_every]
     if config.model.checkpoint_keep != "nothing":
         checkpointing.append(config.model.checkpoint_keep)
+    if config.learner.offload != "none":
+        checkpointing.append(config.learner.offload)
     return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
 
 
@@ -106,4 +108,6 @@ def lowers_most(config: Config) -> str:
         return "model.checkpoint_keep=nothing keeps the input of a layer alone"
     if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
         return f"learner.max_tokens_per_microbatch={budget // 2}"
+    if config.learner.offload != "all":
+        return "learner.offload=all keeps weights, gradients and moments in host memory"
     return "more learner.ranks share weights, gradients and moments (a micro-batch is a single sequence already)"

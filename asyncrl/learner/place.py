@@ -150,7 +150,8 @@ def backend_of(config: Config, place: Place) -> FSDP2:
     dims = ParallelDims.of(config.learner, place.world)
     train_apart(sequence=dims.sequence, tensor=dims.tensor)
     sizes = dims.mesh
-    return FSDP2(init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    mesh = init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return FSDP2(mesh, on_host=config.learner.offload == "all")
 
 
 @contextmanager

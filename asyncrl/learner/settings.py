@@ -100,6 +100,10 @@ class LearnerConfig(CheckpointSettings):
     """Over the ranks: with the `last` micro-batch of an optimizer step, until which every rank holds the whole gradient
     in fp32, or with `each`, which sends more. `auto` is `each` where weights, moments and that gradient would take
     more than half of the memory of a rank."""
+    offload: str = "none"
+    """What lies in host memory instead of a GPU's: `optimizer`, AdamW's moments, which go to the GPU for the step of
+    their parameter and back; or `all`, also weights and gradients, of every model of the learner (FSDP2's CPU offload):
+    a layer is copied to the GPU when it computes, and AdamW steps on the CPU. See docs/parallel.md."""
     steps: int = 100
     """Train steps of the run; a resumed one goes on to the same number."""
     epochs: float = 0.0

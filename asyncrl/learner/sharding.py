@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +21,11 @@ def dim_size(mesh: DeviceMesh | None, name: str) -> int:
         return 1
     names: tuple[str, ...] = mesh.mesh_dim_names or (SHARD,)
     return mesh.size(names.index(name)) if name in names else 1
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """On which the ranks compute, and meet."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

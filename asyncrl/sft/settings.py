@@ -83,6 +83,9 @@ class SftLearnerConfig(CheckpointSettings):
     reduce_gradients: str = "auto"
     """When the ranks' gradients meet: with the `last` micro-batch of a step, with `each` (a rank then never holds more
     than its shard), or `auto`: with each where the whole gradient has no room on a rank."""
+    offload: str = "none"
+    """What lies in host memory instead of a GPU's: `optimizer` (AdamW's moments) or `all` (weights and gradients, too),
+    see docs/parallel.md."""
     lr: float = 1e-5
     """Peak rate of AdamW."""
     schedule: str = "cosine"

@@ -41,6 +41,7 @@ class Cell:
     tensor: int = 1
     lora: int = 0
     critic: bool = False
+    offload: str = "none"
     keep: str = ""
     """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
@@ -51,6 +52,7 @@ class Cell:
             f"{self.replicas} copies, sequence {self.sequence}, tensor {self.tensor}",
             *(["LoRA"] * bool(self.lora)),
             *(["critic"] * self.critic),
+            *([f"offload {self.offload}"] * (self.offload != "none")),
         ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
@@ -67,8 +69,8 @@ class Cell:
         config = settings_for(self.source(folder))
         model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
         model.checkpoint_keep = self.keep or model.checkpoint_keep
-        dims = {"sequence_parallel": self.sequence, "tensor_parallel": self.tensor}
-        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas, **dims))
+        given = {"sequence_parallel": self.sequence, "tensor_parallel": self.tensor, "offload": self.offload}
+        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas, **given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

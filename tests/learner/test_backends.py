@@ -24,9 +24,9 @@ ASKED = [name for name in vars(Backend) if not name.startswith("_")]
 
 @pytest.mark.parametrize("backend", [FSDP2, WholeCopies])
 def test_a_backend_has_what_is_asked_of_one_and_takes_what_it_is_given(backend: type):
-    assert set(ASKED) == {"mesh", "shard", "sync", "settle"}
-    assert "mesh" in inspect.signature(backend).parameters
-    for name in set(ASKED) - {"mesh"}:
+    assert set(ASKED) == {"mesh", "on_host", "shard", "sync", "settle"}
+    assert {"mesh", "on_host"} <= set(inspect.signature(backend).parameters)
+    for name in set(ASKED) - {"mesh", "on_host"}:
         asked, has = (inspect.signature(getattr(each, name)).parameters for each in (Backend, backend))
         assert [str(each) for each in has.values()] == [str(each) for each in asked.values()], name
 

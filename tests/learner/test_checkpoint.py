@@ -23,11 +23,11 @@ from tests.learner.feed import tiny_model
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
 
 
-def learner(seed: int, updates: int = 0, **changes: Any) -> Roles:
+def learner(seed: int, updates: int = 0, offload: str = "none", **changes: Any) -> Roles:
     hf = tiny_model(seed=seed, **changes)
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    optimizer = make_optimizer(model.parameters(), LearnerConfig(lr=0.01))
+    optimizer = make_optimizer(model.parameters(), LearnerConfig(lr=0.01, offload=offload))
     for _ in range(updates):
         update(model, optimizer)
     return Roles(policy=model, optimizer=optimizer)
@@ -56,6 +56,21 @@ def test_a_resumed_learner_goes_on_exactly_like_the_saved_one(tmp_path: Path):
     update(other.policy, other.optimizer)
     for mine, theirs in zip(roles.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("optimizer", "none"), ("none", "optimizer"), ("optimizer", "optimizer")]
+)
+def test_moments_in_host_memory_are_the_same_bits_saved_and_loaded_too(saved: str, loaded: str, tmp_path: Path):
+    without, roles, other = learner(0, updates=4), learner(0, updates=3, offload=saved), learner(1, offload=loaded)
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    checkpoints.load(checkpoints.save(state(4), roles, SNAPSHOT), other)
+    update(other.policy, other.optimizer)
+    for mine, theirs in zip(without.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        moments = without.optimizer.state[mine], other.optimizer.state[theirs]
+        assert moments[0].keys() == moments[1].keys()
+        assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
 
 
 def test_a_checkpoint_of_another_run_is_refused_unless_it_is_named(tmp_path: Path):

@@ -21,18 +21,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.cli.memory_table import host_rows, policy_held, rank_bytes
 from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch import pack
 from asyncrl.learner.building import prepare
+from asyncrl.learner.lora import add_adapters
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.sharding import shards_of
-from asyncrl.schema import LearnerConfig, ModelConfig
+from asyncrl.schema import AdvantageConfig, Config, EngineConfig, LearnerConfig, ModelConfig
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -106,6 +108,50 @@ def test_weights_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_th
         planned = held(on_one_of(read.shapes, together).values(), shards)
         assert planned.weights == sum(map(local_bytes, model.parameters()))
         assert all(shards_of(each) in (shards, shards * together) for each in model.parameters())
+
+
+def test_adapters_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_the_byte(tmp_path: Path):
+    with made_up_ranks(3, 2) as mesh:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
+        write_headers(tmp_path, qwen("7b in 2 layers"), hf)
+        settings = ModelConfig(path="tiny", lora_rank=5)
+        model = PolicyModel(hf)
+        model.adapters = add_adapters(hf, settings, "")
+        FSDP2(mesh).shard(model, torch.bfloat16)
+        read = model_size(tmp_path)
+        assert read is not None
+        planned = held(on_one_of(read.adapters(5, []), 2).values(), 3)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        assert planned.weights == sum(map(local_bytes, trained))
+        assert planned.optimizer == 2 * planned.weights + 4 * len(trained)
+        config = Config(model=settings, learner=LearnerConfig(ranks=6, tensor_parallel=2))
+        assert policy_held(config, read) == planned
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int, tmp_path: Path):
+    config = Config(
+        model=ModelConfig(path="tiny", dtype="bfloat16", lora_rank=lora),
+        learner=LearnerConfig(ranks=2, proximal_ema=0.9),
+        engine=EngineConfig(dtype="bfloat16"),
+        advantage=AdvantageConfig(estimator="gae", baseline="none"),
+    )
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
+    write_headers(tmp_path, qwen("7b in 2 layers"), hf)
+    model = model_size(tmp_path)
+    assert model is not None
+    here, there, critic = {}, {}, 16 * model.parameters / 2
+    for offload in ("none", "optimizer", "all"):
+        config.learner.offload = offload
+        here[offload] = rank_bytes(config, model)
+        there[offload] = sum(count for count, _ in host_rows(config, model))
+        assert here[offload] + there[offload] == here["none"]
+    assert there["none"] == 0
+    assert there["optimizer"] == policy_held(config, model).optimizer + critic / 2
+    base = 2 * held(model.shapes.values(), 2).weights / 4 if lora else 0
+    assert there["all"] == policy_held(config, model).total + base + critic + 4 * model.parameters / 2
 
 
 def write_headers(folder: Path, config: Qwen2Config, hf: PreTrainedModel) -> None:

@@ -67,4 +67,8 @@ def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
     whole = _of(config)
     config.model.checkpoint_every = 1
     assert _of(config) != whole, "the note of the other does not hold for it"
+    assert "learner.offload=all" in lowers_most(config)
+    whole = _of(config)
+    config.learner.offload = "all"
+    assert _of(config) != whole
     assert "more learner.ranks" in lowers_most(config)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 RANKS = 4
 CELLS = [
     Cell(family="Qwen3"),
-    Cell(family="Qwen3-MoE"),
+    Cell(family="Qwen3-MoE", offload="all"),
     Cell(family="Llama", replicas=2, keep="nothing"),
     Cell(family="Qwen2", replicas=2, lora=2),
     Cell(family="Qwen3", tensor=2, keep="matmul"),
@@ -28,7 +28,7 @@ CELLS = [
     Cell(family="Qwen3", sequence=2, keep="matmul"),
     Cell(family="Qwen3-MoE", sequence=4),
     Cell(family="Mistral", sequence=2, replicas=2, lora=2),
-    Cell(family="Qwen2", tensor=2, lora=2),
+    Cell(family="Qwen2", tensor=2, lora=2, offload="all"),
     Cell(family="Llama", sequence=2, tensor=2, lora=3),
     Cell(family="Qwen3", tensor=2, critic=True),
 ]

@@ -68,6 +68,14 @@ def is_reported(folder: Path, *runs: str) -> None:
             assert one[name].item() == pytest.approx(two[name].item(), abs=1e-4, rel=1e-3), name
 
 
+def test_what_is_offloaded_learns_the_same_is_saved_and_goes_on_without(folder: Path):
+    """Weights, gradients and moments in host memory, then the moments alone."""
+    train_on_ranks(make_config(folder, "offload", offload="all", steps=2), 2)
+    train_on_ranks(make_config(folder, "offload", offload="optimizer"), 2, resume=True)
+    assert apart(published(folder, "one"), published(folder, "offload"), first(folder, "one")) < EQUAL
+    is_exported(folder, "offload")
+
+
 def test_an_export_of_sharded_weights_is_whole(folder: Path):
     is_exported(folder, "two")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import CheckpointMismatchError, NonFiniteError, NoProgress
+from asyncrl.errors import CheckpointMismatchError, ConfigError, NonFiniteError, NoProgress
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, CriticConfig
@@ -115,6 +115,15 @@ def test_the_reference_stays_at_the_initial_weights_and_the_kl_grows_from_zero(t
     assert largest_difference(kept, initial) == 0.0
     assert rows.rows[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
     assert rows.rows[-1]["loss/kl"] == pytest.approx(0.1 * rows.rows[-1]["kl/reference"], rel=0.5) != 0.0
+
+
+@pytest.mark.parametrize("key", ["model", "reference"])
+def test_a_model_that_cannot_be_loaded_is_named_by_its_setting(key: str, tmp_path: Path):
+    config = make_config(tmp_path)
+    config.loss = LossConfig(preset="grpo", kl="k3", kl_coef=0.1)
+    getattr(config, key).path = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{key}.path={tmp_path} cannot be loaded as a causal LM"):
+        build_roles(config, CPU, None)
 
 
 def test_the_controller_moves_the_price_of_the_kl_towards_its_target(tmp_path: Path):

@@ -19,6 +19,7 @@ from asyncrl.schema import Config
 @dataclass(slots=True)
 class WholeCopies:
     mesh: DeviceMesh
+    on_host: bool = False
     hooked: set[Tensor] = field(default_factory=set)
     meets: dict[HeldModel, bool] = field(default_factory=dict)
 

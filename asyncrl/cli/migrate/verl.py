@@ -104,7 +104,7 @@ REASONS = {
     "data.sampler.*": "data.order_by, data.curriculum, data.mixture and data.where (docs/data.md)",
     "data.apply_chat_template_kwargs*": "model.chat.KEY=VALUE",
     "data.*": "rows are read when they are drawn (docs/data.md)",
-    "*fsdp_config.*": "FSDP2 shards parameters, gradients and optimizer over all ranks; nothing is offloaded",
+    "*fsdp_config.*": "FSDP2 shards parameters, gradients and optimizer over all ranks; see learner.offload",
     "*.megatron.*": "the learner is FSDP2",
     "*.strategy": "the learner is FSDP2",
     "*micro_batch_size*": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.learner.sequence import SequenceRanks
+from asyncrl.learner.sharding import device_of
 
 
 class HeldModel(nn.Module):
@@ -32,6 +33,11 @@ class HeldModel(nn.Module):
         super().__init__()
         self.hf = hf
 
+    @property
+    def device(self) -> torch.device:
+        """On which it computes; its parameters may lie in host memory."""
+        return next(self.parameters()).device if self.backend is None else device_of(self.backend.mesh)
+
 
 class Backend(Protocol):
     """The ranks of a learner, laid out."""
@@ -39,6 +45,12 @@ class Backend(Protocol):
     @property
     def mesh(self) -> DeviceMesh:
         """All of them."""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """Between steps parameters and gradients lie in host memory, whatever computes: they are made, read and stepped
+        over there."""
         ...
 
     def shard(self, model: HeldModel, compute: torch.dtype, before: Callable[[nn.Module], None] | None = None) -> None:

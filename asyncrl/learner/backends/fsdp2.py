@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import HeldModel
@@ -22,12 +29,15 @@ from asyncrl.learner.tensor import cut, plan_of
 class FSDP2:
     mesh: DeviceMesh
     """As `ParallelDims` lays it out."""
+    on_host: bool = False
 
     def shard(self, model: HeldModel, compute: torch.dtype, before: Callable[[nn.Module], None] | None = None) -> None:
         """One group of parameters per decoder layer, one for the rest (embedding, final norm, head)."""
         model.sequence, model.backend = SequenceRanks.here(), self
         plan = plan_of(model.hf) if dim_size(self.mesh, TENSOR) > 1 else {}
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        # Only memory that is pinned for a GPU is copied beside what it computes.
+        home = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self.on_host else OffloadPolicy()
         layer_classes = set(model.hf._no_split_modules or ())
         # From within: Mamba names its blocks and the mixers in them, and what is sharded already cannot be again.
         layers = [each for each in reversed(list(model.hf.modules())) if type(each).__name__ in layer_classes]
@@ -35,7 +45,7 @@ class FSDP2:
             if before is not None:
                 before(module)
             cut(module, self.mesh, plan)
-            fully_shard(module, mesh=data_mesh(self.mesh), mp_policy=policy)
+            fully_shard(module, mesh=data_mesh(self.mesh), mp_policy=policy, offload_policy=home)
         for name in model.entries:
             register_fsdp_forward_method(model, name)  # or it would compute with the shards alone
 

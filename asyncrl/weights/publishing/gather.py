@@ -136,7 +136,8 @@ def _gather_bucket(
         elif _row_dim(tensor) is not None:
             spread.append(entry)
         else:
-            cast = tensor.to(entry.dtype)
+            # To where its ranks meet: it may lie in host memory.
+            cast = tensor.to(tensor.device_mesh.device_type, entry.dtype)
             whole[entry.name] = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     views = bucket.views(buffer) if buffer is not None else None
     for dtype in dict.fromkeys(entry.dtype for entry in spread):
@@ -203,7 +204,7 @@ def _gather_rows(
     group = group or first.device_mesh.get_group(rows)
     world = dist.get_world_size(group)
     chunks = [-(-entry.shape[0] // world) * math.prod(entry.shape[1:]) for entry in entries]
-    local = torch.zeros(sum(chunks), dtype=entries[0].dtype, device=first.to_local().device)
+    local = torch.zeros(sum(chunks), dtype=entries[0].dtype, device=first.device_mesh.device_type)
     offset = 0
     for entry, chunk in zip(entries, chunks, strict=True):
         tensor = tensors[entry.name]
