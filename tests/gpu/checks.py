@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.flops import peak_of, speed
 from asyncrl.learner.memory_peak import PEAK, planned_bytes
@@ -207,8 +209,23 @@ def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor])
     return math.sqrt(sum((one[name] - tensor).double().square().sum().item() for name, tensor in other.items()))
 
 
-def trained(scale: Scale, folder: Path, backend: Backend, *, steps: int, resume: bool = False) -> KeptWeights:
-    config = scale.config(folder, "tiny", dtype="bfloat16", steps=steps, save_every=2)
+def offload(scale: Scale, folder: Path, backend: FSDP2) -> Found:
+    """With moments, or all, in host memory a run ends as without: to the bit, but for AdamW's rounding on the CPU."""
+    ends = {
+        where: trained(scale, folder / where, replace(backend, on_host=where == "all"), steps=2, offload=where)
+        for where in ("none", "optimizer", "all")
+    }
+    straight = ends.pop("none")
+    moved = distance(straight.newest, straight.first)
+    apart = {where: distance(straight.newest, end.newest) / moved for where, end in ends.items()}
+    assert moved > 0 and max(apart.values()) <= (1e-3 if scale.device.type == "cpu" else 0.3), (apart, moved)
+    return {"apart": apart, "moved": moved}
+
+
+def trained(
+    scale: Scale, folder: Path, backend: Backend, *, steps: int, resume: bool = False, offload: str = "none"
+) -> KeptWeights:
+    config = scale.config(folder, "tiny", dtype="bfloat16", steps=steps, save_every=2, offload=offload)
     weights = KeptWeights()
     replay = FedReplay()
     replay.next_version = 3 if resume else 0
@@ -257,11 +274,12 @@ def fingerprint(scale: Scale, folder: Path, backend: Backend) -> Found:
     }
 
 
-CHECKS: dict[str, Callable[[Scale, Path, Backend], Found]] = {
+CHECKS: dict[str, Callable[[Scale, Path, FSDP2], Found]] = {
     "kernel": kernel,
     "parity": parity,
     "mfu": mfu,
     "memory": memory,
     "checkpoint": checkpoint,
     "fingerprint": fingerprint,
+    "offload": offload,
 }

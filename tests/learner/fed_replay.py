@@ -134,7 +134,13 @@ class KeptWeights:
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
     ) -> PublishStats:
         self.newest = {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in tensors
+            # Where its ranks meet: it may lie in host memory.
+            name: (
+                tensor.to(tensor.device_mesh.device_type).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(tensor, DTensor)
+                else tensor
+            ).clone()
+            for name, tensor in tensors
         }
         self.first = self.first or self.newest
         self.versions.append(policy_version)
