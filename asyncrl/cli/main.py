@@ -47,7 +47,8 @@ keys in {}, one pair per role. Copy *.key to every machine of the run, and of th
   the replay server's machine      server.key_secret and shard.key_secret
   machines of shards, if any       shard.key_secret
   the learner's machines           learner.key_secret
-  the rollout workers' machines    worker.key_secret"""
+  the rollout workers' machines    worker.key_secret
+  who watches from afar            viewer.key_secret (with server.key and viewer.key alone): sees counts"""
 
 EPILOG = """\
 Settings are key=value, groups are chosen with group=name (files in configs/):
@@ -118,7 +119,11 @@ def _add_looking(commands: Any) -> None:
     plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     text = "a run that goes on: steps, evaluations, who is in it, who waits for whom since when, alarms, samples"
     watch = commands.add_parser("watch", help=text, description=text)
-    watch.add_argument("run", metavar="RUN", type=Path, help="a run folder of this machine")
+    watch.add_argument("run", metavar="RUN|ADDRESS", help="a run folder of this machine, or the replay server's "
+                       "address (tcp://HOST:PORT): what it knows, with the viewer's key")  # fmt: skip
+    watch.add_argument(
+        "--keys", default="", metavar="DIR", help="of ADDRESS: server.key, viewer.key, viewer.key_secret"
+    )
     text = "what every process of a run did when, as one file for Perfetto (telemetry.trace=true)"
     trace = commands.add_parser("trace", help=text, description=text)
     trace.add_argument("run", metavar="RUN", type=Path, help="a run folder, of a run that goes on too")
@@ -269,7 +274,9 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "compare":
         return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
     if given.command == "watch":
-        return load("asyncrl.cli.watch").main(given.run)
+        if "://" in given.run:
+            return load("asyncrl.cli.watch_address").main(given.run, given.keys)
+        return load("asyncrl.cli.watch").main(Path(given.run))
     if given.command == "trace":
         return load("asyncrl.cli.trace").main(given.run, given.to, group=given.group, version=given.version)
     if given.command == "report" and given.serve:

@@ -111,6 +111,51 @@ class TrainedReply:
     """The first `MOST_DROPPED` of what was dropped since then and can be shown."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSeen:
+    """A process that the server has heard of and that has not said goodbye."""
+
+    role: str
+    name: str
+    silent_s: float
+    """Since it was last heard."""
+    served: int
+    """Policy version that a worker serves; NO_VERSION of others, and before its first."""
+    held: int
+    """Groups that a worker is making."""
+    tokens_per_s: float
+    """That a worker generated between its last two heartbeats."""
+    still_s: float
+    """Since a worker's last token or environment step; 0 of others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A moment of a run, as its replay server tells it to a viewer: counts, times and words; no payload, no prompt, no
+    incarnation, no address."""
+
+    run: str
+    clock: float
+    """Seconds, of the server."""
+    trained_steps: int
+    committed_steps: int
+    """Those that a checkpoint holds."""
+    policy_version: int
+    finished: bool
+    waits: str
+    """Whom the learner waits for; empty while it has a batch."""
+    paused: str
+    """Why nothing new is admitted; empty when nothing is wrong."""
+    now: dict[str, float]
+    """Of this moment, by the names of metrics: the states of groups, what was dropped, the queue by age."""
+    last: dict[str, float]
+    """The server's metrics of the last step that was trained since it started."""
+    peers: tuple[PeerSeen, ...]
+    """Those that have been silent for longest come first."""
+    more_peers: int
+    """That are not among them."""
+
+
 class RolloutReplay(Protocol):
     """What a rollout worker uses, from its asyncio loop."""
 

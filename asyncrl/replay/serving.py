@@ -29,6 +29,7 @@ from asyncrl.replay.server.loop import TICK_S, ReplayServer
 from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.replay.server.survivors import learner_of
+from asyncrl.replay.server.viewing import Viewing
 from asyncrl.replay.shards.handlers import with_shards
 from asyncrl.replay.shards.payloads import InShards
 from asyncrl.replay.shards.receipts import Seals
@@ -128,6 +129,8 @@ def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest
         clock=clock,
     )
     handlers.beside = server.measured
+    viewing = Viewing(memory.run_id, memory.core, server.sessions.values())
+    handlers.verbs_of["viewer"] = ({"view": viewing.view},)
     return server
 
 

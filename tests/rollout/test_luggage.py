@@ -55,7 +55,14 @@ def test_a_file_travels_with_what_it_imports_from_beside_it_and_no_more(tmp_path
     luggage, _ = packed(of_a_user(tmp_path))
     names = {str(Path(path).relative_to(tmp_path / "code")) for path in luggage.files}
     assert names == {"reward.py", "near.py", "farther.py", "package/__init__.py", "package/inner.py"}
-    assert sorted(luggage.keys) == ["learner.key", "server.key", "shard.key", "worker.key", "worker.key_secret"]
+    assert sorted(luggage.keys) == [
+        "learner.key",
+        "server.key",
+        "shard.key",
+        "viewer.key",
+        "worker.key",
+        "worker.key_secret",
+    ]
 
 
 def test_code_that_does_not_parse_travels_alone(tmp_path):

@@ -10,7 +10,7 @@ from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, Sample
 from asyncrl.replay.codec import wire
-from asyncrl.replay.protocol import Acquired, DroppedSample, Member, TrainedReply
+from asyncrl.replay.protocol import Acquired, DroppedSample, Member, PeerSeen, TrainedReply
 from asyncrl.types import Assignment
 
 Record = TypeVar("Record")
@@ -25,6 +25,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "dict[str, tuple[float | None, ...]]": lambda value, name: _columns(value, name),
     "float | None": lambda value, name: None if value is None else wire.number(value, name),
     "Mapping[str, float]": lambda value, name: numbers(value, name),
+    "tuple[PeerSeen, ...]": lambda value, name: decode_records(PeerSeen, value),
     "tuple[Sample, ...]": lambda value, name: tuple(
         decode_record(Sample, item) for item in wire.sequence(value, name, limit=MOST_SAMPLES)
     ),
@@ -50,14 +51,14 @@ def _columns(value: Any, name: str) -> dict[str, tuple[float | None, ...]]:
 
 
 def encode_record(record: Any) -> list[Any]:
-    """A dataclass as the list of its fields; flat, but for samples."""
+    """A dataclass as the list of its fields; flat, but for samples and peers."""
     values = [getattr(record, field.name) for field in fields(record)]
     return [_encoded(value) for value in values]
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [encode_record(item) if isinstance(item, Sample) else item for item in value]
+        return [encode_record(item) if isinstance(item, Sample | PeerSeen) else item for item in value]
     return value
 
 

@@ -11,7 +11,7 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import Envelope
 
-ROLES = ("worker", "learner", "shard")
+ROLES = ("worker", "learner", "shard", "viewer")
 """Of those that say hello."""
 
 ERRORS: dict[str, type[AsyncRLError]] = {

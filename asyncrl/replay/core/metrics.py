@@ -26,6 +26,11 @@ class IdleClock:
         self._reason: str | None = None
         self._since = 0.0
 
+    @property
+    def waits(self) -> bool:
+        """It has no batch now."""
+        return self._reason is not None
+
     def note(self, now: float, reason: str | None) -> None:
         """The learner waits for `reason` from now on (None: it does not wait); the time so far goes to the last one."""
         if self._reason is not None:

@@ -85,8 +85,8 @@ class Run:
         if self.state.peers.replaced(peer, incarnation):
             raise FencedError(f"{peer!r} was replaced by a newer incarnation; this one has to stop")
 
-    def metrics(self) -> dict[str, float]:
-        """Ledger counts, costs and rates; the rates are since the last call."""
+    def counts(self) -> dict[str, float]:
+        """Of this moment: the states of groups, what was dropped, the queue by age. Asking changes nothing."""
         ledger = self.state.ledger
         row = {f"replay/{state.value}": float(count) for state, count in ledger.counts.items()}
         row |= {f"replay/dropped_{name}": float(count) for name, count in ledger.dropped_by_name().items()}
@@ -95,7 +95,11 @@ class Run:
             "replay/bytes": float(self.state.buffer.nbytes),
             "replay/workers": float(len(self.workers.live)),
         }
-        row |= self._queue_by_age()
+        return row | self._queue_by_age()
+
+    def metrics(self) -> dict[str, float]:
+        """Ledger counts, costs and rates; the rates are since the last call."""
+        row = self.counts()
         row |= {"data/overlong": self.workers.total("overlong_prompts")}
         row |= self._of_draws()
         row |= {"reward/failed": self.workers.total("rewards_failed")}

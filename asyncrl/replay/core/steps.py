@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -187,6 +187,11 @@ class Steps:
         reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
         return reply
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        """Of the last step that was trained since this began."""
+        return self._last_trained[2].metrics if self._last_trained else {}
 
     def commit(self, step: int) -> None:
         """Raises ReplayError when `step` was not trained."""

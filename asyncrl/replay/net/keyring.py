@@ -4,6 +4,7 @@
     shard.key    shard.key_secret      its shards; the replay server too, which checks their receipts
     learner.key  learner.key_secret    the ranks of the learner
     worker.key   worker.key_secret     rollout workers
+    viewer.key   viewer.key_secret     `asyncrl watch ADDRESS`: sees counts and changes nothing
 
 A machine needs all `*.key` and the secrets of the roles that run on it. Without `replay.keys` the folder `keys` in the
 run folder is used, and made by whichever process of the run comes first.
@@ -25,7 +26,8 @@ from asyncrl.config import KEYS_DIR, LOG_DIR
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
 
-ROLES = ("server", "shard", "learner", "worker")
+VIEWER = "viewer"
+ROLES = ("server", "shard", "learner", "worker", VIEWER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,13 @@ def key_pair(keys: str, role: str) -> KeyPair:
     return KeyPair(public, secret)
 
 
-def roles_by_key(keys: str) -> dict[bytes, str]:
-    """Public key -> role, of all that may connect. Raises ConfigError when one is missing or unreadable."""
-    return {public_key(keys, role): role for role in ROLES if role != "server"}
+def roles_by_key(keys: str, server: str = "server") -> dict[bytes, str]:
+    """Public key -> role, of all that may connect to the `server`, or to a `shard`. Keys that an earlier asyncrl made
+    have none of a viewer, and nobody may be one. Raises ConfigError when another is missing or unreadable."""
+    guests = [role for role in ROLES if role not in ("server", VIEWER)]
+    if server == "server" and (Path(keys) / f"{VIEWER}.key").exists():
+        guests.append(VIEWER)
+    return {public_key(keys, role): role for role in guests}
 
 
 def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
@@ -128,6 +134,12 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(str(path))
     except (OSError, ValueError) as error:
+        if name.startswith(f"{VIEWER}.") and (directory / "server.key").exists():
+            raise ConfigError(
+                f"the key {path} cannot be read: {error}. A machine that watches needs server.key, viewer.key and "
+                "viewer.key_secret. One made by an earlier asyncrl has no viewer: make new keys with `asyncrl keys "
+                "NEWDIR`, for the next run"
+            ) from error
         if (directory / "clients").is_dir() or (directory / "client.key_secret").exists():
             raise ConfigError(
                 f"replay.keys={directory} was made by an earlier asyncrl, with one key for every client; now each role "

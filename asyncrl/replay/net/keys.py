@@ -41,8 +41,8 @@ def check_address(address: str, keys: str) -> None:
 class _AllowList:
     """What libzmq's authenticator asks. It passes the key on with every message of the connection."""
 
-    def __init__(self, keys: str) -> None:
-        self._roles = roles_by_key(keys)
+    def __init__(self, keys: str, server: str) -> None:
+        self._roles = roles_by_key(keys, server)
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self._roles
@@ -53,13 +53,14 @@ class Guests:
 
     Args:
         keys: `replay.keys`.
+        server: whose guests: `server`, or `shard`.
 
     Raises:
         ConfigError: a key is missing or unreadable.
     """
 
-    def __init__(self, keys: str) -> None:
-        self._roles = {key.decode(): role for key, role in roles_by_key(keys).items()}
+    def __init__(self, keys: str, server: str = "server") -> None:
+        self._roles = {key.decode(): role for key, role in roles_by_key(keys, server).items()}
 
     def role(self, connection: zmq.Frame) -> str:
         """Of the frame that names the connection."""
@@ -75,7 +76,7 @@ def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str
     Raises:
         ConfigError: a key is missing or unreadable.
     """
-    pair, allowed = key_pair(keys, role), _AllowList(keys)
+    pair, allowed = key_pair(keys, role), _AllowList(keys, role)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", allowed)

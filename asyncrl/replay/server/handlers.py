@@ -35,9 +35,9 @@ PLANS_KEPT = 4
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
-SETTLED = frozenset({"get"})
+SETTLED = frozenset({"get", "view"})
 """Their answers rest on nothing new: they need not wait for the journal."""
-QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early"})
+QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early", "view"})
 """Nobody else can be waiting for what these do."""
 
 
@@ -82,7 +82,7 @@ class Handlers:
         }
         """Of every rank of the learner, whether or not it is the one that restored."""
         self.shared_verbs: dict[str, Handler] = {"watch": self._watch}
-        self._verbs = {
+        self.verbs_of: dict[str, tuple[dict[str, Handler], ...]] = {
             "worker": (self.worker_verbs, self.shared_verbs),
             "learner": (self.learner_verbs, self.rank_verbs, self.shared_verbs),
             "shard": (self.shard_verbs,),
@@ -92,7 +92,7 @@ class Handlers:
         """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
         if session.role == "learner":
             self.core.check_rank(session.name, session.incarnation)
-        handler = next((verbs[verb] for verbs in self._verbs[session.role] if verb in verbs), None)
+        handler = next((verbs[verb] for verbs in self.verbs_of[session.role] if verb in verbs), None)
         if handler is None:
             raise WireError(f"a {session.role} has no verb {wire.short(verb)}")
         if session.role == "learner" and verb in self.learner_verbs and verb != "restore":

@@ -25,6 +25,7 @@ from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
+from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET
 from asyncrl.replay.server.idle import Idle
@@ -34,6 +35,7 @@ from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.replay.server.shutdown import Shutdown
+from asyncrl.replay.server.viewing import MAX_VIEWERS
 from asyncrl.replay.server.waiting import WaitingRequests
 from asyncrl.storage.memory import free_share
 
@@ -146,7 +148,7 @@ class ReplayServer:
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
                 raise WireError(f"a message of {len(frames)} frames")
-            if len(frames[0]) > STRANGER_BYTES and self.door.is_stranger(identity):
+            if len(frames[0]) > STRANGER_BYTES and self._says_little(identity):
                 self._strange(identity, 0, sum(map(len, frames)))
                 return
             envelope = wire.decode_envelope(frames[0])
@@ -168,6 +170,11 @@ class ReplayServer:
             return
         self._heard(session, identity)
         self._request(session, envelope, frames[1:])
+
+    def _says_little(self, identity: bytes) -> bool:
+        """Whether who is there has no reason to send much: a stranger, or a viewer."""
+        known = self.sessions.get(self.door.speaks_for(identity))
+        return known is None or known.role == VIEWER
 
     def _strange(self, identity: bytes, request: int, nbytes: int) -> None:
         self.door.strange(identity, nbytes)
@@ -203,13 +210,19 @@ class ReplayServer:
             session = Session(hello.role, hello.name, envelope.incarnation, identity, self.clock())
             self.sessions[envelope.incarnation] = session
         self._heard(session, identity)
+        welcome = [self.run_id, self.boot, self.handlers.window()]
+        if session.role == VIEWER:  # nobody waits for it, and it is let in beside a full disk
+            self.replies.send(identity, "ok", envelope.request, welcome)
+            return
         self.waiting.changed = True
-        self.replies.promise(session, envelope.request, [self.run_id, self.boot, self.handlers.window()])
+        self.replies.promise(session, envelope.request, welcome)
 
     def _refused(self, hello: words.Hello, key_role: str, run: str) -> str:
         """Why this peer can never be let in; empty when it can."""
         if hello.role != key_role:
             return f"its key is the {key_role}'s, and it says that it is a {hello.role}. Give each role its own secret"
+        if hello.role == VIEWER:  # it knows no settings
+            return "" if run in ("", self.run_id) else "another run is here by now: start watching anew"
         if hello.digest != self.run_digest or run not in ("", self.run_id):
             log.warning("%s %r has digest %s, run %r; here they are %s, %r", hello.role, hello.name, hello.digest, run,
                         self.run_digest, self.run_id)  # fmt: skip
@@ -227,6 +240,12 @@ class ReplayServer:
             )
         if self.door.is_expelled(incarnation):
             raise FencedError(f"{hello.role} {hello.name!r} sent {MAX_MALFORMED} malformed messages; start it anew")
+        known = self.sessions.get(incarnation)
+        if known is not None and known.role != hello.role:
+            raise FencedError(f"{hello.role} {hello.name!r} names itself as a {known.role} does that is here already")
+        viewers = sum(session.role == VIEWER for session in self.sessions.values())
+        if hello.role == VIEWER and known is None and viewers >= MAX_VIEWERS:
+            raise FencedError(f"{viewers} are watching this run, and more may not. Ask again when one of them has left")
         if hello.role == "worker":
             self.core.hello(hello.name, incarnation, hello.served)
         elif hello.role == "learner":
@@ -270,7 +289,8 @@ class ReplayServer:
     def _heartbeat(self, session: Session, request: int, body: object) -> None:
         stats, outstanding = wire.sequence(body, "heartbeat", 2)
         numbers = messages.numbers(stats, "stats")
-        session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
+        if session.role != VIEWER:  # whose machine has no part in the run, and whose word raises no alarm
+            session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
         if session.role == "worker":
             self.core.heartbeat(session.name, session.incarnation, numbers)
         asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
@@ -313,7 +333,7 @@ class ReplayServer:
             self._forget(session)
 
     def _over(self, now: float) -> bool:
-        present = [session.role for session in self.sessions.values()]
+        present = [session.role for session in self.sessions.values() if session.role != VIEWER]
         leaving = self.shutdown.look(self.core.state.finished, present, now)
         self.handlers.over = self.shutdown.over
         return leaving

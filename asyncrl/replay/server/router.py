@@ -16,7 +16,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.doors import Doors
-from asyncrl.replay.net.keyring import ROLES
+from asyncrl.replay.net.keyring import roles_by_key
 from asyncrl.replay.net.keys import Guests, check_address, secure_server
 from asyncrl.replay.net.socket_options import receive_routed, send, set_socket_options
 
@@ -92,12 +92,12 @@ def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
     Raises:
         ConfigError, ReplayError: as of `router`.
     """
-    with router(config, role) as tcp, _doors(config, tcp.context) as doors:
-        yield Entrance(tcp, Guests(config.keys), doors)
+    with router(config, role) as tcp, _doors(config, tcp.context, role) as doors:
+        yield Entrance(tcp, Guests(config.keys, role), doors)
 
 
 @contextlib.contextmanager
-def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq.Socket]]:
+def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[dict[str, zmq.Socket]]:
     """None where they are not wanted, or cannot be: then all come by tcp."""
     opened: dict[str, zmq.Socket] = {}
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq
                 doors = Doors(config.keys, config.address, make=True)
                 stack.callback(doors.close)
                 doors.sweep()
-                for role in ROLES[1:]:
+                for role in roles_by_key(config.keys, server).values():
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
             except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or that nothing is written to
                 log.warning("no sockets of this machine in %s, all come by tcp: %s", config.keys, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ class Session:
     """One incarnation of a peer, however often it reconnects."""
 
     role: str
-    """`worker`, `learner` or `shard`."""
+    """`worker`, `learner`, `shard` or `viewer`."""
     name: str
     incarnation: str
     identity: bytes
@@ -34,6 +35,8 @@ class Session:
     """What it told of its machine with its last heartbeat."""
     waiting: set[int] = field(default_factory=set)
     """Requests that are waiting for something to happen."""
+    viewed: float = -math.inf
+    """When it was last told what a viewer is told."""
 
 
 def always() -> bool:

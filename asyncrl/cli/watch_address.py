@@ -1,0 +1,214 @@
+"""`asyncrl watch ADDRESS`: a run on any machine, as its replay server tells of it to the holder of the viewer's key.
+
+consumes: the server's view, once a second · waits for: nobody; a server that says nothing is named, and given up after
+`PATIENCE_S`
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.errors import ConfigError
+from asyncrl.replay.client.viewer import Viewer
+from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.protocol import PeerSeen, View
+from asyncrl.standstill import NAMED_S
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.progress import by_age, clock
+from asyncrl.telemetry.watching import one_line
+from asyncrl.types import NO_VERSION
+
+TURN_S = 1.0
+PATIENCE_S = 60.0
+PACE_S = 60.0
+"""Of which the tokens and steps per second are means."""
+SAID = 6
+"""Lines of news that are shown."""
+OVER_S = 5.0
+"""Silence of the server of a finished run after which it is gone."""
+FOLLOWS = {
+    "learner": "no step ends until it goes on",
+    "worker": "after replay.heartbeat_timeout_s its groups go to others",
+    "shard": "what it stores waits",
+}
+
+
+def main(address: str, keys: str) -> int:
+    """Until the run is over, or Ctrl-C, which the run does not notice.
+
+    Raises:
+        ConfigError: no keys, or not those of a viewer. ReplayError, NoProgress: the server refuses, or does not answer.
+    """
+    if not keys:
+        raise ConfigError(
+            f"asyncrl watch {address} needs --keys DIR, a folder with server.key, viewer.key and viewer.key_secret: of "
+            "a run on this machine RUN/keys, else those that `asyncrl keys` made for it"
+        )
+    config = ReplayConfig(address=address, keys=keys, wait_timeout_s=PATIENCE_S)
+    with closing(Viewer(config)) as viewer, AddressView(address, PlainConsole(highlight=False)) as shown:
+        while shown.take(viewer.view(TURN_S)):
+            pass
+    return 0
+
+
+class AddressView:
+    """Drawn anew on a terminal; anywhere else a line for each step, and for what is new."""
+
+    def __init__(self, address: str, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self._address, self._console, self._now = address, console, now
+        self._view: View | None = None
+        self._heard = now()
+        self._past: deque[View] = deque()
+        self._said: deque[str] = deque(maxlen=SAID)
+        self._silent = set[tuple[str, str]]()
+        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self._live = live if console.is_terminal else None
+
+    def __enter__(self) -> AddressView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+        if self._view is not None:
+            self._console.print(one_line(self.line(self._view)))
+
+    def take(self, view: View | None) -> bool:
+        """Show it; None: the server has not answered yet. False once the run is over."""
+        before, now = self._view, self._now()
+        if view is not None:
+            self._view, self._heard = view, now
+            self._notice(before, view)
+            if before is not None and view.trained_steps < before.trained_steps:
+                self._past.clear()  # the learner went back to a checkpoint, or it is another run
+            self._past.append(view)
+            while view.clock - self._past[0].clock > PACE_S:
+                self._past.popleft()
+            if self._live is None and (before is None or before.trained_steps != view.trained_steps):
+                self._console.print(one_line(self.line(view)), soft_wrap=True)
+        elif self._view is not None and self._view.finished and now - self._heard > OVER_S:
+            self.say("the run is over, and its replay server has gone")
+            return False
+        if self._live:
+            self._live.update(Group(*self.drawn()), refresh=True)
+        return True
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+        if self._live is None:
+            self._console.print(one_line(text), soft_wrap=True)
+
+    def _notice(self, before: View | None, view: View) -> None:
+        """Who came and went, and who has fallen silent."""
+        if before is not None and before.more_peers == view.more_peers == 0:
+            was, now = ({(peer.role, peer.name) for peer in each.peers} for each in (before, view))
+            for role, name in sorted(was - now):
+                self.say(f"{role} {name} is gone")
+            for role, name in sorted(now - was):
+                self.say(f"{role} {name} has come")
+        silent = {(peer.role, peer.name): peer for peer in view.peers if peer.silent_s >= NAMED_S}
+        for key in sorted(silent.keys() - self._silent):
+            self.say(silence_of(silent[key]))
+        self._silent = set(silent)
+        for name in ("paused", "finished"):
+            if getattr(view, name) and not (before and getattr(before, name)):
+                self.say("training is finished" if name == "finished" else f"nothing new is admitted: {view.paused}")
+
+    def _pace(self) -> tuple[float, float]:
+        """Steps, and tokens trained, per second; 0 where nothing is known."""
+        first, last = self._past[0], self._past[-1]
+        seconds = last.clock - first.clock
+        if seconds <= 0:
+            return 0.0, 0.0
+        began, ended = (each.last.get("goodput/trained_tokens") for each in (first, last))
+        trained = 0.0 if began is None or ended is None else max(0.0, ended - began)
+        return (last.trained_steps - first.trained_steps) / seconds, trained / seconds
+
+    def line(self, view: View) -> str:
+        """`step 12 | version 13 | staleness 1.20 | tokens/s 1234 | ...`"""
+        steps, tokens = self._pace() if self._past else (0.0, 0.0)
+        parts = [f"step {view.trained_steps}", f"version {view.policy_version}", f"saved {view.committed_steps}"]
+        parts += [f"{1 / steps:.1f} s per step"] if steps else []
+        parts += [f"staleness {mean:.2f}"] if (mean := view.last.get("staleness/mean")) is not None else []
+        parts += [f"tokens/s trained {tokens:,.0f}"] if tokens else []
+        made = sum(peer.tokens_per_s for peer in view.peers)
+        parts += [f"generated {made:,.0f}{' or more' * (view.more_peers > 0)}"]
+        return " | ".join([*parts, *(["the learner waits for a batch"] if view.waits else [])])
+
+    def drawn(self) -> Iterator[Table | Text]:
+        now, view = self._now(), self._view
+        quiet = now - self._heard
+        if quiet >= NAMED_S:
+            yield Text(f"the replay server at {self._address} has said nothing for {clock(quiet)}", style="bold red")
+        if view is None:
+            yield Text(f"waiting for the replay server at {self._address}")
+            return
+        yield one_line(f"run {view.run} at {self._address}   {self.line(view)}")
+        for problem in problems(view):
+            yield Text(one_line(problem).plain, style="bold red")
+        yield numbers(view)
+        yield who(view)
+        yield from map(one_line, self._said)
+
+
+def problems(view: View) -> Iterator[str]:
+    """Who waits for whom."""
+    if view.paused:
+        yield f"nothing new is admitted: {view.paused}"
+    if view.waits:
+        yield f"the learner waits: {view.waits}"
+    yield from (silence_of(peer) for peer in view.peers if peer.silent_s >= NAMED_S)
+
+
+def silence_of(peer: PeerSeen) -> str:
+    said = f"{peer.role} {peer.name} has said nothing for {clock(peer.silent_s)}: stopped, stuck or cut off"
+    return f"{said}; {FOLLOWS[peer.role]}" if peer.role in FOLLOWS else said
+
+
+def numbers(view: View) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    now = {name: value for name, value in view.now.items() if value}
+    dropped = {name.removeprefix("replay/dropped_"): count for name, count in now.items() if "/dropped_" in name}
+    states = [f"{now.get(f'replay/{name}', 0):.0f} {said}" for name, said in (
+        ("in_flight", "groups being made"), ("inserted", "wait"), ("leased", "planned"))]  # fmt: skip
+    fates = [f"{now.get(f'replay/{name}', 0):.0f} {name}" for name in ("admitted", "trained", "committed")]
+    idle = [
+        f"{side} {share:.0%}" for side in ("rollout", "replay") if (share := view.last.get(f"idle/{side}")) is not None
+    ]
+    for label, cells in (
+        ("queue", states),
+        ("  by age", by_age(now, "replay/inserted_age", "{:.0f}")),
+        ("groups", fates),
+        ("  dropped", [f"{reason} {count:.0f}" for reason, count in dropped.items()]),
+        ("idle", idle),
+        ("goodput", [f"{share:.1%}"] if (share := view.last.get("goodput/share")) is not None else []),
+    ):
+        if cells:
+            table.add_row(Text(label, style="bold"), one_line(", ".join(cells)))
+    return table
+
+
+def who(view: View) -> Table:
+    table = Table("who", "heard", "serves", "makes", "tokens/s", "last token", box=None, padding=(0, 2, 0, 0))
+    for peer in view.peers:
+        name = one_line(f"{peer.role} {peer.name}")
+        cells = [f"{clock(peer.silent_s)} ago"]
+        if peer.role == "worker":
+            served = (
+                "--" if peer.served == NO_VERSION else f"{peer.served} ({view.policy_version - peer.served} behind)"
+            )
+            cells += [served, f"{peer.held} groups", f"{peer.tokens_per_s:,.0f}", f"{clock(peer.still_s)} ago"]
+        table.add_row(name, *cells)
+    if view.more_peers:
+        table.add_row(f"{view.more_peers} others, heard later")
+    return table

@@ -1,0 +1,86 @@
+"""What a viewer may ask: the one verb `view`. It reads what is there, changes nothing, and costs the others little: the
+answer is made at most once in `VIEW_S` for all viewers, and each of them gets one in that time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from asyncrl.errors import WireError
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.messages import encode_record
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.net.keyring import VIEWER
+from asyncrl.replay.protocol import PeerSeen, View
+from asyncrl.replay.server.sessions import Answer, Later, Reply, Session
+from asyncrl.types import NO_VERSION
+
+VIEW_S = 1.0
+MAX_VIEWERS = 16
+"""At once; they are refused beyond that."""
+MOST_PEERS = 64
+"""Told with a view: of ten thousand those that have been silent for longest."""
+MOST_WORDS = 2000
+"""Characters of why the learner waits, which names every worker."""
+
+
+class Viewing:
+    """`sessions`: of all that are there."""
+
+    def __init__(self, run_id: str, core: ReplayCore, sessions: Collection[Session]) -> None:
+        self._run_id, self._core, self._sessions = run_id, core, sessions
+        self._made: tuple[float, list[Any]] = -math.inf, []
+        """The last answer, and when it was made."""
+
+    def view(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Raises WireError: the viewer did not wait for its last answer."""
+        if body is not None or frames:
+            raise WireError("view takes nothing")
+        if session.waiting:
+            raise WireError("a viewer asks again when it has its answer")
+
+        def answer() -> Answer:
+            session.viewed = self._core.clock()
+            return Answer(self._answer())
+
+        wait_s = session.viewed + VIEW_S - self._core.clock()
+        return answer() if wait_s <= 0 else Later(lambda: None, answer, wait_s, "view", lambda: False)
+
+    def _answer(self) -> list[Any]:
+        now = self._core.clock()
+        if now - self._made[0] >= VIEW_S:
+            self._made = now, encode_record(self.made(now))
+        return self._made[1]
+
+    def made(self, now: float) -> View:
+        core, state = self._core, self._core.state
+        peers = sorted((each for each in self._sessions if each.role != VIEWER), key=lambda each: each.seen)
+        waits = not state.finished and core.meter.idle.waits
+        return View(
+            run=self._run_id,
+            clock=now,
+            trained_steps=state.trained_steps,
+            committed_steps=state.committed_step + 1,
+            policy_version=state.version,
+            finished=state.finished,
+            waits=core.explain(state.trained_steps)[:MOST_WORDS] if waits else "",
+            paused=core.run.why_paused[:MOST_WORDS],
+            now=core.run.counts(),
+            last=dict(core.steps.last_metrics),
+            peers=tuple(self._peer(each, now) for each in peers[:MOST_PEERS]),
+            more_peers=max(0, len(peers) - MOST_PEERS),
+        )
+
+    def _peer(self, session: Session, now: float) -> PeerSeen:
+        worker = self._core.workers.get(session.name, session.incarnation) if session.role == "worker" else None
+        return PeerSeen(
+            role=session.role,
+            name=session.name,
+            silent_s=max(0.0, now - session.seen),
+            served=worker.served if worker else NO_VERSION,
+            held=len(worker.held) if worker else 0,
+            tokens_per_s=worker.pace if worker else 0.0,
+            still_s=max(0.0, now - worker.moved) if worker else 0.0,
+        )

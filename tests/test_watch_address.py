@@ -1,0 +1,111 @@
+"""`asyncrl watch ADDRESS`: what it says of what a replay server tells; see tests/replay/server/test_viewing.py."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.cli.watch_address import OVER_S, AddressView, numbers, problems, who
+from asyncrl.replay.net.keyring import make_keys
+from asyncrl.replay.protocol import PeerSeen, View
+from asyncrl.telemetry.console import PlainConsole
+from asyncrl.types import NO_VERSION
+from tests.addresses import free_address
+from tests.replay.helpers import Clock
+
+
+def peer(name: str, role: str = "worker", **changes: float) -> PeerSeen:
+    known = PeerSeen(role=role, name=name, silent_s=0.5, served=3, held=2, tokens_per_s=100.0, still_s=1.0)
+    return replace(known, **changes)
+
+
+def view(step: int = 4, **changes: object) -> View:
+    now = {"replay/in_flight": 8.0, "replay/inserted": 3.0, "replay/inserted_age_1": 3.0, "replay/dropped_stale": 2.0}
+    last = {"staleness/mean": 1.25, "goodput/trained_tokens": 1000.0 * step, "goodput/share": 0.875}
+    there = (peer("w0"), peer("w1"), peer("rank 0", "learner", served=NO_VERSION))
+    known = View(
+        run="mine", clock=10.0 * step, trained_steps=step, committed_steps=2, policy_version=4, finished=False,
+        waits="", paused="", now=now, last=last, peers=there, more_peers=0,
+    )  # fmt: skip
+    return replace(known, **changes)
+
+
+def shown(clock: Clock, *, terminal: bool = False) -> tuple[AddressView, io.StringIO]:
+    into = io.StringIO()
+    console = PlainConsole(file=into, force_terminal=terminal, width=150, highlight=False)
+    return AddressView("tcp://there:1", console, now=clock), into
+
+
+def test_piped_it_prints_a_line_for_each_step_with_its_pace() -> None:
+    told, into = shown(Clock())
+    assert all(told.take(each) for each in (view(4), view(4), None, view(6)))
+    assert into.getvalue().splitlines() == [
+        "step 4 | version 4 | saved 2 | staleness 1.25 | generated 300",
+        "step 6 | version 4 | saved 2 | 10.0 s per step | staleness 1.25 | tokens/s trained 100 | generated 300",
+    ]
+
+
+def test_who_comes_goes_and_falls_silent_is_said_once() -> None:
+    told, into = shown(Clock())
+    silent = (peer("w1", silent_s=7.0), peer("rank 0", "learner"))
+    for each in (
+        view(),
+        view(peers=silent),
+        view(peers=silent),
+        view(peers=(*silent, peer("\x1b[2Jw2")), paused="full"),
+    ):
+        told.take(each)
+    said = into.getvalue()
+    assert said.count("worker w0 is gone") == 1 and "\x1b" not in said and said.count("has come") == 1
+    assert said.count("worker w1 has said nothing for 0:07: stopped, stuck or cut off; after") == 1
+    assert said.count("nothing new is admitted: full") == 1
+
+
+def test_a_server_that_went_back_to_a_checkpoint_has_no_pace_below_zero() -> None:
+    told, into = shown(Clock())
+    for each in (view(4), view(6), view(5, clock=70.0)):
+        told.take(each)
+    assert "step 5 | version 4 | saved 2 | staleness" in into.getvalue()
+
+
+def test_it_ends_when_the_server_of_a_finished_run_is_silent_and_not_before() -> None:
+    clock = Clock()
+    told, into = shown(clock)
+    assert told.take(view())
+    clock.now = 100 * OVER_S
+    assert told.take(None)
+    assert told.take(view(finished=True)) and told.take(None)
+    clock.now += OVER_S + 1
+    assert not told.take(None) and "the run is over" in into.getvalue()
+
+
+def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -> None:
+    clock = Clock()
+    told, into = shown(clock, terminal=True)
+    with told:
+        told.take(view(waits="step 4 needs 2 groups", peers=(peer("w0", silent_s=9.0),), more_peers=3))
+        clock.now = 8.0
+        told.take(None)
+    drawn = into.getvalue()
+    wanted = (
+        "the replay server at tcp://there:1 has said nothing for 0:08", "the learner waits: step 4 needs 2 groups",
+        "8 groups being made, 3 wait, 0 planned", "1: 3", "stale 2", "87.5%", "3 (1 behind)", "3 others",
+    )  # fmt: skip
+    assert [text for text in wanted if text not in drawn] == []
+    assert list(problems(view())) == []
+    assert numbers(view()).row_count == 6 - 1 and who(view()).row_count == 3
+
+
+def test_without_its_keys_it_says_which_and_a_server_that_is_not_there_is_named(
+    tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["watch", "tcp://127.0.0.1:9"]) == 2
+    assert "--keys DIR" in capsys.readouterr().err
+    monkeypatch.setattr("asyncrl.cli.watch_address.PATIENCE_S", 1.0)
+    make_keys(tmp_path / "keys")
+    address = free_address()
+    assert main(["watch", address, "--keys", str(tmp_path / "keys")]) != 0
+    assert f"{address} did not answer" in capsys.readouterr().err
