@@ -17,7 +17,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ def tokens_to_goal(row: dict[str, Any]) -> int | None:
     return next((tokens for _, accuracy, tokens in row.get("curve", []) if accuracy >= GOAL), None)
 
 
-def result(done: Cells) -> dict[str, Any]:
-    """Per task, loss, age and rate a table by k: tokens to the goal, as a share of those of k = 1 of the same seed."""
+def result(done: Cells, more: Mapping[str, Cells]) -> dict[str, Any]:
+    """Per task, loss, age and rate a table by k: tokens to the goal, as a share of those of k = 1 of the same seed.
+    Then the same of what the file has of `more` settings."""
     said: dict[str, Any] = {
         "cells": len(done),
         "commits of the cells": sorted({row["commit"] for row in done.values()}),
@@ -56,6 +57,8 @@ def result(done: Cells) -> dict[str, Any]:
         task, loss, age, lr = kind
         name = f"{task}, {loss}, made by weights {age} old, learning rate {lr:g}, by k"
         said[name] = {str(uses): of_uses(mine, uses) for uses in sorted({cell.reuse for cell in mine})}
+    for settings, others in sorted(more.items()):
+        said |= {f"{settings}: {name}": rows for name, rows in result(others, {}).items() if isinstance(rows, dict)}
     return said
 
 
@@ -101,7 +104,7 @@ def main() -> None:
             done[cell] = run_cell(cell, overrides)
             file.append(done[cell])
             print(done[cell], file=sys.stderr, flush=True)
-    answer("reuse", result(done), smoke=given.smoke)
+    answer("reuse", result(done, file.read_more()), smoke=given.smoke)
 
 
 if __name__ == "__main__":

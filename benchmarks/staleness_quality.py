@@ -23,7 +23,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def result(done: Cells) -> dict[str, Any]:
-    """What the cells say: a table per task and rate, the live ones beside those held at their bound, and the cost."""
+def result(done: Cells, more: Mapping[str, Cells]) -> dict[str, Any]:
+    """What the cells say: a table per task and rate, the live ones beside those held at their bound, the cost, and what
+    the same file has of `more` settings."""
     held = {cell: row for cell, row in done.items() if not cell.live}
     live = {cell: row for cell, row in done.items() if cell.live}
     said: dict[str, Any] = {"cells": len(held), "live cells": len(live)}
@@ -94,6 +95,8 @@ def result(done: Cells) -> dict[str, Any]:
             said[f"accuracy, {task}, learning rate {lr:g}, by staleness"] = rows
     if live:
         said["live runs, accuracy and mean staleness, beside data held at their bound"] = spot_checks(live, held)
+    for settings, others in sorted(more.items()):
+        said |= {f"{settings}: {name}": rows for name, rows in result(others, {}).items() if isinstance(rows, dict)}
     return said
 
 
@@ -157,13 +160,14 @@ def main() -> None:
     given = parse(parser, SMOKE)
     with tempfile.TemporaryDirectory() as scratch:
         path = given.cells_file or Path(scratch) / "cells.jsonl"
-        done = fill(path, given, [*(SMALL if given.smoke else EVALUATED), *given.overrides])
-    answer("staleness_quality", result(done), smoke=given.smoke)
+        overrides = [*(SMALL if given.smoke else EVALUATED), *given.overrides]
+        file = CellsFile(path, overrides)
+        said = result(fill(file, given, overrides), file.read_more())
+    answer("staleness_quality", said, smoke=given.smoke)
 
 
-def fill(path: Path, given: argparse.Namespace, overrides: list[str]) -> Cells:
+def fill(file: CellsFile, given: argparse.Namespace, overrides: list[str]) -> Cells:
     """All finished cells, with those that were open and are run now."""
-    file = CellsFile(path, overrides)
     done = file.read()
     for cell in [cell for cell in cells(given) if cell not in done][: given.cells]:
         row = run_live(cell, overrides) if cell.live else run_cell(cell, overrides)

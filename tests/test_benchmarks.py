@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
 from benchmarks.parts import gym_base
+from benchmarks.parts.cells import Cell, CellsFile
 from benchmarks.parts.held_age import Rollouts, run_held
 from benchmarks.parts.model import tiny_model
 from benchmarks.parts.quickstart import SMALL
@@ -116,6 +118,17 @@ def test_every_figure_of_the_readme_is_the_one_that_was_measured() -> None:
     for said, place in quoted:
         measured = re.match(r"[\d.]+", str(figure(records, place)))
         assert measured is not None and float(said.replace(",", "")) == float(measured.group()), place
+
+
+def test_cells_of_other_settings_are_others_and_told_by_what_they_had_more(tmp_path: Path) -> None:
+    cell = Cell(loss="dppo_tv", staleness=8, lr=1e-3, seed=0)
+    rows = [
+        {**asdict(cell), "overrides": list(given), "final": 0.1 * len(given)} for given in (["e"], ["e", "b=2"], [])
+    ]
+    for row in rows:
+        CellsFile(tmp_path / "cells", []).append(row)
+    assert CellsFile(tmp_path / "cells", ["e"]).read() == {cell: rows[0]}
+    assert CellsFile(tmp_path / "cells", ["e"]).read_more() == {"b=2": {cell: rows[1]}}
 
 
 def test_a_smoke_run_and_a_line_of_something_else_are_not_kept(tmp_path: Path) -> None:

@@ -196,6 +196,13 @@ def test_truncated_sampling_takes_the_engine_that_records_it(
     assert config.engine.name == "transformers" and "for engine=vllm leave them out" in text
 
 
+def test_dppo_of_verl_has_no_pull_towards_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
+    given = ["actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv", "actor_rollout_ref.rollout.n=8"]
+    config, _ = migrated("verl", given, tmp_path, capsys, *needed)
+    assert (config.loss.preset, config.loss.behavior_kl) == ("dppo_tv", 0.0)
+
+
 def test_how_an_evaluation_of_verl_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
     asked = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("n=4", "temperature=0.6", "top_p=0.95")]

@@ -48,7 +48,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "decoupled_ppo": ("loss.weight_high=5.0", "learner.updates_per_batch=1"),
     "tis": (),
     "cispo": (),
-    "dppo_tv": (),
+    # As its cells were run; it is 0.01 by default since, which is said behind the command and then counts.
+    "dppo_tv": ("loss.behavior_kl=0.001",),
     "m2po_paper": (),
     # With a critic, as in configs/experiment/vtrace.yaml: the correction is in the advantage.
     "vtrace": ("advantage=vtrace", "critic.lr=1e-3", "critic.warmup_steps=5"),
@@ -120,16 +121,27 @@ class CellsFile:
     """Finished cells, a line each: only ever appended to, so that a stopped table goes on where it was.
 
     Args:
-        overrides: extra settings; cells that were run with others are not looked at.
+        overrides: extra settings; a cell that was run with others is another one.
     """
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         self._path, self._overrides = path, list(overrides)
 
     def read(self) -> dict[Cell, dict[str, Any]]:
+        return {cell_of(row): row for row in self._rows() if row["overrides"] == self._overrides}
+
+    def read_more(self) -> dict[str, dict[Cell, dict[str, Any]]]:
+        """Cells that were run with these settings and more -> what more, as on the command line."""
+        found: dict[str, dict[Cell, dict[str, Any]]] = {}
+        for row in self._rows():
+            more = [given for given in row["overrides"] if given not in self._overrides]
+            if more and set(self._overrides) <= set(row["overrides"]):
+                found.setdefault(" ".join(more), {})[cell_of(row)] = row
+        return found
+
+    def _rows(self) -> list[dict[str, Any]]:
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        rows = [json.loads(line) for line in lines if line.strip()]
-        return {cell_of(row): row for row in rows if row["overrides"] == self._overrides}
+        return [json.loads(line) for line in lines if line.strip()]
 
     def append(self, row: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

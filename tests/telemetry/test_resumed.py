@@ -123,10 +123,12 @@ def test_a_history_is_another_one_when_its_updates_are(task: list[str], change: 
     assert (learner_digest(load_config(task)) != learner_digest(load_config([*task, change]))) == another
 
 
-@pytest.mark.parametrize(("loss", "digest"), [("dppo_tv", "53e315748ed1b04c"), ("ppo", "d3a4cb467bcb678b")])
+@pytest.mark.parametrize(
+    ("loss", "digest"), [("dppo_tv loss.behavior_kl=0.001", "53e315748ed1b04c"), ("ppo", "d3a4cb467bcb678b")]
+)
 def test_a_run_of_before_resumes_with_its_own_history(loss: str, digest: str) -> None:
     """Of runs that lie on disks somewhere: a setting that is new belongs into `LATER`."""
-    given = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", f"loss={loss}"]
+    given = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", *f"loss={loss}".split()]
     assert learner_digest(with_dtypes(load_config(given), learner="cpu")) == digest
 
 

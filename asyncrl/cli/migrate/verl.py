@@ -226,6 +226,8 @@ def _loss(made: Translation) -> None:
         made.refuse(f"{actor}.policy_loss.loss_mode", "the nearest is a clip: `asyncrl settings loss` has all losses")
         loss = "dual_clip"
     made.put("loss", loss, f"{actor}.policy_loss.loss_mode")
+    if loss == "dppo_tv":
+        made.put("loss.behavior_kl", 0.0, f"{actor}.policy_loss.loss_mode")  # it pulls towards the data here alone
     clip = made.take(f"{actor}.clip_ratio")
     for side in ("low", "high"):
         theirs = f"{actor}.clip_ratio_{side}"
