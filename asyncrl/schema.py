@@ -282,8 +282,9 @@ class WeightsConfig:
     port: int = 0
     """Its port; 0 is any that is free. With a firewall between learner and workers, one that it lets through."""
     backend: str = "auto"
-    """Of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), or `auto`: nccl where
-    learner and engines have GPUs of their own by `placement.mode`."""
+    """Of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), `ipc` (learner and engines
+    on one machine: engines copy out of the learner's memory, on a GPU that of the GPU, where two copies then lie), or
+    `auto`: nccl where learner and engines have GPUs of their own by `placement.mode`, else gloo."""
     interface: str = ""
     """Network interface of this machine that the weights take (`eth1`; gloo: several, by commas). Empty: that of
     `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`; without them gloo takes the one that leads to `weights.host`."""

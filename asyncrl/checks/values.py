@@ -41,7 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "weights.transport": ("broadcast", "files", "pull"),
     "weights.senders": ("rank0", "all"),
     "weights.delta": ("never", "always", "auto"),
-    "weights.backend": ("auto", "nccl", "gloo"),
+    "weights.backend": ("auto", "nccl", "gloo", "ipc"),
     "placement.mode": MODES,
     "weights.on_update": ("keep", "recompute"),
     "weights.wire_dtype": DTYPES,

@@ -81,7 +81,8 @@ def make_publisher(
         wire_dtype=_DTYPES[weights.wire_dtype],
         bucket_bytes=weights.bucket_mb << 20,
         wait_s=wait_s,
-        device=device if backend == "nccl" and weights.transport == "broadcast" else "cpu",
+        device=device if backend != "gloo" and weights.transport == "broadcast" else "cpu",
+        shared=backend == "ipc",
         ranks=(rank, world) if shared else None,
     )
 
@@ -168,6 +169,8 @@ def backend_of(config: Config, device: torch.device) -> str:
     chosen, mode = config.weights.backend, config.placement.mode
     if chosen == "nccl" and device.type != "cuda":
         raise ConfigError(f"weights.backend=nccl, and the learner computes on {device}. Use weights.backend=gloo")
+    if chosen == "ipc" and device.type == "cuda" and config.engine.device == "cpu":
+        raise ConfigError("weights.backend=ipc, and the engines see no GPU whose memory they could open. Use gloo")
     if chosen != "auto":
         return chosen
     own = mode == "dedicated" or (mode == "auto" and device.type == "cuda" and torch.cuda.device_count() > 1)

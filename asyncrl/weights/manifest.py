@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.ipc import shared_bytes
 
 _ALIGN = 16
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -61,8 +62,11 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-        """One uint8 buffer per bucket."""
+    def allocate(self, device: torch.device | str = "cpu", *, shared: bool = False) -> list[torch.Tensor]:
+        """One uint8 buffer per bucket; `shared` is for `ipc.export`, in one file of memory; it
+        takes any of a GPU."""
+        if shared and torch.device(device).type == "cpu":
+            return list(shared_bytes(self.nbytes).split([bucket.nbytes for bucket in self.buckets]))
         return [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in self.buckets]
 
     def shapes(self) -> dict[str, torch.Tensor]:

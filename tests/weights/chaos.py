@@ -44,17 +44,26 @@ INJECTIONS = (
     Injection("kill", "learner", "before prints", shared=True),
     Injection("kill", "worker", "bucket 3", shared=True),
     Injection("stop", "worker", "bucket 3", shared=True),
+    *(
+        Injection("kill", "worker", phase, ipc=True)
+        for phase in ("after accept", "bucket 3", "fingerprint", "mid load")
+    ),
+    Injection("stop", "worker", "bucket 3", ipc=True),
+    *(Injection("kill", "learner", phase, ipc=True) for phase in ("after event", "bucket 3", "after prints")),
+    Injection("kill", "sender", "bucket 1", shared=True, ipc=True),
+    Injection("kill", "worker", "bucket 3", shared=True, ipc=True),
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
     "kill@worker: bucket 3 (delta)", "kill@sender: bucket 1 (two senders)",
+    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
 
 
 class Cluster:
-    def __init__(self, board: Any, delta: str, ranks: int, limit_s: float) -> None:
-        self.board, self._delta, self._ranks, self._limit_s = board, delta, ranks, limit_s
+    def __init__(self, board: Any, delta: str, backend: str, ranks: int, limit_s: float) -> None:
+        self.board, self._delta, self._backend, self._ranks, self._limit_s = board, delta, backend, ranks, limit_s
         self._context = forked_from("tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
@@ -73,7 +82,7 @@ class Cluster:
         self.learner = []
         for rank in range(self._ranks):
             met = len(self.board.notes("meeting"))
-            args = (self.board, first, injection, self._delta, rank, self._ranks)
+            args = (self.board, first, injection, self._delta, self._backend, rank, self._ranks)
             self.learner.append(self._start(learner_process, *args))
             if rank == 0:
                 self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
@@ -153,9 +162,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(delta: str, ranks: int, limit_s: float) -> Iterator[Cluster]:
+def cluster(delta: str, backend: str, ranks: int, limit_s: float) -> Iterator[Cluster]:
     with BoardManager() as manager:
-        running = Cluster(manager.Board(), delta, ranks, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
+        running = Cluster(manager.Board(), delta, backend, ranks, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             running.wait_newer(STEADY, time.time(), 120.0)
             yield running
@@ -165,16 +174,28 @@ def cluster(delta: str, ranks: int, limit_s: float) -> Iterator[Cluster]:
 
 def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None], limit_s: float = LIMIT_S) -> None:
     """Raises AssertionError for the first that does not recover within `limit_s`."""
-    for delta, shared in ((False, False), (True, False), (False, True)):
-        chosen = [injection for injection in injections if (injection.delta, injection.shared) == (delta, shared)]
+    kinds = (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (False, True, True),
+    )
+    for delta, shared, ipc in kinds:
+        chosen = [
+            injection
+            for injection in injections
+            if (injection.delta, injection.shared, injection.ipc) == (delta, shared, ipc)
+        ]
         if not chosen:
             continue
         limit_s = max(limit_s, SHARED_LIMIT_S if shared else 0.0)
-        with cluster("always" if delta else "never", 2 if shared else 1, limit_s) as running:
+        with cluster("always" if delta else "never", "ipc" if ipc else "gloo", 2 if shared else 1, limit_s) as running:
             for number, injection in enumerate(chosen):
                 took = running.inject(injection, number)
                 report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": limit_s})
             kind = "delta" if delta else "shares" if shared else "full"
+            kind += " by ipc" if ipc else ""
             report({"transfers": kind, **running.check()})
 
 

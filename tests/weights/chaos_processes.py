@@ -133,13 +133,13 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     subscriber.close()
 
 
-def sender_of(board: Any, rank: int, ranks: int, delta: str, trap: Trap) -> BroadcastSender | ShareSender:
+def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap: Trap) -> BroadcastSender | ShareSender:
     if rank == 0:
         broadcast_publisher.post = trap.post
         broadcast_publisher.WeightGroup = trap.group()
         sender = BroadcastSender(
             board, host="127.0.0.1", timeout_s=TIMEOUT_S if ranks == 1 else SHARED_TIMEOUT_S, poll_members_s=0.2,
-            delta=delta, senders=ranks,
+            delta=delta, senders=ranks, backend=backend,
         )  # fmt: skip
         board.note("meeting", (sender.meeting.host, sender.meeting.port, sender.meeting.publisher))
         return sender
@@ -153,20 +153,25 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, trap: Trap) -> Broa
 
     together.send_whole = send_share
     host, port, publisher = board.notes("meeting")[-1]
-    return ShareSender(Meeting(host=host, port=port, publisher=publisher), rank, timeout_s=SHARED_TIMEOUT_S)
+    return ShareSender(
+        Meeting(host=host, port=port, publisher=publisher), rank, timeout_s=SHARED_TIMEOUT_S, backend=backend
+    )
 
 
-def learner_process(board: Any, first: int, injection: Injection | None, delta: str, rank: int, ranks: int) -> None:
+def learner_process(
+    board: Any, first: int, injection: Injection | None, delta: str, backend: str, rank: int, ranks: int
+) -> None:
     """A rank of the learner; with several, each holds all weights and sends its part of them."""
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)
     publisher = BackgroundPublisher(
-        sender_of(board, rank, ranks, delta, trap),
+        sender_of(board, rank, ranks, delta, backend, trap),
         wire_dtype=torch.float32,
         bucket_bytes=1 << 12,
         wait_s=60 * TIMEOUT_S,
         idle_s=0.005,
+        shared=backend == "ipc",
         ranks=(rank, ranks) if ranks > 1 else None,
     )
     version = first

@@ -13,10 +13,10 @@ from tests.weights.board import Board, WorkerRendezvous
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "files"])
-def test_both_ends_of_a_transport_meet_through_the_config(tmp_path, transport):
+@pytest.mark.parametrize(("transport", "backend"), [("broadcast", "auto"), ("broadcast", "ipc"), ("files", "auto")])
+def test_both_ends_of_a_transport_meet_through_the_config(tmp_path, transport, backend):
     config, board, loaded = Config(), Board(), []
-    config.weights.transport = transport
+    config.weights.transport, config.weights.backend = transport, backend
     config.weights.timeout_s = 60.0
     board.join("w", "1")
     publisher = make_publisher(config, board, tmp_path, 0, CPU)

@@ -28,10 +28,13 @@ class Injection:
     delta: bool = False
     shared: bool = False
     """Two learner ranks send, each its share."""
+    ipc: bool = False
+    """Workers copy out of the learner's memory."""
 
     @property
     def name(self) -> str:
         kind = f"{' (delta)' if self.delta else ''}{' (two senders)' if self.shared else ''}"
+        kind += " (ipc)" if self.ipc else ""
         return f"{self.action}@{self.who}: {self.phase}{kind}"
 
 

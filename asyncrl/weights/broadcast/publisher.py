@@ -35,6 +35,7 @@ from asyncrl.weights.broadcast.protocol import (
 from asyncrl.weights.broadcast.sending import Deltas, encode_deltas, send_deltas, send_whole
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
 from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.ipc import machine
 from asyncrl.weights.publishing.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class BroadcastSender:
     Args:
         host: address the store binds, and at which the workers reach it.
         port: 0 is any that is free.
-        backend: `gloo` or `nccl`; subscribers learn it from the board.
+        backend: `gloo`, `nccl` or `ipc`; subscribers learn it from the board.
         interface: `weights.interface`, of this end.
         delta: `weights.delta`.
         senders: learner ranks that send, this one among them.
@@ -166,6 +167,7 @@ class BroadcastSender:
             "backend": self._backend,
             "epoch": self._epoch,
             "members": [list(peer) for peer in self._members],
+            "machine": machine() if self._backend == "ipc" else "",
         }
         self._rendezvous.announce({"weights": board})
 

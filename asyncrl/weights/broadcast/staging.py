@@ -87,8 +87,8 @@ class Receiver(Protocol):
 class Staging:
     """Implements `Receiver` in this process, with all buckets in host memory.
 
-    `device` is where nccl receives, a piece at a time, and where the fingerprints of that are taken: a whole model
-    would not fit on a GPU beside an engine that fills it. gloo receives in host memory.
+    `device` is where nccl and ipc receive, a piece at a time, and where the fingerprints of that are taken: a whole
+    model would not fit on a GPU beside an engine that fills it. gloo receives in host memory.
     """
 
     width = 1
@@ -112,7 +112,7 @@ class Staging:
     def join(self, seat: Seat) -> None:
         self.leave()
         manifest = Manifest.from_wire(seat.manifest)
-        place = self._device if seat.backend == "nccl" and self._device is not None else "cpu"
+        place = self._device if seat.backend != "gloo" and self._device is not None else "cpu"
         if (manifest, place) != (self._manifest, self._place) or not self._buffers:
             self._buffers, self._views, self._spare, self._complete = [], {}, None, None
             self._offered = StagedTensors()

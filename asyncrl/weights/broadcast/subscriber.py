@@ -18,9 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import AsyncRLError, EngineDiedError, ModelMismatchError, OtherVersionError, WeightsError
+from asyncrl.errors import (
+    AsyncRLError,
+    ConfigError,
+    EngineDiedError,
+    ModelMismatchError,
+    OtherVersionError,
+    WeightsError,
+)
 from asyncrl.weights.base import LoadWeights, SubscriberRendezvous
 from asyncrl.weights.broadcast.group import connect_store
+from asyncrl.weights.broadcast.local_wire import OTHER_MACHINE
 from asyncrl.weights.broadcast.protocol import (
     PROTOCOL,
     answer,
@@ -38,6 +46,7 @@ from asyncrl.weights.broadcast.protocol import (
 from asyncrl.weights.broadcast.staging import Receiver, Seat, Staging
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import chain
+from asyncrl.weights.ipc import machine
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.subscriber import SubscriberThread
 
@@ -91,6 +100,10 @@ class BroadcastSubscriber(SubscriberThread):
             refusal = other_version("this worker", "the learner", self._board.get("protocol"))
             if refusal:
                 raise OtherVersionError(refusal)
+            if self._board.get("machine") and self._board["machine"] != machine():
+                raise ConfigError(
+                    f"this worker is not on the learner's machine, or in another container: {OTHER_MACHINE}"
+                )
             try:
                 store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
                 self._attend(store)

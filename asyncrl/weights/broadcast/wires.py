@@ -1,4 +1,4 @@
-"""The communicators under a `WeightGroup`: gloo and nccl behind one interface, each wait of either bounded.
+"""The communicators under a `WeightGroup`: gloo, nccl and shared memory behind one interface, each wait bounded.
 
 Of nccl any call may fail to come back: while a communicator forms (a member that died has not dialled), while one is
 queued, queried or aborted. So one thread of each communicator makes all its calls, in the order in which they were
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.checks.addresses import is_loopback
+from asyncrl.weights.broadcast.local_wire import LocalWire
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")
@@ -85,6 +86,8 @@ def open_wire(backend: str, place: Place) -> Wire:
     Raises:
         RuntimeError: they did not all come within `timeout_s`, or one died on the way.
     """
+    if backend == "ipc":
+        return LocalWire(place.store, place.rank, place.world, place.timeout_s)
     return GlooWire(place) if backend == "gloo" else NcclWire(place)
 
 

@@ -100,6 +100,7 @@ class BackgroundPublisher:
         bucket_bytes: cap of one bucket.
         wait_s: longest that `publish` waits for the sender to take the version before.
         device: where the snapshots lie (gloo and files: cpu; nccl: the GPU).
+        shared: in memory that other processes of this machine can open.
         idle_s: seconds between two looks at newcomers.
     """
 
@@ -111,6 +112,7 @@ class BackgroundPublisher:
         bucket_bytes: int,
         wait_s: float,
         device: torch.device | str = "cpu",
+        shared: bool = False,
         idle_s: float = 0.02,
         ranks: tuple[int, int] | None = None,
     ) -> None:
@@ -120,7 +122,7 @@ class BackgroundPublisher:
         self._wire_dtype = wire_dtype
         self._bucket_bytes = bucket_bytes
         self._wait_s = wait_s
-        self._device = device
+        self._device, self._shared = device, shared
         self._idle_s = idle_s
         self._copy = BackgroundCopy(wait_s + 2 * _GATHER_S)
         self._filling: Filling | None = None
@@ -231,7 +233,7 @@ class BackgroundPublisher:
                 self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
                 sets = 3 if self._sender.keeps_previous else 2
-                self._free = [self._manifest.allocate(self._device) for _ in range(sets)]
+                self._free = [self._manifest.allocate(self._device, shared=self._shared) for _ in range(sets)]
         elif names != self._names:
             raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
         return self._manifest

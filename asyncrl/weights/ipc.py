@@ -1,0 +1,120 @@
+"""Handles of tensors for other processes of one machine: `export` makes bytes of one, `Opened` a tensor of the bytes.
+
+    host memory    an anonymous file (memfd) that is reached through its owner in /proc: it has no name that could stay
+                   behind, and is gone with the last process that maps it, whatever that dies of
+    a GPU's        the handle of CUDA for the allocation, as torch gives it
+
+A handle is trusted no further than its own process is: who opens one copies, and proves the copy by its fingerprint.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from typing import Any
+
+import msgpack
+import torch
+from jaxtyping import UInt8
+
+_OWN: dict[int, tuple[int, str]] = {}
+"""Address of shared host memory -> its file and its name."""
+
+
+def machine() -> str:
+    """Differs where handles cannot be opened: on another machine, since a restart, in another container."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def shared_bytes(nbytes: int) -> UInt8[torch.Tensor, " bytes"]:
+    """Zeros in host memory that `export` takes; freed with the tensor and everything that maps it."""
+    if not nbytes:
+        return torch.zeros(0, dtype=torch.uint8)
+    name = f"asyncrl-{secrets.token_hex(8)}"
+    file = os.memfd_create(name)
+    os.ftruncate(file, nbytes)
+    tensor, mapped = _mapped(file, nbytes)
+    _OWN[tensor.data_ptr()] = file, name
+    weakref.finalize(mapped, _forget, tensor.data_ptr(), file)
+    return tensor
+
+
+def export(piece: UInt8[torch.Tensor, " bytes"]) -> bytes:
+    """Of a part of what `shared_bytes` made, or of memory of a GPU: valid while this process keeps it.
+
+    Raises:
+        RuntimeError: it is in host memory that others cannot reach.
+    """
+    storage = piece.untyped_storage()
+    place = [piece.storage_offset(), len(piece)]
+    if piece.device.type == "cuda":
+        _, *shared = storage._share_cuda_()
+        handle = ["cuda", str(torch.cuda.get_device_properties(piece.device).uuid), *shared]
+    elif storage.data_ptr() in _OWN:
+        file, name = _OWN[storage.data_ptr()]
+        handle = ["memory", os.getpid(), file, name, storage.nbytes()]
+    else:
+        raise RuntimeError(f"{len(piece)} bytes on {piece.device} are in memory that other processes cannot reach")
+    packed = msgpack.packb([*place, handle])
+    assert packed is not None
+    return packed
+
+
+class Opened:
+    """Tensors of another process, each opened once and kept until this is dropped."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Any, torch.Tensor] = {}
+
+    def tensor(self, handle: bytes) -> UInt8[torch.Tensor, " bytes"]:
+        """What was exported: the same memory, to be read.
+
+        Raises:
+            RuntimeError: its owner is gone, or it cannot be reached from here.
+        """
+        try:
+            start, length, (kind, *fields) = msgpack.unpackb(handle)
+            key = (kind, *fields[:3])
+            if key not in self._storages:
+                self._storages[key] = _cuda(*fields) if kind == "cuda" else _memory(*fields)
+            found = self._storages[key][start : start + length]
+            if len(found) != length:
+                raise ValueError(f"{length} bytes at {start} of {len(self._storages[key])}")
+        except (OSError, ValueError, TypeError) as error:
+            raise RuntimeError(f"memory of another process cannot be opened, which may have ended: {error}") from error
+        return found
+
+
+def _memory(pid: int, file: int, name: str, nbytes: int) -> torch.Tensor:
+    path = f"/proc/{int(pid)}/fd/{int(file)}"
+    if f"memfd:{name}" not in os.readlink(path):
+        raise ValueError(f"process {pid} has something else there")
+    here = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(here).st_size != nbytes:
+            raise ValueError(f"it is not of {nbytes} bytes")
+        return _mapped(here, nbytes)[0]
+    finally:
+        os.close(here)
+
+
+def _cuda(uuid: str, handle: bytes, *fields: Any) -> torch.Tensor:
+    torch.cuda.init()
+    for number in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(number).uuid) == uuid:
+            storage = torch.UntypedStorage._new_shared_cuda(number, handle, *fields)
+            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number)).set_(storage)
+    raise ValueError(f"this process does not see the GPU {uuid}")
+
+
+def _mapped(file: int, nbytes: int) -> tuple[torch.Tensor, mmap.mmap]:
+    mapped = mmap.mmap(file, nbytes)
+    return torch.frombuffer(mapped, dtype=torch.uint8), mapped
+
+
+def _forget(address: int, file: int) -> None:
+    _OWN.pop(address, None)
+    os.close(file)
