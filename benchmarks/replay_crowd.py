@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 import zmq
 
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.replay.client.client import LearnerClient
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import encode_group
+from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
@@ -81,7 +83,8 @@ class Crowd:
         while len(self.stopped) < len(self.names):
             for peer, _ in self.poller.poll(1000):
                 while peer.poll(0):
-                    self._take(peer, wire.decode_envelope(peer.recv_multipart()[0]))
+                    for reply, _ in decode_replies(peer.recv_multipart()):
+                        self._take(peer, reply)
             if time.monotonic() - beat > 3.0:
                 beat = time.monotonic()
                 for peer in self.names.keys() - self.stopped:
@@ -119,9 +122,8 @@ class Crowd:
             return
         self.under_way[peer] = len(orders)
         for group_id, prompt_index, attempt, *_ in orders:
-            row = wire.encode_group_header(self.header)
-            row[0], row[1], row[2] = group_id, prompt_index, attempt
-            self._send(peer, "insert", [row, None], list(self.frames))
+            header = replace(self.header, group_id=group_id, prompt_index=prompt_index, attempt=attempt)
+            self._send(peer, "insert", [headers.encode_group_header(header), None], list(self.frames))
         if not orders:
             self._send(peer, "acquire", [4, 5.0])
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import group_header
 from asyncrl.types import Prompt, Trajectory, TrajectoryGroup, turns_in
 
@@ -94,7 +94,7 @@ def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:
     group = TrajectoryGroup(group_id=0, prompt_index=0, attempt=0, worker="", trajectories=made)
     try:
         if made:
-            wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(group_header(group)))))
+            headers.decode_group_header(headers.encode_group_header(group_header(group)))
             wire.pack(texts)
             for text in (*texts, *(name for trajectory in made for name in trajectory.rewards)):
                 text.encode()  # on the wire half a character would become another, without a word

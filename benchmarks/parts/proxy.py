@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import encode_group, split_frames
 from benchmarks.parts.measuring import Row, Size, free_address, make_group, make_trajectories, spawn, started, timed
 
@@ -40,7 +40,7 @@ def run_pusher(front: str, size: Size, pickled: bool, send_buffer: int) -> None:
             push.send(pickle.dumps(group, 5), copy=False)
         else:
             encoded = encode_group(group)
-            head = wire.pack(wire.encode_group_header(encoded.header))
+            head = wire.pack(headers.encode_group_header(encoded.header))
             push.send_multipart([head, *encoded.frames], copy=False)
 
 
@@ -49,7 +49,7 @@ def unpickle(frames: list[zmq.Frame]) -> None:
 
 
 def decode(frames: list[zmq.Frame]) -> None:
-    header = wire.decode_group_header(wire.unpack(frames[0].buffer))
+    header = headers.decode_group_header(wire.unpack(frames[0].buffer))
     split_frames(header, [frame.buffer for frame in frames[1:]]).trajectories(header.trajectories)
 
 

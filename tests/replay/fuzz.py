@@ -25,7 +25,7 @@ import zmq
 from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import columns_of, decode
 from asyncrl.replay.codec.group import (
     EncodedGroup,
@@ -34,6 +34,7 @@ from asyncrl.replay.codec.group import (
     encode_group,
     split_frames,
 )
+from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
@@ -54,7 +55,7 @@ def envelope(body: object, verb: str = "insert", run: str = "run", request: int 
 
 
 def insert_body(encoded: EncodedGroup) -> list[object]:
-    return [wire.encode_group_header(encoded.header), None]
+    return [headers.encode_group_header(encoded.header), None]
 
 
 class Corpus:
@@ -72,11 +73,12 @@ class Corpus:
         acquired = Acquired(assignments=(ORDER,), evaluations=(evaluation,), waiting_for="x")
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
+            ("header", headers.packed_header(encoded.header), lambda raw: checked(header_of(raw), frames)),
             ("columns", frames[1], lambda raw: decode(facts, columns_of(facts, raw, ()))),
             ("joined", frames[1], lambda raw: checked(encoded.header, [frames[0], raw, frames[2]])),
             ("extras", frames[2], lambda raw: checked(encoded.header, [*frames[:2], raw])),
             ("texts", frames[0], decode_texts),
-            ("plan", wire.pack(wire.encode_plan(plan)), lambda raw: wire.decode_plan(wire.unpack(raw))),
+            ("plan", wire.pack(headers.encode_plan(plan)), lambda raw: headers.decode_plan(wire.unpack(raw))),
             (
                 "acquired",
                 wire.pack(messages.encode_acquired(acquired)),
@@ -87,7 +89,11 @@ class Corpus:
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
         _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
         row, _ = wire.sequence(body, "insert", 2)
-        checked(wire.decode_group_header(row), frames)
+        checked(headers.decode_group_header(row), frames)
+
+
+def header_of(packed: bytes) -> GroupHeader:
+    return headers.decode_group_header(["w", packed])
 
 
 def checked(header: GroupHeader, frames: Sequence[bytes]) -> None:
@@ -197,7 +203,7 @@ class Hostile:
         self.socket.send_multipart(message)
         verb = ""
         while self.socket.poll(0):
-            verb = wire.decode_envelope(self.socket.recv_multipart(zmq.DONTWAIT)[0]).verb
+            verb = decode_replies(self.socket.recv_multipart(zmq.DONTWAIT))[-1][0].verb
         if verb in ("fenced", "unknown_peer"):
             self._hello()
 

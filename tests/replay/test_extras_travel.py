@@ -15,7 +15,7 @@ from asyncrl.errors import WireError
 from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY
 from asyncrl.replay.codec.group import EncodedGroup, StoredGroup, encode_group
 from asyncrl.replay.codec.lease import SEPARATE
@@ -64,7 +64,7 @@ class Desks:
         self.orders = self.core.acquire("w", "a", 2).assignments
 
     def insert(self, encoded: EncodedGroup, frames: list[Any] | None = None) -> str:
-        body = [wire.encode_group_header(encoded.header), None]
+        body = [headers.encode_group_header(encoded.header), None]
         reply = self.desk.handle(self.worker, "insert", body, frames or encoded.frames)
         assert isinstance(reply, Answer)
         return reply.body[0]
@@ -144,11 +144,15 @@ def test_nonsense_in_any_place_of_a_lease_is_a_typed_error_at_the_rank() -> None
         assert desks.insert(encode_group(made)) == "accepted"
     lease = desks.lease(samples=1)
     body, frames = wire.unpack(wire.pack(lease.body)), [bytes(frame) for frame in lease.frames]
+    header = (0, 5, 0, 1)  # of the plan's first group
+    fields = wire.unpack(body[0][5][0][1])
     refused = 0
-    for path in places(body):
-        for item in NONSENSE:
+    for item in NONSENSE:
+        changed = [put(body, path, item) for path in places(body)]
+        changed += [put(body, header, wire.pack(put(fields, path, item))) for path in places(fields)]
+        for each in changed:
             try:
-                decode_lease(Response(put(body, path, item), frames), 0)
+                decode_lease(Response(each, frames), 0)
             except WireError:
                 refused += 1
     assert refused > 1000

@@ -18,7 +18,7 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.futures import Futures
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.client.shard_links import ShardLinks
-from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.dropped import shortened
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
@@ -106,7 +106,7 @@ class RolloutClient:
         return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
 
     async def _insert(self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame]) -> Response:
-        body = [wire.encode_group_header(encoded.header), receipt]
+        body = [headers.encode_group_header(encoded.header), receipt]
         request = self._connection.request("insert", body, frames, encoded.header.nbytes)
         return await self._futures.of(request)
 
@@ -242,7 +242,7 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
         WireError: something is missing or does not agree.
     """
     encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
-    plan = wire.decode_plan(encoded_plan)
+    plan = headers.decode_plan(encoded_plan)
     unpacking = Unpacking(plan)
     unpacking.open(parcel, response.frames)
     where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]

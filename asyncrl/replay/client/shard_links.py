@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.errors import NoProgress
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import EncodedGroup, shard_of
 from asyncrl.replay.config import ReplayConfig
 
@@ -48,7 +48,7 @@ class ShardLinks:
         Raises:
             WireError: the shard refused it. NoProgress: it did not answer, or had no room for `wait_timeout_s`.
         """
-        body = wire.encode_group_header(encoded.header)
+        body = headers.encode_group_header(encoded.header)
         patience_s = self._config.wait_timeout_s
         until = time.monotonic() + patience_s
         try:

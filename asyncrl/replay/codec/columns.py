@@ -49,7 +49,10 @@ def own_sizes(rows: Iterable[tuple[int, ...]]) -> list[int]:
 
 def joined_sizes(rows: Sequence[Sizes]) -> list[int]:
     """`[3]` bytes of each column of the joined frame."""
-    return [sum(size for size in column if size < LARGE_ARRAY) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    return [
+        sum(each) if max(each) < LARGE_ARRAY else sum(size for size in each if size < LARGE_ARRAY) for each in columns
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Columns:
     """Per trajectory."""
     joined: Frame
     own: tuple[Frame, ...]
+    sizes: Sequence[int]
+    """`joined_sizes` of the rows."""
 
     @property
     def has_masks(self) -> bool:
@@ -71,7 +76,7 @@ class Columns:
             return [self.joined], self.own
         stop, start, pieces, view = first + count, 0, [], memoryview(self.joined)
         before, taken = joined_sizes(self.rows[:first] or ((0, 0, 0),)), joined_sizes(self.rows[first:stop])
-        for skipped, size, column in zip(before, taken, joined_sizes(self.rows), strict=True):
+        for skipped, size, column in zip(before, taken, self.sizes, strict=True):
             pieces.append(view[start + skipped : start + skipped + size])
             start += column
         at = len(own_sizes(self.rows[:first]))
@@ -116,7 +121,7 @@ class Columns:
             yield token_ids, sampled, _mask(raw, header)
 
     def _cut(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
-        ids, logprobs, _ = joined_sizes(self.rows)
+        ids, logprobs, _ = self.sizes
         raw = np.frombuffer(self.joined, MASK)
         return raw[:ids].view(IDS), raw[ids : ids + logprobs].view(LOGPROBS), raw[ids + logprobs :]
 
@@ -138,17 +143,18 @@ def join(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) 
                 own.append(array.data.cast("B"))
             elif size:
                 column.append(array)
-    return Columns(rows, b"".join([*columns[0], *columns[1], *columns[2]]), tuple(own))
+    return Columns(rows, b"".join([*columns[0], *columns[1], *columns[2]]), tuple(own), joined_sizes(rows))
 
 
 def columns_of(facts: Sequence[TrajectoryHeader], joined: Frame, own: Sequence[Frame]) -> Columns:
     """Frames as they came. Raises WireError when their sizes are not those that follow from the headers."""
     rows = tuple(map(sizes_of, facts))
-    expected = [sum(joined_sizes(rows)), *own_sizes(rows)]
+    sizes = joined_sizes(rows)
+    expected = [sum(sizes), *own_sizes(rows)]
     came = [len(joined), *map(len, own)]
     if came != expected:
         raise WireError(f"frames of {expected[:8]} bytes follow from the header, {came[:8]} bytes came")
-    return Columns(rows, joined, tuple(own))
+    return Columns(rows, joined, tuple(own), sizes)
 
 
 def decode(facts: Sequence[TrajectoryHeader], columns: Columns) -> list[Trajectory]:

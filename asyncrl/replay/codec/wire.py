@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 
 from asyncrl.errors import WireError
-from asyncrl.types import ExtraHeader, GroupHeader, StepPlan, TrajectoryHeader
+from asyncrl.types import ExtraHeader
 
-SCHEMA = 11
+SCHEMA = 12
 SEVERAL = b""
 """First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
 MAX_REQUEST_BYTES = 8 << 20
@@ -221,123 +221,10 @@ def _decode_extra(row: Any) -> ExtraHeader:
     return extra
 
 
-def encode_trajectory_header(header: TrajectoryHeader) -> list[Any]:
-    """Fields for extras, for a branch and for rewards of turns are there where they are needed."""
-    runs = flatten_runs(header.version_tokens)
-    row = [header.length, header.prompt_length, header.reward, runs, header.rewards, header.finish_reason]
-    if header.extras or header.branch or header.turn_rewards:
-        row.append([[extra.name, extra.dtype, list(extra.shape)] for extra in header.extras])
-    if header.branch or header.turn_rewards:
-        row.append(int(header.branch))
-    if header.turn_rewards:
-        row.append(list(header.turn_rewards))
-    return row
-
-
-def decode_trajectory_header(value: Any) -> TrajectoryHeader:
-    """Raises WireError; see the checks."""
-    extras: tuple[ExtraHeader, ...] = ()
-    branch, turn_rewards = False, ()
-    if type(value) is list and len(value) == 9:
-        turn_rewards = turn_numbers(sequence(value[8], "turn rewards", limit=MAX_TOKENS), value[2])
-        if not turn_rewards:
-            raise WireError("rewards of turns are left out where there are none")
-    if type(value) is list and len(value) in (8, 9):
-        branch = bool(integer(value[7], "branch", 0 if turn_rewards else 1, 1))
-        value = value[:7]
-    if type(value) is list and len(value) == 7:
-        value, extras = value[:6], decode_extra_headers(value[6])
-    length, prompt_length, reward, flat, rewards, finish_reason = sequence(value, "trajectory header", 6)
-    integer(length, "length", 1, MAX_TOKENS)
-    integer(prompt_length, "prompt_length", 0, length)
-    if type(flat) is not list or len(flat) % 2 or len(flat) > 2 * MAX_TOKENS:
-        raise WireError("version runs must be a flat list of version, count pairs")
-    runs = ((flat[0], flat[1]),) if len(flat) == 2 else tuple(zip(flat[::2], flat[1::2], strict=True))
-    total = 0
-    for version, count in runs:
-        integer(version, "policy_version", 0, MAX_VERSION)
-        total += integer(count, "run length", 1, MAX_TOKENS)
-    if total > length - prompt_length:
-        raise WireError(f"{total} loss tokens do not fit in a completion of {length - prompt_length}")
-    if len(turn_rewards) > min(total, length - prompt_length - total + 1):
-        raise WireError(
-            f"{len(turn_rewards)} turns, with something between them, do not fit in a completion of "
-            f"{length - prompt_length} with {total} loss tokens"
-        )
-    return TrajectoryHeader(
-        length=length,
-        prompt_length=prompt_length,
-        reward=number(reward, "reward"),
-        version_tokens=runs,
-        rewards={name: number(part, "rewards") for name, part in mapping(rewards, "rewards").items()},
-        finish_reason=text(finish_reason, "finish_reason", MAX_NAME),
-        turn_rewards=turn_rewards,
-        branch=branch,
-        extras=extras,
-    )
-
-
-def encode_group_header(header: GroupHeader) -> list[Any]:
-    trajectories = [encode_trajectory_header(trajectory) for trajectory in header.trajectories]
-    return [header.group_id, header.prompt_index, header.attempt, header.worker, header.nbytes, trajectories]
-
-
-def decode_group_header(value: Any) -> GroupHeader:
-    """Raises WireError; see the checks."""
-    group_id, prompt_index, attempt, worker, nbytes, rows = sequence(value, "group header", 6)
-    rows = sequence(rows, "trajectories", limit=MAX_TRAJECTORIES)
-    if not rows:
-        raise WireError("a group has at least one trajectory")
-    trajectories = tuple(decode_trajectory_header(row) for row in rows)
-    _check_branches(trajectories)
-    return GroupHeader(
-        group_id=integer(group_id, "group_id", 0, MAX_ID),
-        prompt_index=integer(prompt_index, "prompt_index", 0, MAX_ID),
-        attempt=integer(attempt, "attempt", 0, MAX_VERSION),
-        worker=text(worker, "worker", MAX_NAME),
-        nbytes=integer(nbytes, "nbytes", 0, MAX_ID),
-        trajectories=trajectories,
-    )
-
-
-def _check_branches(trajectories: Sequence[TrajectoryHeader]) -> None:
-    """Raises WireError for a branch that is of no episode, or not of the one before it."""
-    for before, each in zip((None, *trajectories), trajectories, strict=False):
-        if each.branch and (before is None or (before.reward, before.rewards) != (each.reward, each.rewards)):
-            raise WireError("a branch comes after its episode's first trajectory, and has the same reward")
-
-
-def encode_plan(plan: StepPlan) -> list[Any]:
-    groups = [encode_group_header(group) for group in plan.groups]
-    shards = [[list(place) for place in shard] for shard in plan.shards]
-    staleness = flatten_runs(tuple(plan.staleness.items()))
-    return [plan.step, plan.policy_version, plan.max_staleness, staleness, shards, groups]
-
-
-def decode_plan(value: Any) -> StepPlan:
-    """Raises WireError; also when a shard names a trajectory that is not there, or one is in two shards."""
-    step, policy_version, max_staleness, flat, shards, groups = sequence(value, "step plan", 6)
-    headers = tuple(decode_group_header(group) for group in sequence(groups, "groups"))
-    flat = sequence(flat, "staleness", limit=2 * MAX_FRAMES)
-    ages = [integer(item, "staleness", 0, MAX_VERSION) for item in flat]
-    seen: set[tuple[int, int]] = set()
-    decoded: list[tuple[tuple[int, int], ...]] = []
-    for shard in sequence(shards, "shards"):
-        places = []
-        for place in sequence(shard, "shard", limit=MAX_TOKENS):
-            group, position = sequence(place, "shard place", 2)
-            integer(group, "group position", 0, len(headers) - 1)
-            integer(position, "trajectory position", 0, len(headers[group].trajectories) - 1)
-            if (group, position) in seen:
-                raise WireError(f"trajectory {position} of group {group} is in two shards")
-            seen.add((group, position))
-            places.append((group, position))
-        decoded.append(tuple(places))
-    return StepPlan(
-        step=integer(step, "step", 0, MAX_ID),
-        policy_version=integer(policy_version, "policy_version", 0, MAX_VERSION),
-        max_staleness=integer(max_staleness, "max_staleness", 0, MAX_VERSION),
-        staleness=dict(zip(ages[::2], ages[1::2], strict=False)),
-        shards=tuple(decoded),
-        groups=headers,
-    )
+def integers(value: Any, name: str, low: int, high: int, size: int | None = None) -> list[int]:
+    """`integer` of a whole list at once: `size` of them, or any number up to MAX_TOKENS. Raises WireError."""
+    items = sequence(value, name, size, MAX_TOKENS)
+    if items and (set(map(type, items)) != {int} or min(items) < low or max(items) > high):
+        for item in items:
+            integer(item, name, low, high)
+    return items

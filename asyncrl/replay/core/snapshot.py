@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.drawing.curriculum import Draws
 from asyncrl.errors import JournalError, WireError
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.core.buffer import Buffer, Step
 from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.peers import Peers
@@ -77,7 +77,7 @@ def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
 
 
 def _entry_row(entry: Entry) -> list[Any]:
-    header = None if entry.header is None else wire.encode_group_header(entry.header)
+    header = None if entry.header is None else headers.encode_group_header(entry.header)
     return [entry.state.value, header, [getattr(entry, name) for name in _ENTRY]]
 
 
@@ -123,7 +123,7 @@ def _entry(row: list[Any]) -> Entry:
     name, header, values = row
     entry = Entry(**dict(zip(_ENTRY, values, strict=True)))
     entry.state = GroupState(name)
-    entry.header = None if header is None else wire.decode_group_header(header)
+    entry.header = None if header is None else headers.decode_group_header(header)
     return entry
 
 

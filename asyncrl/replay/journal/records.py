@@ -13,14 +13,14 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from asyncrl.errors import WireError
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Columns, Frame, joined_sizes, own_sizes
 from asyncrl.replay.codec.extras import SideFrames, joined_size
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
 from asyncrl.replay.core import events as ev
 from asyncrl.types import DropReason
 
-SCHEMA = 6
+SCHEMA = 7
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(ev.Event)}
 MAX_HEAD_BYTES = 1 << 30
 """The head of a snapshot lists every open group."""
@@ -117,9 +117,10 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
     if not sizes or len(sizes) % 3:
         raise WireError(f"{name} has {len(sizes)} array sizes, not three for each trajectory")
     rows = tuple(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
-    joined = tail.take(sum(joined_sizes(rows)))
-    columns = Columns(rows, joined, tuple(tail.take(own) for own in own_sizes(rows)))
-    return StoredGroup(texts, columns, _decode_side(extras, name, tail))
+    columns = joined_sizes(rows)
+    joined = tail.take(sum(columns))
+    own = tuple(tail.take(size) for size in own_sizes(rows))
+    return StoredGroup(texts, Columns(rows, joined, own, columns), _decode_side(extras, name, tail))
 
 
 def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
@@ -174,8 +175,8 @@ _FIELDS: dict[str, tuple[Encoder, Decoder]] = {
     "list[Any]": (_plain, lambda value, name, tail: wire.sequence(value, name, limit=wire.MAX_TOKENS)),
     "DropReason": (lambda value, frames: value.value, _decode_reason),
     "GroupHeader": (
-        lambda value, frames: wire.encode_group_header(value),
-        lambda value, name, tail: wire.decode_group_header(value),
+        lambda value, frames: headers.encode_group_header(value),
+        lambda value, name, tail: headers.decode_group_header(value),
     ),
     "Any": (_encode_payload, _decode_payload),
 }

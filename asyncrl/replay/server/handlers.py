@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.checks.replay import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
-from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY
@@ -146,7 +146,7 @@ class Handlers:
 
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, receipt = wire.sequence(body, "insert", 2)
-        header = replace(wire.decode_group_header(row), worker=session.name)
+        header = headers.decode_group_header(row, session.name)
         try:
             if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
                 require_reference(header)
@@ -269,7 +269,7 @@ class Handlers:
         begun = begin_step(plan, world, first=first, together=together, after=after, upto=upto)
         if begun is None:
             return None
-        self._last_begun = (*asked, after + len(begun.groups)), (begun, wire.encode_plan(begun))
+        self._last_begun = (*asked, after + len(begun.groups)), (begun, headers.encode_plan(begun))
         return self._last_begun[1]
 
     def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
@@ -277,7 +277,7 @@ class Handlers:
         known = self._plans.pop(key, None)
         if known is None or known[0] is not plan:
             sharded = replace(plan, shards=shard_step(plan, *key[1:]))
-            known = (plan, sharded, wire.encode_plan(sharded))
+            known = (plan, sharded, headers.encode_plan(sharded))
             moment("lease", step=plan.step + 1, groups=[group.group_id for group in plan.groups])
         self._plans[key] = known
         if len(self._plans) > PLANS_KEPT:

@@ -110,6 +110,7 @@ class ReplayServer:
 
     def _settle_promises(self) -> None:
         if self.sync is None:
+            self.outbox.release()
             return
         self.sync.nudge()
         problem = self.sync.journal.problem

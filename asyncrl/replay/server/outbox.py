@@ -1,8 +1,9 @@
-"""Replies on their way out. One that rests on what the journal has not made durable yet waits here for it.
+"""Replies on their way out: those of one turn of the server's loop leave together. One that rests on what the journal
+has not made durable yet waits here for it.
 
 consumes      replies of the server, in order
 waits for     the journal's sync, never on the loop's time; a full disk holds them until there is space
-unblocked by  `release`, after each sync; `overdue`, for a learner that has waited too long
+unblocked by  `release`, after each turn of the server's loop; `overdue`, for a learner that has waited too long
 """
 
 from __future__ import annotations
@@ -60,18 +61,17 @@ class Outbox:
         self._held: deque[_Held] = deque()
 
     def promise(self, session: Session, request: int, frames: Sequence[Frame]) -> None:
-        """Send once everything that happened so far is durable; until then the request counts as waiting."""
-        journal = self._journal
-        if journal is None or journal.promised <= journal.durable:
-            self.send(session.identity, frames)
-            return
+        """Send with the next `release` once everything that happened so far is durable; until then the request counts
+        as waiting."""
+        position = 0 if self._journal is None else self._journal.promised
         session.waiting.add(request)
-        self._held.append(_Held(journal.promised, session, request, frames, self._clock()))
+        self._held.append(_Held(position, session, request, frames, self._clock()))
 
     def release(self) -> None:
         """Send what has become durable, to wherever its peer is connected now; short replies to one peer together."""
         mail: dict[bytes, list[Sequence[Frame]]] = {}
-        while self._journal is not None and self._held and self._held[0].position <= self._journal.durable:
+        durable = 0 if self._journal is None else self._journal.durable
+        while self._held and self._held[0].position <= durable:
             held = self._held.popleft()
             held.session.waiting.discard(held.request)
             mail.setdefault(held.session.identity, []).append(held.frames)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
@@ -194,7 +194,7 @@ class ShardDesk:
         return max(1, -(-free // max(1, self._host.workers)))
 
     def _put(self, worker: str, body: Any, frames: Sequence[Frame]) -> Answer:
-        header = replace(wire.decode_group_header(body), worker=worker)
+        header = headers.decode_group_header(body, worker)
         if shard_of(header.group_id, self._place.count) != self._place.shard:
             raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
         stored = split_frames(header, frames)

@@ -11,9 +11,8 @@ import hashlib
 import hmac
 from typing import Any
 
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.net.keyring import key_pair
-from asyncrl.replay.shards.store import own_header
 from asyncrl.types import GroupHeader
 
 _CONTEXT = b"asyncrl receipt"
@@ -35,7 +34,7 @@ class Seals:
 
     def receipt(self, run_id: str, shard: int, header: GroupHeader, tag: str) -> str:
         """That `shard` has stored, durably, the payload `tag` of `header`, and found that they agree."""
-        return self._seal(["stored", run_id, shard, wire.encode_group_header(own_header(header)), tag])
+        return self._seal(["stored", run_id, shard, headers.packed_header(header), tag])
 
     def address(self, shard: int, address: str) -> str:
         """That shard number `shard` listens at `address`."""

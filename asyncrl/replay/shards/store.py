@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from asyncrl.errors import JournalError, WireError
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import StoredGroup
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.journal.disk import Disk
@@ -73,11 +73,6 @@ def shard_folder(journal: Path, shard: int) -> Path:
     return journal / f"shard-{shard}"
 
 
-def own_header(header: GroupHeader) -> GroupHeader:
-    """The header without its sender's name, which each server fills in for itself."""
-    return replace(header, worker="")
-
-
 def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
     return Key(header.group_id, header.attempt, tag_of(header, stored))
 
@@ -85,7 +80,7 @@ def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
 def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
     """128 bits over the header and every payload byte, in hex."""
     # Which array is where in the frames follows from the header.
-    digest = xxhash.xxh3_128(wire.pack([wire.encode_group_header(own_header(header)), len(stored.texts)]))
+    digest = xxhash.xxh3_128(wire.pack([headers.packed_header(header), len(stored.texts)]))
     for frame in stored.frames:
         digest.update(frame)
     return digest.hexdigest()

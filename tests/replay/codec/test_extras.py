@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.codec.lease import Unpacking, pack_places
@@ -34,7 +34,7 @@ def with_extras(*extras: Mapping[str, Any], versions: tuple[int, ...] = (0, 0, 0
 
 def on_the_wire(made: TrajectoryGroup) -> tuple[GroupHeader, list[bytes]]:
     encoded = encode_group(made)
-    header = wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(encoded.header))))
+    header = headers.decode_group_header(wire.unpack(wire.pack(headers.encode_group_header(encoded.header))))
     assert header == encoded.header
     return header, [bytes(frame) for frame in encoded.frames]
 

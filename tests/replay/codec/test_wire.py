@@ -15,7 +15,7 @@ from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, Sample, for_the_wire
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
-from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY, SHARED, Columns, columns_of, decode
 from asyncrl.replay.codec.group import (
     StoredGroup,
@@ -40,7 +40,7 @@ ORDER = Assignment(group_id=3, prompt_index=4, attempt=1, seed=5, policy_version
 def through_the_wire(made):
     """Insert, store and cut out again, as the server does."""
     encoded = encode_group(made)
-    header = wire.decode_group_header(wire.unpack(wire.pack(wire.encode_group_header(encoded.header))))
+    header = headers.decode_group_header(wire.unpack(wire.pack(headers.encode_group_header(encoded.header))))
     assert header == encoded.header
     stored = split_frames(header, [bytes(frame) for frame in encoded.frames])
     return header, stored
@@ -65,10 +65,9 @@ def test_branches_arrive_as_branches_and_other_rows_are_as_they_were() -> None:
     header, stored = through_the_wire(made)
     assert [each.branch for each in header.trajectories] == [False, True, False] and header.members == 2
     assert [each.branch for each in arrived(header, stored)] == [False, True, False]
-    rows = [wire.encode_trajectory_header(each) for each in header.trajectories]
-    assert [len(row) for row in rows] == [6, 8, 6], "journals from before there were branches are read as ever"
     with_extras = replace(header.trajectories[1], extras=(ExtraHeader("image", "|u1", (2, 3)),))
-    assert wire.decode_trajectory_header(wire.encode_trajectory_header(with_extras)) == with_extras
+    several = replace(header, trajectories=(header.trajectories[0], with_extras, header.trajectories[2]))
+    assert headers.decode_group_header(headers.encode_group_header(several)) == several != header
 
 
 def in_two_turns(earned: tuple[float, ...]) -> TrajectoryGroup:
@@ -90,18 +89,20 @@ def test_rewards_of_turns_arrive_and_other_rows_are_as_they_were() -> None:
     assert [each.turn_rewards for each in header.trajectories] == [(), (0.25, -1.0), ()]
     assert [each.turn_rewards for each in arrived(header, stored)] == [(), (0.25, -1.0), ()]
     assert header.trajectories[1].earned == (0.25, 0.25) and header.trajectories[0].earned == ()
-    assert [len(wire.encode_trajectory_header(each)) for each in header.trajectories] == [6, 9, 6]
-    both = replace(header.trajectories[1], branch=True, extras=(ExtraHeader("image", "|u1", (2, 3)),))
-    assert wire.decode_trajectory_header(wire.encode_trajectory_header(both)) == both
+    first, second, third = header.trajectories
+    both = replace(second, branch=True, reward=first.reward, extras=(ExtraHeader("image", "|u1", (2, 3)),))
+    several = replace(header, trajectories=(first, both, third))
+    assert headers.decode_group_header(headers.encode_group_header(several)) == several != header
 
 
 @pytest.mark.parametrize("earned", [(1e308, 1e308), (-1e308, -1e308), (1.7e308, -1.7e308)])
 def test_rewards_of_turns_whose_sums_are_infinite_are_refused_by_both_sides(earned: tuple[float, ...]) -> None:
     with pytest.raises(WireError, match="finite sums"):
         encode_group(in_two_turns(earned))
-    facts = through_the_wire(in_two_turns((0.25, -1.0)))[0].trajectories[1]
+    header = through_the_wire(in_two_turns((0.25, -1.0)))[0]
+    lying = replace(header, trajectories=(replace(header.trajectories[1], turn_rewards=earned),))
     with pytest.raises(WireError, match="finite sums"):
-        wire.decode_trajectory_header(wire.encode_trajectory_header(replace(facts, turn_rewards=earned)))
+        headers.decode_group_header(headers.encode_group_header(lying))
 
 
 @pytest.mark.parametrize("earned", [(1.0,), (1.0, 2.0, 3.0), (float("nan"), 1.0)])
@@ -112,7 +113,7 @@ def test_rewards_of_other_turns_than_the_mask_has_are_refused_by_both_sides(earn
     first, second, third = encoded.header.trajectories
     lying = replace(encoded.header, trajectories=(first, replace(second, turn_rewards=earned), third))
     with pytest.raises(WireError, match="turn"):
-        header = wire.decode_group_header(wire.encode_group_header(lying))
+        header = headers.decode_group_header(headers.encode_group_header(lying))
         check_stored(header, split_frames(header, [bytes(frame) for frame in encoded.frames]), 1000)
 
 
@@ -122,7 +123,7 @@ def test_a_branch_without_its_episode_is_refused(change: dict[str, Any]) -> None
     branch = replace(first, branch=True, **change)
     header = replace(group_header(group(ORDER, [4])), trajectories=(first, branch) if change else (branch, first))
     with pytest.raises(WireError, match="a branch comes after its episode's first trajectory, and has the same"):
-        wire.decode_group_header(wire.encode_group_header(header))
+        headers.decode_group_header(headers.encode_group_header(header))
 
 
 def test_arrays_that_trajectories_share_cannot_be_written_to() -> None:
@@ -265,8 +266,8 @@ def test_any_bytes_are_a_header_or_a_wire_error(data) -> None:
     for reader in (
         wire.decode_envelope,
         decode_texts,
-        lambda raw: wire.decode_group_header(wire.unpack(raw)),
-        lambda raw: wire.decode_plan(wire.unpack(raw)),
+        lambda raw: headers.decode_group_header(wire.unpack(raw)),
+        lambda raw: headers.decode_plan(wire.unpack(raw)),
         lambda raw: messages.decode_acquired(wire.unpack(raw)),
         lambda raw: messages.decode_trained(wire.unpack(raw)),
     ):
@@ -314,32 +315,56 @@ def test_another_schema_version_is_refused_by_name() -> None:
             wire.decode_envelope(wire.pack(bad))
 
 
-HEADER = [3, 4, 1, "w", 10, [[5, 2, 0.5, [1, 3], {"style": 0.25}, "stop", [["f", "<f4", [2, 3]]]]]]
+FIELDS = [
+    3, 4, 1, 10, [5, 6], [2, 3], [0.5, 1], ["stop", "length"], [1, 2], [1, 1, 2], [3, 1, 2],
+    [{"style": 0.25}, {}], [[1, [["f", "<f4", [2, 3]]], 0, [0.5]]],
+]  # fmt: skip
+"""Packed header of two trajectories, the second with two versions, an extra and a turn."""
+HEADER = ["w", wire.pack(FIELDS)]
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ((0,), -1), ((0,), 1.5), ((0,), True), ((2,), None), ((3,), 7), ((4,), -1), ((5,), []), ((5,), "x"),
-        ((5, 0), [1]), ((5, 0, 0), 0), ((5, 0, 1), 6), ((5, 0, 2), float("nan")), ((5, 0, 3), [1]),
-        ((5, 0, 3), [1, 0]), ((5, 0, 3), [-1, 1]), ((5, 0, 3), [1, 4]), ((5, 0, 3), None), ((5, 0, 3), [1, 1.0]),
-        ((5, 0, 4), None), ((5, 0, 4), {"style": "good"}), ((5, 0, 4), {1: 0.5}),
-        ((5, 0, 5), None), ((5, 0, 5), "x" * 300), ((5, 0, 6), None), ((5, 0, 6), [["f", "<f4"]]),
-        ((5, 0, 6), [["f", "<f4", [1]]] * 2), ((5, 0, 6), [[f"f{n}", "|u1", []] for n in range(65)]),
-        ((5, 0, 6, 0, 0), ""), ((5, 0, 6, 0, 0), "f" * 65), ((5, 0, 6, 0, 0), b"f"), ((5, 0, 6, 0, 1), ">f4"),
-        ((5, 0, 6, 0, 1), "|O"), ((5, 0, 6, 0, 1), 4), ((5, 0, 6, 0, 2), 6), ((5, 0, 6, 0, 2), [1] * 9),
-        ((5, 0, 6, 0, 2), [-1]), ((5, 0, 6, 0, 2), [True]), ((5, 0, 6, 0, 2), [1 << 30, 1 << 30]),
+        ((0,), -1), ((0,), 1.5), ((0,), True), ((2,), None), ((3,), -1), ((4,), []), ((4,), "x"), ((4,), [5]),
+        ((4, 0), 0), ((4, 1), 5.0), ((4, 1), True), ((4,), [5] * 4097), ((5, 0), 6), ((5, 0), -1), ((5,), [2, 3, 4]),
+        ((6, 0), float("nan")), ((6,), [1e308, float("inf")]), ((6, 0), "1"), ((6, 1), True), ((6,), [0.5]),
+        ((7, 0), "x" * 300), ((7, 0), b"stop"), ((7,), ["stop"]), ((8,), [1, 1]), ((8,), [3, -1]), ((8,), [2, 2]),
+        ((8,), None), ((9,), [1, 1, -1]), ((9,), [1, 1, 1 << 31]), ((9,), [1, 1]), ((10,), [3, 1, 0]), ((10, 0), 4),
+        ((10, 2), 3), ((10, 2), 2.0), ((11,), None), ((11, 0), {"style": "good"}), ((11, 0), {1: 0.5}), ((11,), [{}]),
+        ((12,), None), ((12, 0), [1]), ((12, 0), [1, [], 0, []]), ((12,), [FIELDS[12][0]] * 2), ((12, 0, 0), 2),
+        ((12, 0, 0), -1), ((12, 0, 2), 2), ((12, 0, 2), 1), ((12, 0, 3), [0.5] * 4), ((12, 0, 3), ["1"]),
+        ((12, 0, 1), [["f", "<f4"]]), ((12, 0, 1), [["f", "<f4", [1]]] * 2),
+        ((12, 0, 1), [[f"f{n}", "|u1", []] for n in range(65)]), ((12, 0, 1, 0, 0), ""), ((12, 0, 1, 0, 0), "f" * 65),
+        ((12, 0, 1, 0, 0), b"f"), ((12, 0, 1, 0, 1), ">f4"), ((12, 0, 1, 0, 1), "|O"), ((12, 0, 1, 0, 1), 4),
+        ((12, 0, 1, 0, 2), 6), ((12, 0, 1, 0, 2), [1] * 9), ((12, 0, 1, 0, 2), [-1]), ((12, 0, 1, 0, 2), [True]),
+        ((12, 0, 1, 0, 2), [1 << 30, 1 << 30]),
     ],
 )  # fmt: skip
 def test_a_group_header_with_an_impossible_field_is_refused(place, value) -> None:
-    assert wire.decode_group_header(HEADER).group_id == 3
-    made = wire.unpack(wire.pack(HEADER))
+    good = headers.decode_group_header(HEADER)
+    assert [facts.version_tokens for facts in good.trajectories] == [((1, 3),), ((1, 1), (2, 2))]
+    assert headers.encode_group_header(replace(good)) == ["w", wire.pack([*FIELDS[:6], [0.5, 1.0], *FIELDS[7:]])]
+    made = wire.unpack(wire.pack(FIELDS))
     target = made
     for index in place[:-1]:
         target = target[index]
     target[place[-1]] = value
     with pytest.raises(WireError):
-        wire.decode_group_header(made)
+        headers.decode_group_header(["w", wire.pack(made)])
+
+
+@pytest.mark.parametrize("made", [[7, HEADER[1]], ["w", FIELDS], ["w"], ["w", b""], ["w", HEADER[1] + b"\0"], None])
+def test_a_group_header_that_is_no_name_with_a_packed_one_is_refused(made) -> None:
+    with pytest.raises(WireError):
+        headers.decode_group_header(made)
+
+
+def test_a_server_fills_in_whose_a_group_is_and_a_changed_header_is_packed_anew() -> None:
+    header = headers.decode_group_header(HEADER, "another")
+    assert header.worker == "another" and headers.packed_header(header) is HEADER[1]
+    later = replace(header, attempt=2)
+    assert headers.decode_group_header(headers.encode_group_header(later)) == later != header
 
 
 def test_frames_that_do_not_match_their_header_are_refused() -> None:
@@ -352,14 +377,14 @@ def test_frames_that_do_not_match_their_header_are_refused() -> None:
 
 
 def test_a_plan_arrives_as_it_was_sent_and_no_trajectory_is_in_two_shards() -> None:
-    headers = (wire.decode_group_header(HEADER), wire.decode_group_header(HEADER))
+    two = (headers.decode_group_header(HEADER), headers.decode_group_header(HEADER))
     plan = StepPlan(
-        step=3, policy_version=7, groups=headers, staleness={1: 2}, max_staleness=2, shards=(((0, 0),), ((1, 0),))
+        step=3, policy_version=7, groups=two, staleness={1: 2}, max_staleness=2, shards=(((0, 0),), ((1, 0),))
     )
-    assert wire.decode_plan(wire.unpack(wire.pack(wire.encode_plan(plan)))) == plan
-    for shards in ((((0, 0),), ((0, 0),)), (((2, 0),),), (((0, 1),),)):
+    assert headers.decode_plan(wire.unpack(wire.pack(headers.encode_plan(plan)))) == plan
+    for shards in ((((0, 0),), ((0, 0),)), (((2, 0),),), (((0, 2),),)):
         with pytest.raises(WireError):
-            wire.decode_plan(wire.encode_plan(replace(plan, shards=shards)))
+            headers.decode_plan(headers.encode_plan(replace(plan, shards=shards)))
 
 
 def test_small_replies_arrive_as_they_were_sent() -> None:
@@ -416,7 +441,7 @@ def leased_step(world: int, tokens: int):
     for order in core.acquire("w", "a", 2).assignments:
         made = group(order, [0] * tokens)
         encoded = encode_group(made)
-        body = [wire.encode_group_header(encoded.header), None]
+        body = [headers.encode_group_header(encoded.header), None]
         reply = desk.handle(worker, "insert", body, encoded.frames)
         assert isinstance(reply, Answer) and reply.body[0] == "accepted"
         sent[order.group_id] = made

@@ -44,6 +44,7 @@ class Office:
     outbox: Outbox
     peers: dict[str, zmq.Socket]
     sessions: dict[str, Session]
+    way: Way
 
     def promise(self, peer: str, request: int, *payload: bytes) -> None:
         self.journal.promised += 1
@@ -71,7 +72,8 @@ def office() -> Iterator[Office]:
         router.recv_multipart()
         sessions[name] = Session("worker", name, name, name.encode(), 0.0)
     journal = FakeJournal()
-    yield Office(journal, Outbox(Way(router), journal), peers, sessions)
+    way = Way(router)
+    yield Office(journal, Outbox(way, journal), peers, sessions, way)
     context.destroy(linger=0)
 
 
@@ -114,3 +116,16 @@ def test_more_replies_than_a_message_takes_go_in_several(office: Office) -> None
 def test_a_message_that_is_no_reply_is_refused_whole(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode_replies(frames)
+
+
+def test_without_a_journal_the_replies_of_one_turn_leave_together_and_count_as_waiting_until_then(
+    office: Office,
+) -> None:
+    outbox = Outbox(office.way, None)
+    for request in range(3):
+        outbox.promise(office.sessions["a"], request, [reply(request)])
+    assert office.sessions["a"].waiting == {0, 1, 2}, "a heartbeat in the same turn would have them sent again"
+    outbox.release()
+    assert not office.sessions["a"].waiting
+    (message,) = office.arrived("a")
+    assert [envelope.body for envelope, _ in decode_replies(message)] == [[0], [1], [2]]

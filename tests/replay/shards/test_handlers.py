@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import FencedError, ReplayError, WireError
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec.group import MAX_VOCABULARY, EncodedGroup, encode_group
-from asyncrl.replay.codec.wire import encode_group_header
+from asyncrl.replay.codec.headers import encode_group_header
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.server.handlers import Handlers

@@ -16,7 +16,7 @@ from asyncrl.errors import FencedError, JournalError, ReplayError, WireError
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec.columns import Columns
 from asyncrl.replay.codec.group import MAX_VOCABULARY, Elsewhere, StoredGroup, encode_group
-from asyncrl.replay.codec.wire import encode_group_header
+from asyncrl.replay.codec.headers import encode_group_header
 from asyncrl.replay.core.events import Inserted
 from asyncrl.replay.core.ledger import Entry, GroupState
 from asyncrl.replay.journal.log import JournalSettings
@@ -118,8 +118,8 @@ def test_a_seal_speaks_for_one_run_shard_header_and_payload() -> None:
 @pytest.mark.parametrize(
     ("payload", "shards", "refused"),
     [
-        (StoredGroup(b"", Columns((), b"", ())), 0, False),
-        (StoredGroup(b"", Columns((), b"", ())), 2, True),
+        (StoredGroup(b"", Columns((), b"", (), ())), 0, False),
+        (StoredGroup(b"", Columns((), b"", (), ())), 2, True),
         (Elsewhere(1, "t"), 2, False),
         (Elsewhere(1, "t"), 3, False),
         (Elsewhere(1, "t"), 1, True),
@@ -186,7 +186,7 @@ def test_whatever_a_peer_asks_of_a_shard_it_is_answered_or_refused_and_nothing_i
     elif spoilt == "frame":
         frames[1] = frames[1][:-8] + data.draw(st.binary(min_size=1, max_size=7))
     else:
-        parts[0 if spoilt == "header" else 5] = data.draw(JUNK)
+        parts[0 if spoilt == "header" else 1] = data.draw(JUNK)
     body = parts if verb == "put" else [parts, *data.draw(st.lists(JUNK, max_size=5))]
     with pytest.raises((WireError, ReplayError)):
         desk.handle(Session(role, "p", "i", b"", 0.0), verb, body, frames)

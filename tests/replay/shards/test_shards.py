@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.errors import NoProgress, ReplayError, WireError
 from asyncrl.replay.client.connection import Connection
-from asyncrl.replay.codec import wire
+from asyncrl.replay.codec import headers
 from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.net.keyring import make_keys
@@ -146,7 +146,7 @@ def test_a_header_without_its_shards_word_is_refused_and_the_order_given_to_othe
     changed = encode_group(group(order, [0] * 4))
     forged = [receipt[0], receipt[1], "0" * 32]
     for header, rest in ((encoded.header, None), (encoded.header, forged), (changed.header, receipt)):
-        body = [wire.encode_group_header(header), rest]
+        body = [headers.encode_group_header(header), rest]
         with pytest.raises(WireError, match="receipt"):
             worker._connection.request("insert", body).result(30)
     again = asyncio.run(worker.acquire(slots=8, wait_s=60)).assignments
@@ -177,7 +177,7 @@ def test_a_payload_that_no_learner_could_use_is_refused_at_the_shard(cluster: Cl
     encoded = encode_group(group(wrong, [0] * 3))
     link = links._links.get(1) or links._link(1, links._addresses().result())
     with pytest.raises(WireError, match="does not belong to shard 1"):
-        body = wire.encode_group_header(encoded.header)
+        body = headers.encode_group_header(encoded.header)
         link.request("put", body, encoded.frames, encoded.header.nbytes).result(30)
 
 
