@@ -41,11 +41,28 @@ def shown(clock: Clock, *, terminal: bool = False) -> tuple[AddressView, io.Stri
 
 def test_piped_it_prints_a_line_for_each_step_with_its_pace() -> None:
     told, into = shown(Clock())
-    assert all(told.take(each) for each in (view(4), view(4), None, view(6)))
+    assert all(told.take(each) for each in (view(4), view(4), None, view(6), view(8)))
     assert into.getvalue().splitlines() == [
         "step 4 | version 4 | saved 2 | staleness 1.25 | generated 300",
-        "step 6 | version 4 | saved 2 | 10.0 s per step | staleness 1.25 | tokens/s trained 100 | generated 300",
+        "step 6 | version 4 | saved 2 | staleness 1.25 | generated 300",
+        "step 8 | version 4 | saved 2 | 10.0 s per step | staleness 1.25 | tokens/s trained 100 | generated 300",
     ]
+
+
+def test_the_pace_of_steps_that_take_minutes_is_theirs() -> None:
+    """Of the views of a minute, in which one step ended, it said 60 s; and three times the tokens."""
+    told, into = shown(Clock())
+    for second in range(1000):
+        told.take(view(second // 200, clock=float(second)))
+    assert [line.split(" | ")[3:4] for line in into.getvalue().splitlines()[2:]] == 3 * [["200.0 s per step"]]
+    assert "tokens/s trained 5 " in into.getvalue()
+
+
+def test_a_server_that_goes_on_where_the_clock_is_another_begins_a_new_pace() -> None:
+    told, _ = shown(Clock())
+    for step in range(1, 9):
+        told.take(view(step, clock=1e6 + step if step < 5 else 10.0 * step))
+    assert "10.0 s per step" in told.line(view(8))
 
 
 def test_who_comes_goes_and_falls_silent_is_said_once() -> None:
@@ -106,6 +123,9 @@ def test_without_its_keys_it_says_which_and_a_server_that_is_not_there_is_named(
     assert "--keys DIR" in capsys.readouterr().err
     monkeypatch.setattr("asyncrl.cli.watch_address.PATIENCE_S", 1.0)
     make_keys(tmp_path / "keys")
+    for wrong in ("http://there", "tcp://there", "tcp://*:5577", "tcp://there:99999", "ipc://", "inproc://x"):
+        assert main(["watch", wrong, "--keys", str(tmp_path / "keys")]) == 2
+        assert "takes a run folder, tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
     address = free_address()
     assert main(["watch", address, "--keys", str(tmp_path / "keys")]) != 0
     assert f"{address} did not answer" in capsys.readouterr().err

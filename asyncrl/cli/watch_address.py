@@ -6,6 +6,7 @@ consumes: the server's view, once a second · waits for: nobody; a server that s
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.checks.addresses import host_of, is_everywhere
 from asyncrl.errors import ConfigError
 from asyncrl.replay.client.viewer import Viewer
 from asyncrl.replay.config import ReplayConfig
@@ -29,7 +31,7 @@ from asyncrl.types import NO_VERSION
 TURN_S = 1.0
 PATIENCE_S = 60.0
 PACE_S = 60.0
-"""Of which the tokens and steps per second are means."""
+"""Of which the tokens and steps per second are means, or the last step where that took longer."""
 SAID = 6
 """Lines of news that are shown."""
 OVER_S = 5.0
@@ -52,6 +54,9 @@ def main(address: str, keys: str) -> int:
             f"asyncrl watch {address} needs --keys DIR, a folder with server.key, viewer.key and viewer.key_secret: of "
             "a run on this machine RUN/keys, else those that `asyncrl keys` made for it"
         )
+    host, port = host_of(address), address.rpartition(":")[2]
+    if not (host and not is_everywhere(host) and 0 < int(port) < 65536) and not re.match("ipc://.", address):
+        raise ConfigError(f"asyncrl watch takes a run folder, tcp://HOST:PORT or ipc://PATH; got {address!r}")
     config = ReplayConfig(address=address, keys=keys, wait_timeout_s=PATIENCE_S)
     with closing(Viewer(config)) as viewer, AddressView(address, PlainConsole(highlight=False)) as shown:
         while shown.take(viewer.view(TURN_S)):
@@ -89,11 +94,8 @@ class AddressView:
         if view is not None:
             self._view, self._heard = view, now
             self._notice(before, view)
-            if before is not None and view.trained_steps < before.trained_steps:
-                self._past.clear()  # the learner went back to a checkpoint, or it is another run
-            self._past.append(view)
-            while view.clock - self._past[0].clock > PACE_S:
-                self._past.popleft()
+            if before is not None:
+                self._keep_pace(before, view)
             if self._live is None and (before is None or before.trained_steps != view.trained_steps):
                 self._console.print(one_line(self.line(view)), soft_wrap=True)
         elif self._view is not None and self._view.finished and now - self._heard > OVER_S:
@@ -102,6 +104,15 @@ class AddressView:
         if self._live:
             self._live.update(Group(*self.drawn()), refresh=True)
         return True
+
+    def _keep_pace(self, before: View, view: View) -> None:
+        """Views are kept in which a step has just ended: what lies between others is no whole number of steps."""
+        if view.trained_steps < before.trained_steps or view.clock < before.clock:
+            self._past.clear()  # the learner went back to a checkpoint, or the server is on another machine
+        elif view.trained_steps > before.trained_steps:
+            self._past.append(view)
+            while len(self._past) > 2 and view.clock - self._past[0].clock > PACE_S:
+                self._past.popleft()
 
     def say(self, text: str) -> None:
         self._said.append(text)
@@ -126,6 +137,8 @@ class AddressView:
 
     def _pace(self) -> tuple[float, float]:
         """Steps, and tokens trained, per second; 0 where nothing is known."""
+        if not self._past:
+            return 0.0, 0.0
         first, last = self._past[0], self._past[-1]
         seconds = last.clock - first.clock
         if seconds <= 0:
@@ -136,7 +149,7 @@ class AddressView:
 
     def line(self, view: View) -> str:
         """`step 12 | version 13 | staleness 1.20 | tokens/s 1234 | ...`"""
-        steps, tokens = self._pace() if self._past else (0.0, 0.0)
+        steps, tokens = self._pace()
         parts = [f"step {view.trained_steps}", f"version {view.policy_version}", f"saved {view.committed_steps}"]
         parts += [f"{1 / steps:.1f} s per step"] if steps else []
         parts += [f"staleness {mean:.2f}"] if (mean := view.last.get("staleness/mean")) is not None else []

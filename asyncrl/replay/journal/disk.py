@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -71,6 +72,7 @@ class FolderDisk:
         if locked:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
+            self._close_to_others()
 
     def names(self) -> list[str]:
         # A shard on the server's machine has a folder in this one.
@@ -81,7 +83,8 @@ class FolderDisk:
 
     def create(self, name: str, nbytes: int) -> None:
         path = self._folder / name
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # For the owner alone: the token of the weights' server is in it.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             # Space taken now is not missing in the middle of a record, and a file that grows syncs far slower.
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -155,6 +158,14 @@ class FolderDisk:
     def _forget(self, name: str) -> None:
         with contextlib.suppress(KeyError):
             os.close(self._open.pop(name))
+
+    def _close_to_others(self) -> None:
+        """Segments of an earlier server are written again as they are: one that all may read would stay so."""
+        for name in self.names():
+            mode = stat.S_IMODE((self._folder / name).stat().st_mode)
+            if mode & 0o007:
+                with contextlib.suppress(OSError):  # of another user, or on a disk without modes
+                    (self._folder / name).chmod(mode & 0o770)
 
     def _take_lock(self) -> int:
         descriptor = os.open(self._folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)

@@ -57,6 +57,22 @@ def test_a_journal_of_many_segments_holds_few_of_them_open(tmp_path: Path) -> No
     disk.close()
 
 
+def test_no_other_user_reads_what_is_written_and_what_all_could_read_is_closed_to_them(
+    tmp_path: Path,
+) -> None:
+    old = tmp_path / "j"
+    old.mkdir()
+    for name, mode in (("spare", 0o644), ("shared", 0o640)):
+        (old / name).write_bytes(b"x")
+        (old / name).chmod(mode)
+    disk = FolderDisk(old, locked=True)
+    disk.create("new", 16)
+    disk.rename("spare", "again")
+    modes = {name: (old / name).stat().st_mode & 0o777 for name in disk.names()}
+    assert modes == {"new": 0o600, "again": 0o640, "shared": 0o640}
+    disk.close()
+
+
 def test_two_servers_never_write_one_journal(tmp_path: Path) -> None:
     first = FolderDisk(tmp_path, locked=True)
     with pytest.raises(JournalError, match=r"is being written by another replay server. Stop that one"):
