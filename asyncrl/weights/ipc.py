@@ -42,25 +42,32 @@ def shared_bytes(nbytes: int) -> UInt8[torch.Tensor, " bytes"]:
     return tensor
 
 
-def export(piece: UInt8[torch.Tensor, " bytes"]) -> bytes:
+def export(piece: UInt8[torch.Tensor, " bytes"], given: dict[int, list[Any]]) -> bytes:
     """Of a part of what `shared_bytes` made, or of memory of a GPU: valid while this process keeps it.
+
+    Args:
+        given: handles by storage, kept by the caller as long as who reads them: torch counts every one that it makes of
+            a GPU's memory in files of shared memory, until its reader lets go of it.
 
     Raises:
         RuntimeError: it is in host memory that others cannot reach.
     """
     storage = piece.untyped_storage()
-    place = [piece.storage_offset(), len(piece)]
-    if piece.device.type == "cuda":
-        _, *shared = storage._share_cuda_()
-        handle = ["cuda", str(torch.cuda.get_device_properties(piece.device).uuid), *shared]
-    elif storage.data_ptr() in _OWN:
-        file, name = _OWN[storage.data_ptr()]
-        handle = ["memory", os.getpid(), file, name, storage.nbytes()]
-    else:
-        raise RuntimeError(f"{len(piece)} bytes on {piece.device} are in memory that other processes cannot reach")
-    packed = msgpack.packb([*place, handle])
+    if storage.data_ptr() not in given:
+        given[storage.data_ptr()] = _handle(storage)
+    packed = msgpack.packb([piece.storage_offset(), len(piece), given[storage.data_ptr()]])
     assert packed is not None
     return packed
+
+
+def _handle(storage: torch.UntypedStorage) -> list[Any]:
+    if storage.device.type == "cuda":
+        _, *shared = storage._share_cuda_()
+        return ["cuda", str(torch.cuda.get_device_properties(storage.device).uuid), *shared]
+    if storage.data_ptr() in _OWN:
+        file, name = _OWN[storage.data_ptr()]
+        return ["memory", os.getpid(), file, name, storage.nbytes()]
+    raise RuntimeError(f"{storage.nbytes()} bytes on {storage.device} are in memory that other processes cannot reach")
 
 
 class Opened:
@@ -77,7 +84,7 @@ class Opened:
         """
         try:
             start, length, (kind, *fields) = msgpack.unpackb(handle)
-            key = (kind, *fields[:3])
+            key = (kind, *fields[:4])  # two buckets of one size may lie in one allocation of a GPU, at two offsets
             if key not in self._storages:
                 self._storages[key] = _cuda(*fields) if kind == "cuda" else _memory(*fields)
             found = self._storages[key][start : start + length]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
+from asyncrl.weights import ipc
 from asyncrl.weights.broadcast import subscriber as subscribers
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.broadcast.local_wire import LocalWire
@@ -40,10 +41,10 @@ def test_a_handle_is_the_memory_itself_and_nothing_of_it_stays():
     gc.collect()
     before = own_files()
     mine, opened = shared_bytes(4096), Opened()
-    theirs = opened.tensor(export(mine[16:48]))
+    theirs = opened.tensor(export(mine[16:48], {}))
     mine[20] = 7
     assert theirs[4] == 7 and len(theirs) == 32
-    whole = opened.tensor(export(mine))
+    whole = opened.tensor(export(mine, {}))
     assert whole.data_ptr() + 16 == theirs.data_ptr()  # opened once
     assert own_files() == before + 3  # Python's mmap keeps a copy of what it maps
     del mine
@@ -57,9 +58,9 @@ def test_a_handle_is_the_memory_itself_and_nothing_of_it_stays():
 
 def test_what_cannot_be_reached_is_said():
     with pytest.raises(RuntimeError, match="cannot reach"):
-        export(torch.zeros(8, dtype=torch.uint8))
+        export(torch.zeros(8, dtype=torch.uint8), {})
     mine = shared_bytes(64)
-    start, length, (kind, pid, file, name, nbytes) = msgpack.unpackb(export(mine))
+    start, length, (kind, pid, file, name, nbytes) = msgpack.unpackb(export(mine, {}))
     gone = subprocess.Popen(["true"])
     gone.wait(60)
     for forged in (
@@ -73,6 +74,16 @@ def test_what_cannot_be_reached_is_said():
         assert packed is not None
         with pytest.raises(RuntimeError, match="cannot be opened"):
             Opened().tensor(packed)
+
+
+def test_buckets_of_one_size_in_one_allocation_of_a_gpu_are_two(monkeypatch):
+    places = {0: torch.zeros(8, dtype=torch.uint8), 4096: torch.ones(8, dtype=torch.uint8)}
+    monkeypatch.setattr(ipc, "_cuda", lambda uuid, handle, nbytes, offset, *counter: places[offset])
+    opened = Opened()
+    for offset, there in places.items():
+        packed = msgpack.packb([0, 8, ["cuda", "GPU-1", b"allocation", 8, offset, b"counter", 0, b"event", False]])
+        assert packed is not None
+        assert torch.equal(opened.tensor(packed), there)
 
 
 def formed(world: int, timeout_s: float = TIMEOUT_S) -> list[WeightGroup]:
@@ -93,6 +104,8 @@ def through(group: WeightGroup, buffer: torch.Tensor) -> None:
 
 def test_every_member_copies_every_piece(monkeypatch):
     monkeypatch.setattr(LocalWire, "piece_bytes", 1000)
+    made: list[int] = []
+    monkeypatch.setattr(ipc, "_handle", lambda storage, real=ipc._handle: (made.append(1), real(storage))[1])
     groups = formed(3)
     source = shared_bytes(4096)
     targets = [torch.zeros(4096, dtype=torch.uint8) for _ in groups[1:]]
@@ -103,6 +116,7 @@ def test_every_member_copies_every_piece(monkeypatch):
             for work in works:
                 work.result(TIMEOUT_S)
             assert all(torch.equal(target, source) for target in targets), version
+    assert len(made) == 1, "of one storage one handle, whatever is sent of it: torch counts those of a GPU"
     for group in groups:
         group.abort()
         group.abort()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import httpx
@@ -211,6 +214,16 @@ def test_the_server_gives_published_files_to_whoever_has_the_token(served):
     assert not server.reads("another") and server.reads(item.name)
 
 
+def test_who_sends_one_byte_at_a_time_holds_no_place(tmp_path):
+    server = FilesServer(tmp_path, "127.0.0.1", idle_s=0.3)
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as slow, pytest.raises(OSError):
+        while time.monotonic() - began < 60:
+            slow.sendall(b"G")
+            time.sleep(0.05)
+    server.close()
+
+
 class Breaking:
     """A source whose first transfer breaks off in the middle."""
 
@@ -245,6 +258,22 @@ def test_a_broken_transfer_goes_on_where_it_broke_and_an_altered_file_is_asked_f
             fetcher.fetch(item)
         path.write_bytes(data)
         assert Path(fetcher.fetch(item)).read_bytes() == data
+    fetcher.close()
+
+
+@pytest.mark.parametrize("size", [1000, 10_000])
+def test_a_disk_without_room_for_a_file_ends_no_worker_and_is_asked_again(size, monkeypatch):
+    data = bytes(range(250)) * (size // 250)
+    item = Item(name="v00000001-a-b.safetensors", nbytes=size, digest=hashlib.sha256(data).hexdigest(), fingerprint="x")
+    fetcher = Fetcher({"url": "http://127.0.0.1:1"}, 60.0, lambda: False)
+    source = SimpleNamespace(blocks=lambda item, start: [(start, data[start:])], close=lambda: None)
+    fetcher._source = source  # pyright: ignore[reportAttributeAccessIssue]
+    for place, said in (("/dev/full", "No space left"), ("/dev/full", "No space left"), ("/nowhere/x", "No such file")):
+        with monkeypatch.context() as full:
+            full.setattr(tempfile, "TemporaryFile", lambda place=place, **_: open(place, "w+b"))  # noqa: SIM115
+            with pytest.raises(UnreachableError, match=f"cannot be kept.*{said}"):
+                fetcher.fetch(item)
+    assert Path(fetcher.fetch(item)).read_bytes() == data
     fetcher.close()
 
 

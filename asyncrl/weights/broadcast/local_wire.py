@@ -44,6 +44,7 @@ class LocalWire:
         self._store, self._rank, self._world = store, rank, world
         self._number = 0
         self._opened = Opened()
+        self._given: dict[int, list[Any]] = {}
         self._left = threading.Event()
         self._others: dict[int, int] = {}
         """Of each that is waited for, by rank: a descriptor of its process."""
@@ -68,7 +69,7 @@ class LocalWire:
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
         self._number += 1
         if self._rank == 0:
-            post(self._store, f"piece/{self._number}", export(buffer))
+            post(self._store, f"piece/{self._number}", export(buffer, self._given))
         return self._number, buffer
 
     def wait(self, work: Any, left_s: float) -> None:

@@ -5,6 +5,7 @@ What comes is kept in a file without a name: nothing is left behind by a worker 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import queue
@@ -173,23 +174,22 @@ class Fetcher:
             UnreachableError: the next call goes on.
             WeightsError: it stands still, and cannot be ended.
         """
-        if self._file is None or self._name != item.name:
-            self._begin(item.name)
-        file = self._file
-        assert file is not None
         try:
+            file = self._file if self._file is not None and self._name == item.name else self._begin(item.name)
             if file.tell() < item.nbytes:
                 self._receive(item, file)
             file.flush()
         except OSError as error:
-            self._begin(item.name)
-            raise UnreachableError(f"{item.name} cannot be kept in {tempfile.gettempdir()}: {error}") from error
+            self.end()
+            raise UnreachableError(
+                f"{item.name} cannot be kept in the temporary folder here (TMPDIR): {error}"
+            ) from error
         except AlteredError:
-            self._begin(item.name)
+            self.end()
             raise
         size, found = file.tell(), self._digest.hexdigest()
         if size != item.nbytes or found != item.digest:
-            self._begin(item.name)
+            self.end()
             raise AlteredError(
                 f"{item.name} came with {size:,} bytes of {item.nbytes:,} and sha256 {found[:12]}, "
                 f"not {item.digest[:12]}"
@@ -208,10 +208,11 @@ class Fetcher:
             self._digest.update(block)
             self.received += len(block)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str) -> BinaryIO:
         self.end()
         self._name, self._digest = name, hashlib.sha256()
         self._file = cast(BinaryIO, tempfile.TemporaryFile(prefix="asyncrl-weights-"))  # noqa: SIM115 (kept open)
+        return self._file
 
     def _begin_again(self, file: BinaryIO) -> None:
         file.seek(0)
@@ -220,9 +221,10 @@ class Fetcher:
 
     def end(self) -> None:
         """Free the disk; what is not loaded by now is fetched anew."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # on a full disk it cannot write what it still has, and is closed anyway
+                file.close()
 
     def close(self) -> None:
         self.end()

@@ -1,7 +1,7 @@
 """The learner's HTTP server of published files: whoever has the token may read them, whole or from a byte on.
 
 consumes:     GET /NAME, with `Authorization: Bearer TOKEN` and, to go on where a transfer broke, `Range: bytes=N-`
-waits for:    the next request; a peer that takes nothing for `idle_s` is cut off
+waits for:    the head of a request for `idle_s` in all; a peer that takes nothing for as long is cut off
 unblocked by: requests, `close`
 """
 
@@ -116,7 +116,22 @@ class _Answers(BaseHTTPRequestHandler):
         super().setup()
         self.connection.settimeout(self.server.idle_s)
 
+    def handle_one_request(self) -> None:
+        """With a deadline for its whole head: one byte at a time would hold a place for as long as anybody likes."""
+        self._late = threading.Timer(self.server.idle_s, self._cut)
+        self._late.daemon = True
+        self._late.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._late.cancel()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
+        self._late.cancel()
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
         name = self.path.removeprefix("/")
         if not secrets.compare_digest(given, f"Bearer {self.server.token}".encode()):
