@@ -86,7 +86,7 @@ class AddressView:
         if self._live:
             self._live.stop()
         if self._view is not None:
-            self._console.print(one_line(self.line(self._view)))
+            self._console.print(one_line(self.line(self._view)), soft_wrap=True)
 
     def take(self, view: View | None) -> bool:
         """Show it; None: the server has not answered yet. False once the run is over."""
