@@ -68,6 +68,17 @@ def test_a_server_that_goes_on_where_the_clock_is_another_begins_a_new_pace() ->
     assert "10.0 s per step" in told.line(view(8))
 
 
+def test_a_server_that_was_killed_and_counts_tokens_anew_makes_the_pace_no_slower() -> None:
+    """It said 1 token/s where there were a thousand, and for a minute too few."""
+    told, _ = shown(Clock())
+    for step in range(1, 9):
+        counted = {"goodput/trained_tokens": 1000.0 * (step if step < 5 else step - 4)}
+        told.take(view(step, last=counted))
+    assert "10.0 s per step | tokens/s trained 100 " in told.line(view(8))
+    told.take(view(8, last={}))
+    assert "per step" not in told.line(view(8))
+
+
 def test_who_comes_goes_and_falls_silent_is_said_once() -> None:
     told, into = shown(Clock())
     silent = (peer("w1", silent_s=7.0), peer("rank 0", "learner"))
