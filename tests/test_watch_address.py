@@ -74,7 +74,7 @@ def test_a_server_that_was_killed_and_counts_tokens_anew_makes_the_pace_no_slowe
     for step in range(1, 9):
         counted = {"goodput/trained_tokens": 1000.0 * (step if step < 5 else step - 4)}
         told.take(view(step, last=counted))
-    assert "10.0 s per step | tokens/s trained 100 " in told.line(view(8))
+    assert "10.0 s per step | staleness 1.25 | tokens/s trained 100 " in told.line(view(8))
     told.take(view(8, last={}))
     assert "per step" not in told.line(view(8))
 

@@ -107,8 +107,9 @@ class AddressView:
 
     def _keep_pace(self, before: View, view: View) -> None:
         """Views are kept in which a step has just ended: what lies between others is no whole number of steps."""
-        if view.trained_steps < before.trained_steps or view.clock < before.clock:
-            self._past.clear()  # the learner went back to a checkpoint, or the server is on another machine
+        tokens_before, tokens = (each.last.get("goodput/trained_tokens", 0.0) for each in (before, view))
+        if view.trained_steps < before.trained_steps or view.clock < before.clock or tokens < tokens_before:
+            self._past.clear()  # the learner went back to a checkpoint, or the server began anew, its counts with it
         elif view.trained_steps > before.trained_steps:
             self._past.append(view)
             while len(self._past) > 2 and view.clock - self._past[0].clock > PACE_S:
