@@ -128,7 +128,8 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
 
 def run_of(folder: Path) -> RunMeasured:
     """Raises RunFolderError."""
-    config = load_config(with_files([str(folder / CONFIG_FILE)]))
+    # Without overwrite it would be said in which folder the run is repeated.
+    config = load_config(with_files([str(folder / CONFIG_FILE), "overwrite=true"]))
     rows = [dict(row) for row in read_metrics(folder)]
     return read_run(folder, *since_moved(setup_of(config), rows))
 

@@ -64,8 +64,8 @@ class WorkerReport:
         with self._lock:
             seconds = dict(self._seconds)
             seconds[self._working] += time.monotonic() - self._since
-        stats = {"busy_s": seconds[True], "waiting_s": seconds[False], **dict(self._counts)}
-        stats["progress"] = self.progress()
+        stats = {**dict(self._counts), "progress": self.progress()}
         for source in self._sources:
             stats.update(source())
-        return stats
+        # Last: engines have a `busy_s` too, that of their decoding, and it would take this one's place.
+        return stats | {"busy_s": seconds[True], "waiting_s": seconds[False]}

@@ -376,6 +376,8 @@ def test_all_time_since_the_clocks_were_started_is_either_waiting_or_busy(monkey
         report.working(working)
         assert report()["busy_s"] + report()["waiting_s"] == clock.ahead_s - 7.0
     assert (report()["waiting_s"], report()["busy_s"]) == (1 + 8, 2 + 4 + 16)
+    report.add(lambda: {"busy_s": 0.5, "waiting_s": 0.5})
+    assert (report()["waiting_s"], report()["busy_s"]) == (9, 22), "an engine's own took their place"
 
 
 def test_cancelling_the_worker_cancels_its_groups(rows):
