@@ -319,7 +319,8 @@ class WeightsConfig:
 class TelemetryConfig:
     samples_per_step: int = 4
     """Rows of `samples.jsonl` per step: prompt, completion, reward; and at most so many more of groups that were
-    dropped since the step before, with the reason. Their texts lose their middle beyond 2,048 characters."""
+    dropped since the step before, or of members that a group is trained without, with the reason. Their texts lose
+    their middle beyond 2,048 characters."""
     samples_per_evaluation: int = 8
     """Rows of `eval_samples.jsonl` per evaluation of a set, evenly over it: the first completion of each, and its
     reward. Texts beyond 8,192 characters lose their middle."""

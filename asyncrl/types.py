@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import AsyncRLError
+
 NO_VERSION = -1
 """`policy_version` of a token that no policy sampled (prompt, observation), and of an engine not yet loaded."""
 
@@ -204,6 +206,8 @@ class TrajectoryGroup:
     started_at: float = 0.0
     finished_at: float = 0.0
     """Seconds since the epoch on the worker's clock; for metrics only."""
+    lost: AsyncRLError | None = None
+    """Why members are missing: what the last one failed with. Known where the group is made, never sent with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.types import NO_VERSION, Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
 
 MOST_DROPPED = 16
+MEMBER = "member_"
+"""Before the reason of a member that its group was closed without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedSample:
-    """One member of a group that was never trained, to be read; its texts are cut."""
+    """One member of a group that was never trained, or one that a group was closed without; to be read, its texts are
+    cut."""
 
     group_id: int
     worker: str = ""
@@ -92,7 +95,7 @@ class DroppedSample:
     version_min: int = NO_VERSION
     version_max: int = NO_VERSION
     dropped: str = ""
-    """The `DropReason`."""
+    """The `DropReason`; after `MEMBER` where the group lives on without it."""
     detail: str = ""
     """What its maker said of it."""
 
@@ -163,8 +166,9 @@ class RolloutReplay(Protocol):
         """Up to `slots` new assignments; answers early when there is one, at the latest after `wait_s`."""
         ...
 
-    async def insert(self, group: TrajectoryGroup) -> InsertReply:
-        """Store a finished group. Idempotent; waits for byte credit; resent until acknowledged or fenced."""
+    async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
+        """Store a finished group. Idempotent; waits for byte credit; resent until acknowledged or fenced. `lost`: a
+        member that it lacks, for `samples.jsonl`."""
         ...
 
     async def survey(self, rows: Sequence[int]) -> None:

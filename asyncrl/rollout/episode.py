@@ -106,6 +106,7 @@ class EpisodeRunner:
             completion_texts=episodes.texts,
             started_at=started_at,
             finished_at=time.time(),
+            lost=next(iter(episodes.failures), None),
         )
 
     async def _run_greedy(self, prompt: Prompt, shape: GroupShape, name: str) -> Episodes | None:
@@ -130,7 +131,8 @@ class EpisodeRunner:
     async def _run_members(
         self, prompt: Prompt, shape: GroupShape, sampling: SamplingParams, *, name: str, seed: int
     ) -> Episodes:
-        """Those that fail are made again alone, once any sibling has come to its end."""
+        """Those that fail are made again alone, once any sibling has come to its end. Of `failures` the last one is
+        returned, where members are missing."""
         made = await self._run_watched(prompt, shape.size, sampling, name=name, seed=seed)
         failures: list[AsyncRLError] = list(made.failures)
         for again in range(1, shape.tries):
@@ -150,7 +152,7 @@ class EpisodeRunner:
                 f"{len(made.members)} of {shape.size} members after {shape.tries} tries, {shape.fewest} are "
                 f"needed; the last failure: {failures[-1]}"
             )
-        return made
+        return replace(made, failures=tuple(failures[-1:]) if len(made.members) < shape.size else ())
 
     async def run_evaluation(self, assignment: EvalAssignment, given: EvaluatedSet) -> EvalResult:
         """Score rows `[start, stop)` on whatever weights the engine has meanwhile.

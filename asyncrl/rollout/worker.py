@@ -33,7 +33,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
-from asyncrl.rollout.dropped import DroppedSamples
+from asyncrl.rollout.dropped import DroppedSamples, reason_of
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape, evaluation_name, order_name, traced
 from asyncrl.rollout.filters import Filters
 from asyncrl.rollout.report import WorkerReport
@@ -171,9 +171,7 @@ class RolloutWorker:
                 raise
             return
         except (RewardError, EpisodeError) as error:
-            reward = isinstance(error, RewardError)
-            why = DropReason.FAILED_REWARD if reward else DropReason.FAILED_ENVIRONMENT
-            await self._failed(assignment, why, error, prompt)
+            await self._failed(assignment, reason_of(error), error, prompt)
             return
         self._failures_in_row = 0
         if not self._proven():
@@ -182,8 +180,9 @@ class RolloutWorker:
         # Filters judge groups, and of one that a resume found half admitted no worker has all.
         if not assignment.single and not await self._passes(assignment, prompt, group):
             return
+        lost = self._dropped.of_member(assignment, prompt, group, shape.size)
         with span("insert", **order):
-            reply = await self._told(self._replay.insert(group))
+            reply = await self._told(self._replay.insert(group, lost))
         made.also(status=reply.status)
         self._report.count(f"groups_{reply.status}")
         accepted = reply.status == "accepted"

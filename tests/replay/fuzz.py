@@ -27,6 +27,7 @@ from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import columns_of, decode
+from asyncrl.replay.codec.dropped import decode_lost, encode_dropped
 from asyncrl.replay.codec.group import (
     EncodedGroup,
     check_stored,
@@ -38,7 +39,7 @@ from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
-from asyncrl.replay.protocol import Acquired
+from asyncrl.replay.protocol import Acquired, DroppedSample
 from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan
 from tests.replay.helpers import group, replay_config, running_server, settings
 
@@ -55,7 +56,8 @@ def envelope(body: object, verb: str = "insert", run: str = "run", request: int 
 
 
 def insert_body(encoded: EncodedGroup) -> list[object]:
-    return [headers.encode_group_header(encoded.header), None]
+    lost = DroppedSample(group_id=0, prompt="p", dropped="failed_reward", detail="one raised")
+    return [headers.encode_group_header(encoded.header), None, encode_dropped(lost)]
 
 
 class Corpus:
@@ -88,7 +90,8 @@ class Corpus:
 
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
         _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
-        row, _ = wire.sequence(body, "insert", 2)
+        row, _, lost = wire.sequence(body, "insert", 3)
+        decode_lost(lost)
         checked(headers.decode_group_header(row), frames)
 
 

@@ -114,7 +114,7 @@ class InProcessRollout:
 
         return self._replay.wait_for(ask, wait_s) or last
 
-    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+    async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
         header = group_header(replace(group, worker=self.worker))
         extras = sum(extra_size(extra) for facts in header.trajectories for extra in facts.extras)
         tokens = sum(facts.length for facts in header.trajectories)

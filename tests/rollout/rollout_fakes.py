@@ -95,8 +95,9 @@ class ScriptedReplay:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return Acquired(assignments=tuple(assignment(index) for index in range(first, first + count)))
 
-    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+    async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
         await asyncio.sleep(0)
+        self.samples += [] if lost is None else [lost]
         self.in_flight -= 1
         self.inserted.append(group)
         self.changed.set()

@@ -72,6 +72,7 @@ def test_only_the_members_that_failed_are_made_again(tmp_path) -> None:
     scorer = Scorer(lambda call, place: call == 0 and place in (1, 3))
     (group,) = make_one(tmp_path, scorer).inserted
     assert scorer.sizes == [4, 2]
+    assert group.lost is None, "it has all members"
     assert group.completion_texts == tuple(scorer.scored)
     assert [t.reward for t in group.trajectories] == [1.0, 2.0, 3.0, 4.0]
     assert len({t.token_ids.tobytes() for t in group.trajectories}) == SIZE, "a member was sampled as before"
@@ -85,6 +86,9 @@ def test_a_group_is_closed_with_enough_members_after_the_last_try_or_given_up(tm
     if trained:
         (group,) = replay.inserted
         assert len(group.trajectories) == len(group.completion_texts) == 2
+        (lost,) = replay.samples
+        assert (lost.group_id, lost.dropped, lost.prompt) == (group.group_id, "failed_reward", group.prompt_text)
+        assert lost.detail == "2 of 4 members are missing, the others are kept; the last failure: no score for any"
     else:
         ((_, reason, detail),) = replay.failed
         assert reason is DropReason.INCOMPLETE

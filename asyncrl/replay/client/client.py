@@ -20,7 +20,7 @@ from asyncrl.replay.client.requests import Response
 from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.dropped import shortened
+from asyncrl.replay.codec.dropped import encode_dropped
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import Unpacking
 from asyncrl.replay.config import ReplayConfig
@@ -88,10 +88,10 @@ class RolloutClient:
             for assignment in messages.decode_acquired(future.result().body).assignments:
                 self._fail(assignment, DropReason.SHUTDOWN, "acquire was cancelled")
 
-    async def insert(self, group: TrajectoryGroup) -> InsertReply:
+    async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
         encoded = encode_group(group)
         if self._shards is None:
-            response = await self._insert(encoded, None, encoded.frames)
+            response = await self._insert(encoded, None, encoded.frames, lost)
         else:
             link = await self._shards.link_for(encoded)
             try:
@@ -101,12 +101,14 @@ class RolloutClient:
                 with contextlib.suppress(WireError):
                     await self._insert(encoded, None, ())
                 raise
-            response = await self._insert(encoded, receipt, ())
+            response = await self._insert(encoded, receipt, (), lost)
         status, reason, _ = wire.sequence(response.body, "insert reply", 3)
         return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
 
-    async def _insert(self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame]) -> Response:
-        body = [headers.encode_group_header(encoded.header), receipt]
+    async def _insert(
+        self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame], lost: DroppedSample | None = None
+    ) -> Response:
+        body = [headers.encode_group_header(encoded.header), receipt, encode_dropped(lost)]
         request = self._connection.request("insert", body, frames, encoded.header.nbytes)
         return await self._futures.of(request)
 
@@ -131,7 +133,7 @@ class RolloutClient:
         rewards: Sequence[float] = (),
         sample: DroppedSample | None = None,
     ) -> Future[Response]:
-        kept = None if sample is None else messages.encode_record(shortened(sample))
+        kept = encode_dropped(sample)
         body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT], list(rewards), kept]
         return self._connection.request("fail", body)
 

@@ -1,12 +1,14 @@
-"""What the server keeps to be shown of groups that were dropped, until the next step is trained."""
+"""What the server keeps to be shown of dropped groups, and of members that groups lack, until the next step."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from asyncrl.replay.codec.dropped import shortened
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
 from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.protocol import MOST_DROPPED, DroppedSample
+from asyncrl.replay.protocol import MEMBER, MOST_DROPPED, DroppedSample
 from asyncrl.types import NO_VERSION, DropReason, GroupHeader
 
 
@@ -21,6 +23,12 @@ class Dropped:
         """By the worker that gave the group up."""
         if len(self._kept) < MOST_DROPPED:
             self._kept.append(shortened(sample))
+
+    def member(self, sample: DroppedSample | None, header: GroupHeader) -> None:
+        """That the group which was inserted lacks."""
+        if sample is not None:
+            known = replace(sample, group_id=header.group_id, worker=header.worker)
+            self.told(replace(known, dropped=MEMBER + sample.dropped))
 
     def stale(self, entry: Entry, reason: DropReason) -> None:
         """Before its payload is let go. What lies in a shard, or was given up for memory, is not asked for."""

@@ -16,11 +16,12 @@ from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.dropped import decode_dropped, decode_lost, decode_reason
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
 from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.protocol import Acquired, DroppedSample
+from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
@@ -145,9 +146,10 @@ class Handlers:
         return Answer()
 
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        row, receipt = wire.sequence(body, "insert", 2)
+        row, receipt, sample = wire.sequence(body, "insert", 3)
         header = headers.decode_group_header(row, session.name)
         try:
+            lost = decode_lost(sample)
             if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
                 require_reference(header)
             stored = self.payloads.take(header, receipt, frames, self.vocabulary())
@@ -157,20 +159,18 @@ class Handlers:
             raise
         reply = self.core.insert(session.name, session.incarnation, header, stored)
         moment("inserted", groups=[header.group_id], status=reply.status)
+        if reply.status == "accepted":
+            self.dropped.member(lost, header)
         return Answer([reply.status, reply.reason, self.window()])
 
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, reason, detail, rewards, sample = wire.sequence(body, "fail", 5)
         assignment = messages.decode_record(Assignment, row)
-        said, reason = wire.text(detail, "detail"), wire.text(reason, "reason")
-        try:
-            why = DropReason(reason)
-        except ValueError as error:
-            raise WireError(f"{wire.short(reason)} is no drop reason") from error
+        said, why = wire.text(detail, "detail"), decode_reason(reason)
         several = wire.sequence(rewards, "rewards", limit=wire.MAX_TRAJECTORIES)
         numbers = [wire.number(each, "reward") for each in several]
         whose = (session.name, session.incarnation, group := assignment.group_id, assignment.attempt)
-        told = None if sample is None else messages.decode_record(DroppedSample, sample)
+        told = decode_dropped(sample)
         held = group in (entries := self.core.state.ledger.entries)
         self.core.fail(*whose, why, said, numbers)
         if held and told is not None and group not in entries:  # else it is tried again

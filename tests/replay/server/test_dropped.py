@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
+from asyncrl.errors import GenerationError, RewardError, WireError
 from asyncrl.evaluation.samples import MOST_PARTS
-from asyncrl.replay.codec import messages, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.dropped import MOST_CHARACTERS, shortened
 from asyncrl.replay.codec.group import StoredGroup, encode_group, group_header, split_frames
 from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.protocol import MOST_DROPPED, DroppedSample
 from asyncrl.replay.server.dropped import Dropped
+from asyncrl.replay.server.sessions import Answer
 from asyncrl.rollout.dropped import EVERY_S, DroppedSamples
+from asyncrl.telemetry.metrics import fate_of
 from asyncrl.types import DropReason, Prompt
 from tests.replay.helpers import Clock, group
 from tests.replay.server.test_fuzz import Door
@@ -79,3 +84,49 @@ def test_a_group_that_is_tried_again_is_not_shown_as_dropped() -> None:
     (shown,) = door.desk.dropped.taken()
     assert (shown.prompt, shown.group_id, shown.worker) == ("p", door.order.group_id, "w")
     assert shown.dropped == "failed_reward", "as the server knows it, whatever the sample says"
+
+
+def test_a_member_that_a_group_was_closed_without_is_shown_once_with_its_reason() -> None:
+    door = Door()
+    encoded = encode_group(dataclasses.replace(group(door.order, [0, 0]), lost=RewardError("it raised")))
+    lost = DroppedSample(group_id=99, worker="another", dropped="failed_reward", prompt="p", detail="1 of 3: it raised")
+
+    def insert(dropped: str) -> Answer:
+        sample = messages.encode_record(dataclasses.replace(lost, dropped=dropped))
+        body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), None, sample]))
+        reply = door.desk.handle(door.worker, "insert", body, encoded.frames)
+        assert isinstance(reply, Answer)
+        return reply
+
+    assert [insert("failed_reward").body[0] for _ in range(2)] == ["accepted", "duplicate"]
+    (shown,) = door.desk.dropped.taken()
+    assert shown == dataclasses.replace(lost, group_id=door.order.group_id, worker="w", dropped="member_failed_reward")
+    assert fate_of(shown.line()) == "member_failed_reward: 1 of 3: it raised"
+
+
+def test_a_group_whose_lost_member_has_no_known_reason_is_refused_and_no_longer_under_way() -> None:
+    door = Door()
+    encoded = encode_group(group(door.order, [0, 0]))
+    sample = messages.encode_record(DroppedSample(group_id=0, dropped="whatever"))
+    body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), None, sample]))
+    with pytest.raises(WireError, match="no drop reason"):
+        door.desk.handle(door.worker, "insert", body, encoded.frames)
+    assert door.desk.dropped.taken() == ()
+    assert door.order.group_id not in door.core.state.held, "it would be under way for as long as its maker lives"
+
+
+def test_a_worker_shows_one_lost_member_a_second_of_each_reason_beside_groups_of_that_reason() -> None:
+    clock, door = Clock(), Door()
+    whole = group(door.order, [0, 0])
+    made = dataclasses.replace(whole, lost=GenerationError("out of memory"))
+    samples = DroppedSamples(clock)
+    prompt = Prompt(index=0, epoch=0, row=0, token_ids=made.trajectories[0].token_ids[:2], text="p")
+    size = len(made.trajectories) + 1
+    assert samples.of(door.order, prompt, "failed_generation", "all failed") is not None
+    shown = samples.of_member(door.order, prompt, made, size)
+    assert shown is not None and (shown.dropped, shown.prompt) == ("failed_generation", "p")
+    assert shown.detail == f"1 of {size} members are missing, the others are kept; the last failure: out of memory"
+    assert samples.of_member(door.order, prompt, made, size) is None
+    clock.now += EVERY_S
+    assert samples.of_member(door.order, prompt, whole, size - 1) is None, "it has all members"
+    assert samples.of_member(door.order, prompt, made, size) is not None
