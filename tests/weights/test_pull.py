@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import tempfile
@@ -222,6 +223,15 @@ def test_who_sends_one_byte_at_a_time_holds_no_place(tmp_path):
             slow.sendall(b"G")
             time.sleep(0.05)
     server.close()
+
+
+def test_workers_that_all_come_at_once_wait_for_no_second_try(tmp_path, monkeypatch):
+    monkeypatch.setattr(FilesServer, "serve_forever", lambda self: None)  # it is busy
+    server = FilesServer(tmp_path, "127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=60))
+    server.server_close()
 
 
 class Breaking:
