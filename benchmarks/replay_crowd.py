@@ -123,7 +123,7 @@ class Crowd:
         self.under_way[peer] = len(orders)
         for group_id, prompt_index, attempt, *_ in orders:
             header = replace(self.header, group_id=group_id, prompt_index=prompt_index, attempt=attempt)
-            self._send(peer, "insert", [headers.encode_group_header(header), None], list(self.frames))
+            self._send(peer, "insert", [headers.encode_group_header(header), None, None], list(self.frames))
         if not orders:
             self._send(peer, "acquire", [4, 5.0])
 

@@ -181,7 +181,7 @@ def hostile_frames(rng: random.Random):
         [wire.encode_envelope(Envelope(run="run", verb=verb, request=1, incarnation="evil", body=body)), b"x" * 40]
         for verb, body in (
             ("hello", ["worker", "evil", "d", -1, ""]),
-            ("insert", [0, [[0, 0, 0, "w", 80, [[5, 2, 0.0, [0, 3]]]], [[40, 0]]]]),
+            ("insert", [0, [[0, 0, 0, "w", 80, [[5, 2, 0.0, [0, 3]]]], [[40, 0]], None]]),
             ("acquire", [0, [1, 0.0]]),
             ("lease", [0, [0, 0, 1, 0.0, 0]]),
             ("heartbeat", [0, [{}, []]]),

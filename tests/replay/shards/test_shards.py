@@ -146,7 +146,7 @@ def test_a_header_without_its_shards_word_is_refused_and_the_order_given_to_othe
     changed = encode_group(group(order, [0] * 4))
     forged = [receipt[0], receipt[1], "0" * 32]
     for header, rest in ((encoded.header, None), (encoded.header, forged), (changed.header, receipt)):
-        body = [headers.encode_group_header(header), rest]
+        body = [headers.encode_group_header(header), rest, None]
         with pytest.raises(WireError, match="receipt"):
             worker._connection.request("insert", body).result(30)
     again = asyncio.run(worker.acquire(slots=8, wait_s=60)).assignments
