@@ -133,12 +133,13 @@ class DataConfig:
 class EngineConfig:
     name: str = "transformers"
     """`vllm` (CPU or GPU), `transformers` (any HF causal LM, CPU or GPU), `server` (vLLM servers that you started, see
-    docs/servers.md) or `fake` (deterministic, for tests)."""
+    docs/servers.md), `sglang` (SGLang servers that you started, never tried against a real one) or `fake`
+    (deterministic, for tests)."""
     urls: list[str] = field(default_factory=list)
-    """With `engine=server`: where they are, `engine.urls=[http://127.0.0.1:8000,http://10.0.0.7:8000]`. On this machine
-    or a private network alone: no key guards what loads their weights."""
+    """With `engine=server` or `sglang`: where they are, `engine.urls=[http://127.0.0.1:8000,http://10.0.0.7:8000]`. On
+    this machine or a private network alone: no key guards what loads weights into vLLM."""
     key_env: str = ""
-    """With `engine=server`: environment variable with the key that they were started with (`--api-key`)."""
+    """With `engine=server` or `sglang`: environment variable with the key that they were started with (`--api-key`)."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
     dtype: str = "auto"

@@ -42,7 +42,10 @@ REFUSED = [
         ["loss=grpo", "loss.kl_coef=0.1", "reference.path=rollout"],
         ["environment.name=single_turn attaches none", "file.py:Name", "./rollout"],
     ),
-    (["engine.name=transformer"], ["engine.name must be one of vllm, transformers, server, fake", "`transformers`?"]),
+    (
+        ["engine.name=transformer"],
+        ["engine.name must be one of vllm, transformers, server, sglang, fake", "`transformers`?"],
+    ),
     (["engine=server"], ["needs the addresses", "engine.urls=[http://127.0.0.1:8000]"]),
     (["engine.urls=[http://127.0.0.1:8000]"], ["engine.urls does nothing with engine=transformers", "engine=server"]),
     ([*SERVER, "engine.urls=[http://8.8.8.8:8000]"], ["http://8.8.8.8:8000 is neither", "no key guards", "127.0.0.1"]),
@@ -61,6 +64,13 @@ REFUSED = [
     ([*SERVER, "model=lora"], ["model.lora_rank=16 with engine=server", "engine=vllm"]),
     ([*SERVER, "engine.record_topk=4"], ["engine.record_topk needs engine=transformers or engine=vllm"]),
     ([*SERVER, "rollout.top_k=4"], ["a vLLM server does not say what a token was drawn from"]),
+    (["engine=sglang"], ["engine=sglang needs the addresses", "engine.urls=[http://127.0.0.1:8000]"]),
+    (
+        [*SERVER, "engine=sglang", "rollout.temperature=0.7"],
+        ["SGLANG_RETURN_ORIGINAL_LOGPROB", "rollout.temperature=1"],
+    ),
+    ([*SERVER, "engine=sglang", "model=lora"], ["model.lora_rank=16 with engine=sglang", "engine=vllm"]),
+    ([*SERVER, "engine=sglang", "rollout.top_k=4"], ["before anything was left out"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute", "engine=fake"], ["does nothing with engine=fake", "on_update=keep"]),
     (["engine.exact=true"], ["with weights.on_update=keep", "over keys of the old weights", "on_update=recompute"]),
@@ -481,6 +491,7 @@ def test_what_one_caller_sets_or_changes_no_other_gets() -> None:
 
 GOES_WITH = {
     "engine=server": ["engine.urls=[http://127.0.0.1:8000]", "rollout.workers=1"],
+    "engine=sglang": ["engine.urls=[http://127.0.0.1:8000]", "rollout.workers=1"],
     "loss=vtrace": ["advantage=vtrace"],
     "advantage=vtrace": ["loss=vtrace"],
     "loss=opo": ["advantage=opo"],

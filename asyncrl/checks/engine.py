@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.problem import Problems
-from asyncrl.checks.servers import refused
+from asyncrl.checks.servers import SERVERS, refused
 from asyncrl.schema import Config
 
 OF_VLLM = {"tensor_parallel": 1, "max_model_len": 0, "kv_cache_mb": 0, "vllm": {}}
@@ -31,7 +31,7 @@ def engine_has_the_setting(config: Config) -> Problems:
 
 def servers_can_be_used(config: Config) -> Problems:
     engine = config.engine
-    if engine.name != "server":
+    if engine.name not in SERVERS:
         for key, value in (("urls", engine.urls), ("key_env", engine.key_env)):
             if value:
                 yield f"engine.{key} does nothing with engine={engine.name}. Use engine=server, or remove it"
@@ -42,12 +42,20 @@ def servers_can_be_used(config: Config) -> Problems:
             f"rollout.workers={config.rollout.workers} with {len(engine.urls)} of engine.urls: each server belongs to "
             f"one worker. Set rollout.workers={len(engine.urls)}, or less: a worker feeds several"
         )
+    if config.model.lora_rank > 0:
+        yield f"model.lora_rank={config.model.lora_rank} with engine={engine.name}: not built. Use engine=vllm"
+    if engine.name == "sglang":
+        if config.rollout.temperature != 1.0:
+            yield (
+                f"rollout.temperature={config.rollout.temperature} with engine=sglang: whether its log-probs are those "
+                "that tokens are drawn by depends on SGLANG_RETURN_ORIGINAL_LOGPROB, of which it says nothing. Set "
+                "rollout.temperature=1"
+            )
+        return
     if config.weights.transport != "broadcast":
         yield f"weights.transport={config.weights.transport} with engine=server: not built. Use weights=broadcast"
     if config.weights.senders != "rank0":
         yield f"weights.senders={config.weights.senders} with engine=server: not tried. Set weights.senders=rank0"
-    if config.model.lora_rank > 0:
-        yield f"model.lora_rank={config.model.lora_rank} with engine=server: not built. Use engine=vllm"
 
 
 def wide_heads_have_a_use(config: Config) -> Problems:
@@ -66,13 +74,14 @@ def likeliest_tokens_are_recorded(config: Config) -> Problems:
             f"engine.record_topk above 0; got {config.engine.record_topk}. Set engine.record_topk=64 "
             "(a rerun: take a run that had it)"
         )
-    if config.engine.record_topk and config.engine.name in ("fake", "server"):
+    if config.engine.record_topk and config.engine.name in ("fake", *SERVERS):
         yield "engine.record_topk needs engine=transformers or engine=vllm. Set engine.record_topk=0"
 
 
 NO_SAME_BITS = {
     "vllm": "its batch-invariant kernels need a GPU and have not been tried here, and they are not the learner's",
     "server": "vLLM's kernels are not the learner's",
+    "sglang": "SGLang's kernels are not the learner's",
     "fake": "it has no model",
 }
 """Why an engine's log-probs cannot be the learner's to the bit."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from asyncrl.checks.servers import SERVERS
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, place
 from asyncrl.schema import Config
@@ -40,7 +41,7 @@ PLACED = ("auto", "cuda")
 
 def on_gpus(config: Config) -> bool:
     """Whether engines take the GPUs that they find. Those of servers are not ours to give."""
-    return config.engine.device in PLACED and config.engine.name not in ("fake", "server")
+    return config.engine.device in PLACED and config.engine.name not in ("fake", *SERVERS)
 
 
 def demand_of(config: Config) -> Demand:

@@ -12,6 +12,7 @@ NO_MASKS = {
     "vllm": "vLLM 0.32 returns what a token was drawn from only by its second model runner (a GPU, with Triton), which "
     "has not been tried here",
     "server": "a vLLM server does not say what a token was drawn from",
+    "sglang": "its log-probs are those before anything was left out",
     "fake": "it draws from no distribution",
 }
 """Why an engine cannot tell the learner what it drew from."""

@@ -1,4 +1,4 @@
-"""Servers that somebody else started (`engine=server`): which addresses may be used, and what must be said of them."""
+"""Servers that somebody else started (`engine=server`, `engine=sglang`): which addresses may be used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from urllib.parse import urlsplit
 from asyncrl.checks.addresses import is_private, resolved
 from asyncrl.schema import EngineConfig
 
+SERVERS = ("server", "sglang")
+"""Of `engine.name`."""
+
 
 def refused(engine: EngineConfig) -> Iterator[str]:
     """Why these `engine.urls` cannot be used."""
     if not engine.urls:
-        yield "engine=server needs the addresses of its servers. Set engine.urls=[http://127.0.0.1:8000]"
+        yield f"engine={engine.name} needs the addresses of its servers. Set engine.urls=[http://127.0.0.1:8000]"
     wrong = [why for url in engine.urls for why in _wrong(url)]
     yield from wrong
     if not wrong and len({urlsplit(connected_at(url)).netloc.lower() for url in engine.urls}) != len(engine.urls):

@@ -19,7 +19,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.renderer": (AUTO, *RENDERERS),
     "model.dtype": DTYPES,
     "data.overlong": ("drop", "truncate_left", "truncate_right", "error"),
-    "engine.name": ("vllm", "transformers", "server", "fake"),
+    "engine.name": ("vllm", "transformers", "server", "sglang", "fake"),
     "engine.dtype": DTYPES,
     "advantage.estimator": (
         *("group", "gdpo", "turns", "turns_by_number", "reinforce_pp"),

@@ -20,6 +20,7 @@ from asyncrl.checks.dtypes import AUTO, with_dtypes
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
+from asyncrl.checks.servers import SERVERS
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.preflight import look_ahead
 from asyncrl.cli.settings_file import with_files
@@ -116,7 +117,7 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     chosen = [] if _chooses(overrides) else ["run.name=eval"]
     given = with_files([*own, *overrides, *chosen, f"model.path={quoted(str(_model_of(run)))}"])
     config = load_config(given)
-    if config.engine.name == "server":
+    if config.engine.name in SERVERS:
         raise ConfigError(
             "an evaluation loads the weights of its folder, and servers have their own. Give engine=transformers or "
             "engine=vllm, and of a run with servers engine.urls=[] engine.key_env="

@@ -17,12 +17,13 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import RewardTerm, reward_terms
+from asyncrl.checks.servers import SERVERS
 from asyncrl.checks.sources import sources
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
 from asyncrl.data.survey import Survey
 from asyncrl.drawing.curriculum import too_many
-from asyncrl.engines.server.terms import look_at_servers
+from asyncrl.engines.server.look import look_at_servers
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
@@ -53,7 +54,7 @@ def look_ahead(config: Config) -> Preflight:
     Raises:
         ConfigError, DataError: the run could not work; the message names the row, or the server.
     """
-    if config.engine.name == "server":
+    if config.engine.name in SERVERS:
         look_at_servers(config)
     limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
     model = str(described or config.model.path)

@@ -8,11 +8,12 @@ import logging
 import torch
 
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.servers import SERVERS
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.engines.server.engine import make_server_engine
+from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -44,10 +45,12 @@ def make_engine(config: Config) -> Engine:
         # Imported now: vLLM is an optional package, and takes seconds to import.
         module = "asyncrl.engines.vllm.lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm.engine"
         return importlib.import_module(module).make_vllm_engine(config)
-    if engine.name == "server":
+    if engine.name in SERVERS:
         return make_server_engine(config)
     if engine.name != "transformers":
-        raise ConfigError(f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, server, fake")
+        raise ConfigError(
+            f"engine.name={engine.name!r} is unknown; it is one of vllm, transformers, server, sglang, fake"
+        )
     device = engine_device(engine.device)
     engine = with_dtypes(config, engine=device.type).engine
     if engine.dtype not in _DTYPES:

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.engines.server.link import ServerGoneError
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.types import NO_VERSION, Completion
 
 TOLD_EVERY = 64
 """Tokens between two chunks: each is progress that the worker sees."""
+
+
+class ServerGoneError(EngineDiedError):
+    """This server gives no answer, or not as the one that was given our weights; others may."""
 
 
 def generation_body(sibling: Sibling, name: str, salt: str) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def version_in(label: str, run: str) -> int | None:
 
 @dataclass(slots=True)
 class Answer:
-    """The chunks of one sequence so far."""
+    """The chunks of one sequence so far. Spans: `version` (a label), `start`, `end`, of tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

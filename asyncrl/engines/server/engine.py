@@ -1,8 +1,8 @@
-"""vLLM servers as one engine: requests are routed between them, and each is a part of the weight group.
+"""Servers as one engine: requests are routed between them, and each is given the weights for itself.
 
     generate   a group and an episode's turns to the server that holds their beginning (`router.py`)
-    load       staged on every server already -> each for itself: pause (keep) -> load -> label -> resume
-    lost       what it was making is made again by the others; when it is back it joins, is given the weights and proven
+    load       each for itself (`link.Dialect.load`)
+    lost       what it was making is made again by the others; when it is back it is given the weights first
 
 A token's version is what the server says, by labels that no other run has: tokens of any other weights are made again.
 """
@@ -14,7 +14,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,16 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.checks.dtypes import dtype_on
-from asyncrl.checks.servers import refused
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
-from asyncrl.engines.server.answers import Answer, foreign, generation_body, label_of, version_in
-from asyncrl.engines.server.link import START_IT, ServerGoneError, ServerLink
-from asyncrl.engines.server.receiver import ServersReceiver, StagedInServers
+from asyncrl.engines.server.answers import Answer, ServerGoneError, foreign, label_of, version_in
+from asyncrl.engines.server.link import Dialect, Load
 from asyncrl.engines.server.router import Router
 from asyncrl.engines.server.servers import Server
-from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, facts_of, links_to
+from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
 from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.names import shape_of
-from asyncrl.engines.vllm.receiver import SEAT, load_staged
+from asyncrl.engines.vllm.receiver import SEAT
 from asyncrl.engines.vllm.sibling import Sibling, check_request
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -52,19 +51,13 @@ PATIENCE_S = 240.0
 """Longest wait for any server, at the start and while none is left."""
 
 
-def make_server_engine(config: Config) -> ServerEngine:
-    """Raises ConfigError: an address that may not be used, or a server that cannot do what is asked."""
-    why = next(refused(config.engine), "")
-    if why:
-        raise ConfigError(why)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
-    return ServerEngine(config, links_to(config))
+class ServerEngine(ABC):
+    """Implements `engines.base.Engine` and `Several`, but for the way of the weights to the servers."""
 
+    start_it: str
+    """How a server of this kind is started."""
 
-class ServerEngine:
-    """Implements `engines.base.Engine`, `OwnProcesses` and `Several`."""
-
-    def __init__(self, config: Config, links: Sequence[ServerLink]) -> None:
+    def __init__(self, config: Config, links: Sequence[Dialect]) -> None:
         self._recompute = config.weights.on_update == "recompute"
         self._timeout_s = config.weights.timeout_s
         self._dtype = dtype_on(config.engine.dtype, "cuda" if torch.cuda.is_available() else "cpu")
@@ -96,23 +89,31 @@ class ServerEngine:
         """Tokens of prompt and completion together, on any of the servers: one that holds fewer does not come later."""
         return self._max_length
 
-    def receiver(self) -> ServersReceiver:
-        return ServersReceiver(self._there, self._call_workers, self._report_lost, self._report_broken_join)
-
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
         check_request(request, self._vocabulary, self.max_length)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
-    def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor] | StagedInServers) -> None:
-        if not isinstance(tensors, StagedInServers):
-            raise ConfigError("engine=server takes weights by weights.transport=broadcast alone. Set that")
+    @abstractmethod
+    def load_weights(self, policy_version: int, tensors: Any) -> None:
+        """See `Engine.load_weights`."""
+
+    def _load(self, policy_version: int, urls: Sequence[str], path: str = "") -> None:
+        """What lies in `path`, or is staged on these servers, is what they serve from now on.
+
+        Raises:
+            EngineDiedError: none of them does.
+        """
         started = time.monotonic()
-        self._parameters.check(tensors.shapes)
-        self._loop.call(self._commit(policy_version, tensors.urls), 5 * self._timeout_s)
+        self._loop.call(self._commit(policy_version, urls, path), 5 * self._timeout_s)
         self._counts["loads"] += 1
         self._seconds["load_s"] += time.monotonic() - started
+
+    async def _arrived(self, server: Server) -> None:
+        """It is there, and has weights of its own."""
+        async with self._changed:
+            self._changed.notify_all()
 
     def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Of one of the servers; see `Engine.score`."""
@@ -165,7 +166,7 @@ class ServerEngine:
             if time.monotonic() > deadline:
                 raise EngineDiedError(
                     f"no server of engine.urls answered for {PATIENCE_S:g} s: {said}. Is the address right, and the "
-                    f"server up? {START_IT}"
+                    f"server up? {self.start_it}"
                 )
             log.warning("no server of engine.urls answers yet: %s", said)
             await asyncio.sleep(LOOK_S)
@@ -203,19 +204,22 @@ class ServerEngine:
             if server.facts is None:
                 if time.monotonic() < server.not_before:
                     return
-                facts = await facts_of(server.link, self._dtype, self._shape)
+                facts = await server.link.facts(self._dtype, self._shape)
                 if facts.max_length < self._max_length:
                     raise ConfigError(
                         f"engine.urls: {server.url} cannot be used: it holds {facts.max_length} tokens, and requests "
-                        f"may have {self._max_length}. Start it with --max-model-len {self._max_length}"
+                        f"may have {self._max_length}. Start it with --max-model-len {self._max_length} "
+                        "(SGLang: --context-length)"
                     )
                 server.arrive(facts)
                 log.info("%s is there", server.url)
+                await self._arrived(server)
                 return
-            loading = self._loading
-            label = str(await server.link.get("/weight_info", "weight_version", LOOK_TIMEOUT_S))
+            loading, version = self._loading, server.version
+            label = await server.link.label(LOOK_TIMEOUT_S)
             server.silent_since = None
-            if server.serves and not loading and not self._loading and version_in(label, self._run) is None:
+            idle = server.serves and not loading and not self._loading and server.version == version
+            if idle and version_in(label, self._run) != version:
                 await self._lose(server, foreign(server.url, label))
         except ConfigError as error:
             await self._lose(server, str(error))
@@ -236,28 +240,6 @@ class ServerEngine:
         self._router.forget(server.url)
         async with self._changed:
             self._changed.notify_all()
-
-    def _report_lost(self, url: str, why: str) -> None:
-        """From another thread."""
-        self._loop.call(self._lose(self._servers[url], why), self._timeout_s)
-
-    def _report_broken_join(self, urls: Sequence[str], why: str) -> None:
-        """The group did not form. Beside servers that served before, those that are new are taken for the reason, and
-        left alone for a while: with them there would be no update any more."""
-        servers = [self._servers[url] for url in urls]
-        if any(server.serves for server in servers):
-            for server in servers:
-                if not server.serves:
-                    server.not_before = time.monotonic() + REJECTED_S
-                    self._report_lost(server.url, f"{server.url} did not join the weight group: {why}")
-
-    def _there(self) -> dict[str, tuple[int, int]]:
-        servers = self._servers.items()
-        return {url: (server.facts.width, server.arrivals) for url, server in servers if server.facts is not None}
-
-    def _call_workers(self, url: str, method: str, *arguments: Any) -> list[Any]:
-        link = self._servers[url].link
-        return self._loop.call(link.call_workers(method, arguments), 2 * self._timeout_s)
 
     def _usable(self) -> list[Server]:
         """Before the first load all that are there, with the weights that they have."""
@@ -319,19 +301,18 @@ class ServerEngine:
         name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}.{self._run}"
         answer = Answer()
         async with server.working(sibling):
-            run = self._run if server.version != NO_VERSION else None
-            salt = label_of(self._run, server.version)
-            async for chunk in server.link.stream(generation_body(sibling, name, salt)):
-                try:
-                    self._counts["generated_tokens"] += answer.add(chunk)
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise ServerGoneError(
-                        f"{server.url} sent no chunk of vLLM's ({error!r}): {chunk!s:.200}"
-                    ) from error
-                server.has_tokens(sibling)
+            version = server.version
+            run = self._run if version != NO_VERSION else None
+            async for chunk in server.link.stream(sibling, name, label_of(self._run, version)):
+                self._counts["generated_tokens"] += server.link.read(chunk, answer)
+                if server.link.tells_spans:
+                    server.has_tokens(sibling)
                 if sibling.ends_now(answer.token_ids) and not answer.finish_reason:
                     await server.link.abort(name)
-        return answer.completion(sibling, server.url, run)
+        completion = answer.completion(sibling, server.url, run)
+        if not server.link.tells_spans and (completion.policy_versions != version).any():
+            raise ServerGoneError(f"{server.url} changed its weights while it made {name!r}")
+        return completion
 
     async def _on_all(self, servers: Sequence[Server], work: Callable[[Server], Awaitable[Any]]) -> list[Any]:
         """Of those that come through it, side by side; the others are lost. Raises EngineDiedError: none did."""
@@ -348,13 +329,13 @@ class ServerEngine:
             raise EngineDiedError(f"no server of engine.urls is left: {'; '.join(each.why for each in servers)}")
         return done
 
-    async def _commit(self, policy_version: int, urls: Sequence[str]) -> None:
-        """On each server one pause in which the staged weights become this version. A server that fails is lost, and
+    async def _commit(self, policy_version: int, urls: Sequence[str], path: str) -> None:
+        """On each server one pause in which those weights become this version. A server that fails is lost, and
         is given whole weights when it is back."""
         servers = [server for url in urls if (server := self._servers[url]).facts is not None]
         started, self._loading = time.monotonic(), True
         try:
-            await self._on_all(servers, lambda server: self._commit_on(server, policy_version))
+            await self._on_all(servers, lambda server: self._commit_on(server, policy_version, path))
             self._policy_version = policy_version
         finally:
             self._loading = False
@@ -364,20 +345,17 @@ class ServerEngine:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _commit_on(self, server: Server, policy_version: int) -> None:
-        link = server.link
+    async def _commit_on(self, server: Server, policy_version: int, path: str) -> None:
+        load = Load(
+            label=label_of(self._run, policy_version),
+            path=path,
+            recompute=self._recompute,
+            overtake=server.overtake,
+        )
         server.queue.close()
         try:
             async with asyncio.timeout(4 * self._timeout_s):
-                await link.post("/pause", mode="keep", clear_cache=str(self._recompute).lower())
-                server.overtake()
-                why = await load_staged(link.call_workers)
-                if why:
-                    raise ServerGoneError(
-                        f"{server.url} could not load version {policy_version}, it stays paused: {why}"
-                    )
-                await link.post("/update_weight_version", {"new_version": label_of(self._run, policy_version)})
-                await link.post("/resume")
+                await server.link.load(load)
                 server.serves, server.version = True, policy_version
         finally:
             server.queue.open()

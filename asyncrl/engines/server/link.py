@@ -1,36 +1,97 @@
-"""One `vllm serve` over HTTP, with our errors. Everything here runs on the engine's own loop.
-
-    /inference/v1/generate           tokens in, tokens out (needs --enable-scale-out; guarded by the server's key)
-    /inference/v1/abort_requests     likewise
-    /pause /resume /update_weight_version /weight_info /server_info /collective_rpc
-                                     developer mode (VLLM_SERVER_DEV_MODE=1), which no key guards
-
-As in vLLM 0.32.
-"""
+"""One server over HTTP, with our errors, and what its kind makes of our questions. All on the engine's own loop."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+from asyncrl.engines.server.answers import Answer, ServerGoneError
+from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
 
 CONNECT_S = 10.0
 BROKEN = 500
-"""Statuses from here on: vLLM answers so when its engine process is gone."""
+"""Statuses from here on: servers answer so when their engine process is gone."""
 
 
-class ServerGoneError(EngineDiedError):
-    """This server gives no answer, or not as the one that was given our weights; others may."""
+class Facts(Protocol):
+    """Of one server."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """Processes that hold the model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Weights that a server is to serve from now on."""
+
+    label: str
+    path: str
+    """Of a folder with them; empty where the server has them in staging."""
+    recompute: bool
+    """Keys of running sequences go as well."""
+    overtake: Callable[[], None]
+    """Takes back what has no tokens of which the server could say the version."""
+
+
+class Dialect(Protocol):
+    """What a kind of server is asked, and how its answers are read."""
+
+    url: str
+    tells_spans: bool
+    """It says of each token of which weights it is: sequences go on over an update. If not, they begin again."""
+
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
+        """Args as `terms.facts_of`. Raises ServerGoneError: no answer. ConfigError: it cannot be used."""
+        ...
+
+    async def label(self, timeout_s: float) -> str:
+        """Of the weights that it serves. Raises as `ServerLink.get`."""
+        ...
+
+    def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
+        """Chunks of a sequence, until its end. `label`: of the weights that it should be of.
+
+        Raises:
+            ServerGoneError: it broke off. GenerationError: the server refuses the request.
+        """
+        ...
+
+    def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
+        """Puts a chunk to what came before; tokens that are new. Raises ServerGoneError: it is none that fits."""
+        ...
+
+    async def abort(self, name: str) -> None: ...
+
+    async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
+        """[T] -> [T - 1]; see `Engine.score`."""
+        ...
+
+    async def load(self, load: Load) -> None:
+        """Returns when it serves them and goes on. Raises ServerGoneError: it does not, whatever it serves."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class ServerLink:
     """Args: key: sent as a bearer; empty is none. timeout_s: longest wait for any answer but tokens."""
+
+    kind = ""
+    start_it = ""
+    broken_off: type[AsyncRLError] = ServerGoneError
+    """What an error in place of a chunk means."""
 
     def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
         self.url = url
@@ -50,29 +111,22 @@ class ServerLink:
             ConfigError: there is no such endpoint, it is elsewhere, or the key is wrong.
             GenerationError: it refuses.
         """
-        return self._part(await self._ask("GET", path, timeout_s=timeout_s), part)
+        return self.part(await self.ask("GET", path, timeout_s=timeout_s), part)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **parameters: str) -> Any:
         """Raises as `get`."""
-        return await self._ask("POST", path, body, parameters)
+        return await self.ask("POST", path, body, parameters)
 
-    async def call_workers(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """One of `vllm.plugin.WorkerExtension` in every worker process of the server."""
-        answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
-        return self._part(answer, "results")
-
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Chunks of a generation, each with the tokens that are new; ended by the last, never by a broken line.
+    async def chunks(self, path: str, body: dict[str, Any], name: str) -> AsyncIterator[dict[str, Any]]:
+        """Of a generation; ended by the last, never by a broken line.
 
         Raises:
             ServerGoneError: it broke off.
             GenerationError: the server refuses the request.
         """
-        name = body["request_id"]
         try:
-            async with self._client.stream(
-                "POST", "/inference/v1/generate", json=body, timeout=httpx.Timeout(None, connect=CONNECT_S)
-            ) as answer:
+            timeout = httpx.Timeout(None, connect=CONNECT_S)
+            async with self._client.stream("POST", path, json=body, timeout=timeout) as answer:
                 if answer.status_code != httpx.codes.OK:
                     await answer.aread()
                     self._refuse(answer, f"request {name!r}")
@@ -84,29 +138,14 @@ class ServerLink:
                         return
                     chunk = json.loads(text)
                     if not isinstance(chunk, dict) or "error" in chunk:
-                        raise ServerGoneError(f"{self.url} broke off {name!r}: {text:.300}")
+                        raise self.broken_off(f"{self.url} broke off {name!r}: {text:.300}")
                     yield chunk
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise self._gone(error) from error
         raise ServerGoneError(f"{self.url} broke off {name!r}")
 
-    async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
-        """[T] -> [T - 1]; see `Engine.score`. The prefix cache is not read: it has keys, but no log-probs."""
-        if len(ids) < 2:
-            return np.zeros(0, np.float32)
-        sampling = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0}
-        sampling |= {"detokenize": False, "skip_reading_prefix_cache": True}
-        body = {"request_id": name, "token_ids": ids.tolist(), "sampling_params": sampling}
-        answer = await self.post("/inference/v1/generate", body)
-        found = self._part(answer, "prompt_logprobs") or []
-        if len(found) != len(ids):
-            raise GenerationError(f"{self.url} scored {len(found) - 1} of {len(ids) - 1} tokens")
-        chosen = [by_token[str(token)]["logprob"] for token, by_token in zip(ids[1:], found[1:], strict=True)]
-        return np.array(chosen, np.float32)
-
-    async def check_generation(self) -> None:
+    async def check_generation(self, path: str) -> None:
         """Raises ConfigError: it does not generate from tokens, or not with our key."""
-        path = "/inference/v1/generate"
         try:
             answer = await self._client.post(path, json={})
         except httpx.HTTPError as error:
@@ -114,35 +153,33 @@ class ServerLink:
         if answer.status_code not in (400, 422):  # an empty request is refused for what it is
             self._refuse(answer, path)
 
-    async def abort(self, name: str) -> None:
-        """Whoever streams it gets a last chunk, with the finish reason `abort`."""
-        await self.post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
-
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _ask(
+    async def ask(
         self,
         kind: str,
         path: str,
         body: dict[str, Any] | None = None,
         parameters: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        text: bool = False,
     ) -> Any:
+        """The answer, of which nothing is read where it is `text`."""
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         try:
             answer = await self._client.request(kind, path, json=body, params=parameters, timeout=timeout)
             if answer.status_code != httpx.codes.OK:
                 self._refuse(answer, path)
-            return answer.json() if answer.content else None
+            return answer.json() if answer.content and not text else None
         except (httpx.HTTPError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise self._gone(error) from error
 
-    def _part(self, answer: Any, name: str) -> Any:
+    def part(self, answer: Any, name: str) -> Any:
         if not isinstance(answer, dict) or name not in answer:
-            raise ServerGoneError(f"{self.url} gave no answer of vLLM, one without {name!r}: {answer!s:.200}")
+            raise ServerGoneError(f"{self.url} gave no answer of {self.kind}, one without {name!r}: {answer!s:.200}")
         return answer[name]
 
     def _refuse(self, answer: httpx.Response, what: str) -> None:
@@ -154,17 +191,10 @@ class ServerLink:
         if answer.is_redirect:
             raise ConfigError(f"{said}. It sends elsewhere, where nothing was judged: give that address in engine.urls")
         if answer.status_code == 404:
-            raise ConfigError(f"{said}. {START_IT}")
+            raise ConfigError(f"{said}. {self.start_it}")
         if answer.status_code >= BROKEN:
             raise ServerGoneError(said)
         raise GenerationError(said)
 
     def _gone(self, error: Exception) -> ServerGoneError:
         return ServerGoneError(f"{self.url} gave no answer ({type(error).__name__}: {error})")
-
-
-START_IT = (
-    "Start it as docs/servers.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out "
-    '--logprobs-mode processed_logprobs --weight-transfer-config \'{"backend": "asyncrl"}\' '
-    "--worker-extension-cls asyncrl.engines.vllm.plugin.WorkerExtension"
-)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from asyncrl.engines.server.link import ServerGoneError, ServerLink
-from asyncrl.engines.server.terms import Facts
+from asyncrl.engines.server.answers import ServerGoneError
+from asyncrl.engines.server.link import Dialect, Facts
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.types import NO_VERSION
@@ -16,7 +16,7 @@ from asyncrl.types import NO_VERSION
 class Server:
     """`facts` is None while it is away. It is there once it answers, and serves once it was given our weights."""
 
-    def __init__(self, link: ServerLink, sequences: int) -> None:
+    def __init__(self, link: Dialect, sequences: int) -> None:
         self.link = link
         self.facts: Facts | None = None
         self.serves = False

@@ -1,25 +1,28 @@
-"""What a server must be like to make rollouts, judged by what it says of itself."""
+"""What a vLLM server must be like to make rollouts, judged by what it says of itself."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.checks.servers import connected_at
-from asyncrl.engines.server.link import START_IT, ServerGoneError, ServerLink
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, SHAPE_KEYS
 from asyncrl.errors import ConfigError
-from asyncrl.schema import Config
+
+if TYPE_CHECKING:
+    from asyncrl.engines.server.vllm_link import VllmLink
 
 LOOK_TIMEOUT_S = 10.0
+START_IT = (
+    "Start it as docs/servers.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out "
+    '--logprobs-mode processed_logprobs --weight-transfer-config \'{"backend": "asyncrl"}\' '
+    "--worker-extension-cls asyncrl.engines.vllm.plugin.WorkerExtension"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Of one server."""
+class VllmFacts:
+    """Of one server. Implements `link.Facts`."""
 
     version: str
     """Of vLLM."""
@@ -49,7 +52,7 @@ NONE_OF = {
 them others than those recorded (`checks.engine` says it of each for engine=vllm), or was never tried."""
 
 
-def problems(facts: Facts, dtype: str) -> Iterator[str]:
+def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
     """Why this server cannot be used; `dtype` is what the run takes engines to compute in, empty where that is open."""
     settings, model = facts.settings, facts.settings["model_config"]
     if tuple(facts.version.split(".")[:2]) != ("0", "32"):
@@ -92,55 +95,22 @@ def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
                 return
 
 
-async def facts_of(link: ServerLink, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
+async def facts_of(link: VllmLink, dtype: str, shape: Mapping[str, Any] | None) -> VllmFacts:
     """Args: shape: of our model, as from `names.shape_of`; None leaves that open.
 
     Raises:
         ServerGoneError: no answer. ConfigError: it is not as it has to be.
     """
     said = await link.get("/server_info?config_format=json", "vllm_config")  # at first it looks around for seconds
-    facts = Facts(version=await link.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
+    facts = VllmFacts(version=await link.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
     try:
         why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that one"
     if not why:
-        await link.check_generation()
+        await link.check_generation("/inference/v1/generate")
     if not why and shape is not None:
         why = next(differences(shape, await link.call_workers("asyncrl_model", ())), "")
     if why:
         raise ConfigError(f"engine.urls: {link.url} cannot be used: {why}")
     return facts
-
-
-def links_to(config: Config) -> list[ServerLink]:
-    """One for each of `engine.urls`, with the run's key."""
-    engine = config.engine
-    key = os.environ.get(engine.key_env, "") if engine.key_env else ""
-    return [
-        ServerLink(url, base_url=connected_at(url), key=key, timeout_s=config.weights.timeout_s) for url in engine.urls
-    ]
-
-
-def look_at_servers(config: Config) -> None:
-    """Before a run is started. Raises ConfigError: one cannot be used, or none answers."""
-
-    async def look(link: ServerLink) -> str:
-        dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
-        try:
-            await facts_of(link, dtype, None)
-        except ServerGoneError as error:
-            return str(error)
-        finally:
-            await link.close()
-        return ""
-
-    async def look_at_all() -> list[str]:
-        return list(await asyncio.gather(*map(look, links_to(config))))
-
-    silent = asyncio.run(look_at_all())
-    if silent and all(silent):
-        raise ConfigError(
-            f"no server of engine.urls answers: {'; '.join(silent)}. Is the address right, and the server up? "
-            f"{START_IT}"
-        )

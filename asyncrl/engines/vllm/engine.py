@@ -30,7 +30,8 @@ from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
 from asyncrl.engines.vllm.client import VllmClient
 from asyncrl.engines.vllm.loop import LoopThread
-from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver, load_staged
+from asyncrl.engines.vllm.names import load_staged
+from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 BACKEND = "asyncrl"
@@ -17,3 +18,14 @@ SHAPE_KEYS = (
 def shape_of(config: Any) -> dict[str, Any]:
     """Of a Hugging Face config, what tells models apart. Plain values."""
     return {key: getattr(config, key, None) for key in SHAPE_KEYS}
+
+
+async def load_staged(call: Callable[[str, tuple[()]], Awaitable[list[Any]]]) -> str:
+    """Why a worker could not load what it has staged; empty where all did. Twice at most: after a failed load the model
+    is mixed, and only a whole one mends it."""
+    errors: list[str] = []
+    for _ in range(2):
+        errors = [error for error in await call("asyncrl_load", ()) if error]
+        if not errors:
+            return ""
+    return errors[0]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,3 @@ class VllmReceiver:
         if errors:
             raise RuntimeError(f"vLLM's workers did not {what}: {errors[0]}")
         return [prints for _, prints, _ in answers]
-
-
-async def load_staged(call: Callable[[str, tuple[()]], Awaitable[list[Any]]]) -> str:
-    """Why a worker could not load what it has staged; empty where all did. Twice at most: after a failed load the model
-    is mixed, and only a whole one mends it."""
-    errors: list[str] = []
-    for _ in range(2):
-        errors = [error for error in await call("asyncrl_load", ()) if error]
-        if not errors:
-            return ""
-    return errors[0]

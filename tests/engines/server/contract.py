@@ -41,11 +41,14 @@ class ContractServer:
         self.begun: list[dict[str, Any]] = []
         self.ended: list[dict[str, Any]] = []
         self.connections: set[socket.socket] = set()
-        handler = type("Handler", (_Handler,), {"contract": self})
+        handler = type("Handler", (self.handler(),), {"contract": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self._http.daemon_threads, self._http.block_on_close = True, False
         self.gone = False
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def handler(self) -> type[Handler]:
+        return Handler
 
     def stop(self) -> None:
         """As a kill: connections break."""
@@ -57,7 +60,7 @@ class ContractServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     contract: ContractServer
     protocol_version = "HTTP/1.1"
 
@@ -78,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/weight_info": {"weight_version": contract.label},
             **contract.instead,
         }
-        self._say(answers[self.path.partition("?")[0]])
+        self.say(answers[self.path.partition("?")[0]])
 
     def _hang(self) -> None:
         while self.path.partition("?")[0] == self.contract.hangs and not self.contract.gone:
@@ -90,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/inference/v1/generate":
             if contract.refuses or not body:
-                return self._say({"error": "no"}, 401 if contract.refuses else 422)
+                return self.say({"error": "no"}, 401 if contract.refuses else 422)
             return self._generate(body)
         if path in ("/pause", "/resume"):
             contract.paused = path == "/pause"
@@ -99,8 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         answers = {"asyncrl_model": contract.shape | {"protocol": PROTOCOL, "seat": SEAT}, "asyncrl_load": ""}
         if path == "/collective_rpc":
             contract.loads += body["method"] == "asyncrl_load"
-            return self._say({"results": [answers[body["method"]]]})
-        return self._say({})
+            return self.say({"results": [answers[body["method"]]]})
+        return self.say({})
 
     def _generate(self, body: dict[str, Any]) -> None:
         contract = self.contract
@@ -119,18 +122,18 @@ class _Handler(BaseHTTPRequestHandler):
             spans = [{"version": label, "start": 0, "end": 1}, {"version": contract.label, "start": 1, "end": 3}]
             self._chunk(_tokens(8, 9, reason="length", spans=spans))
             contract.ended.append(body)  # before the client can know
-            self._line("[DONE]")
+            self.line("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
 
     def _chunk(self, chunk: dict[str, Any]) -> None:
-        self._line(json.dumps(chunk))
+        self.line(json.dumps(chunk))
 
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
         data = f"data: {text}\n\n".encode()
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
 
-    def _say(self, answer: dict[str, Any], status: int = 200) -> None:
+    def say(self, answer: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.engines.server.answers import Answer, generation_body, label_of, version_in
-from asyncrl.engines.server.link import ServerGoneError
+from asyncrl.engines.server.answers import Answer, ServerGoneError, generation_body, label_of, version_in
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import GenerationError
 from asyncrl.types import NO_VERSION

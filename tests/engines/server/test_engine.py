@@ -13,8 +13,9 @@ import pytest
 from transformers import AutoConfig, Qwen3Config
 
 from asyncrl.engines.server import engine as server_engine
-from asyncrl.engines.server.engine import ServerEngine, make_server_engine
+from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.receiver import StagedInServers
+from asyncrl.engines.server.vllm_servers import VllmServers
 from asyncrl.engines.vllm.names import shape_of
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -49,14 +50,16 @@ def pair(folder: Path) -> Iterator[tuple[ContractServer, ContractServer]]:
             server.stop()
 
 
-def made(folder: Path, *servers: ContractServer) -> ServerEngine:
+def made(folder: Path, *servers: ContractServer) -> VllmServers:
     config = Config()
     config.model.path, config.engine.name, config.engine.dtype = str(folder), "server", "float32"
     config.engine.urls = [server.url for server in servers]
-    return make_server_engine(config)
+    engine = make_server_engine(config)
+    assert isinstance(engine, VllmServers)
+    return engine
 
 
-def load(engine: ServerEngine, version: int) -> None:
+def load(engine: VllmServers, version: int) -> None:
     """As after a `receive` on all servers that are there."""
     receiver = engine.receiver()
     assert receiver.width

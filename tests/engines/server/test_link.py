@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from asyncrl.engines.server.link import ServerGoneError, ServerLink
+from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.terms import facts_of
+from asyncrl.engines.server.vllm_link import GENERATE, VllmLink
 from asyncrl.errors import ConfigError, GenerationError
 
 
@@ -41,13 +42,13 @@ def answering(status: int, body: bytes = b"{}") -> Iterator[str]:
         server.server_close()
 
 
-def link(url: str) -> ServerLink:
-    return ServerLink(url, base_url=url, key="k", timeout_s=60.0)
+def link(url: str) -> VllmLink:
+    return VllmLink(url, base_url=url, key="k", timeout_s=60.0)
 
 
 def streamed(url: str) -> list[object]:
     async def work() -> list[object]:
-        return [chunk async for chunk in link(url).stream({"request_id": "a"})]
+        return [chunk async for chunk in link(url).chunks(GENERATE, {}, "a")]
 
     return asyncio.run(work())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.checks.servers import connected_at
-from asyncrl.engines.server.terms import Facts, differences, problems
+from asyncrl.engines.server.terms import VllmFacts, differences, problems
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, shape_of
 
 SETTINGS: dict[str, Any] = {
@@ -27,17 +27,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def changed(*path: str, to: Any) -> Facts:
+def changed(*path: str, to: Any) -> VllmFacts:
     settings = copy.deepcopy(SETTINGS)
     inner = settings
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = to
-    return Facts(version="0.32.0", settings=settings)
+    return VllmFacts(version="0.32.0", settings=settings)
 
 
 def test_a_server_as_the_page_says_is_taken():
-    facts = Facts(version="0.32.1", settings=SETTINGS)
+    facts = VllmFacts(version="0.32.1", settings=SETTINGS)
     assert list(problems(facts, "float32")) == [] and list(problems(facts, "")) == []
     assert (facts.width, facts.max_length) == (2, 64)
 
@@ -45,7 +45,7 @@ def test_a_server_as_the_page_says_is_taken():
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (Facts(version="0.33.0", settings=SETTINGS), "runs vLLM 0.33.0, and only 0.32"),
+        (VllmFacts(version="0.33.0", settings=SETTINGS), "runs vLLM 0.33.0, and only 0.32"),
         (changed("weight_transfer_config", to=None), "cannot take weights from asyncrl (backend None"),
         (changed("parallel_config", "worker_extension_cls", to=""), "--worker-extension-cls"),
         (changed("model_config", "logprobs_mode", to="raw_logprobs"), "--logprobs-mode processed_logprobs"),

@@ -1,0 +1,50 @@
+"""Servers as a run has them, in the dialect of `engine.name`, and a look at them before it starts. Without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TypeVar
+
+from asyncrl.checks.servers import connected_at
+from asyncrl.engines.server.answers import ServerGoneError
+from asyncrl.engines.server.link import Dialect
+from asyncrl.engines.server.sglang_link import SglangLink
+from asyncrl.engines.server.vllm_link import VllmLink
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Config
+
+Link = TypeVar("Link", VllmLink, SglangLink)
+
+
+def links_to(config: Config, kind: type[Link]) -> list[Link]:
+    """One for each of `engine.urls`, with the run's key."""
+    engine = config.engine
+    key = os.environ.get(engine.key_env, "") if engine.key_env else ""
+    return [kind(url, base_url=connected_at(url), key=key, timeout_s=config.weights.timeout_s) for url in engine.urls]
+
+
+def look_at_servers(config: Config) -> None:
+    """Before a run is started. Raises ConfigError: one cannot be used, or none answers."""
+    sglang = config.engine.name == "sglang"
+    links = links_to(config, SglangLink) if sglang else links_to(config, VllmLink)
+
+    async def look(link: Dialect) -> str:
+        dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
+        try:
+            await link.facts(dtype, None)
+        except ServerGoneError as error:
+            return str(error)
+        finally:
+            await link.close()
+        return ""
+
+    async def look_at_all() -> list[str]:
+        return list(await asyncio.gather(*map(look, links)))
+
+    silent = asyncio.run(look_at_all())
+    if silent and all(silent):
+        raise ConfigError(
+            f"no server of engine.urls answers: {'; '.join(silent)}. Is the address right, and the server up? "
+            f"{links[0].start_it}"
+        )

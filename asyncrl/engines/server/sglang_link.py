@@ -1,0 +1,193 @@
+"""SGLang's server, by what its sources say (`http_server.py`, `io_struct.py`); never tried against a real one.
+
+    /generate                        tokens in, tokens out
+    /pause_generation mode=abort     sequences that run are ended, new ones wait
+    /update_weights_from_disk        a folder that the server reads, and the label of what is in it
+    /flush_cache                     keys of the weights before
+    /continue_generation /abort_request /server_info /model_info /health
+
+Only newer ones tell tokens of several weights apart (`weight_versions`); so no sequence goes on over an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.server.answers import TOLD_EVERY, Answer, ServerGoneError
+from asyncrl.engines.server.link import Load, ServerLink
+from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
+from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.errors import ConfigError, GenerationError
+
+START_IT = "Start it as docs/servers.md says: python -m sglang.launch_server --model-path MODEL"
+ALONE = ("dp_size", "pp_size", "tokenizer_worker_num")
+"""Of several of these each would have weights, or a label of them, of its own."""
+NONE_OF = ("quantization", "speculative_algorithm", "enable_lora", "preferred_sampling_params")
+"""Change log-probs, or what tokens are drawn from."""
+DTYPES = {"float": "float32", "half": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangFacts:
+    """Of one server. Implements `link.Facts`."""
+
+    settings: Mapping[str, Any]
+    """/server_info: the arguments it was started with, and what its scheduler says."""
+
+    @property
+    def max_length(self) -> int:
+        return int(self.settings["max_req_input_len"])
+
+    @property
+    def width(self) -> int:
+        return int(self.settings["tp_size"])
+
+
+def problems(
+    facts: SglangFacts, model: Mapping[str, Any], dtype: str, shape: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Why this server cannot be used. Args: model: /model_info. dtype, shape: as `Dialect.facts`."""
+    settings = facts.settings
+    if "weight_version" not in model:
+        yield "its /model_info does not say which weights it has: it is too old. Start a newer SGLang"
+    for key in ALONE:
+        if settings.get(key, 1) != 1:
+            yield f"its {key} is {settings[key]}: only --tp-size may be more than 1. Start it so"
+    for key in NONE_OF:
+        if settings.get(key):
+            yield f"it has {key}={settings[key]!s:.80}, with which log-probs were not shown to be right"
+    served = DTYPES.get(settings["dtype"], settings["dtype"])
+    if dtype and served not in ("auto", dtype):
+        yield f"it computes in {served}, and the run takes engines to compute in {dtype}. Set engine.dtype={served}"
+    theirs, ours = model.get("architectures"), (shape or {}).get("architectures")
+    if theirs and ours and list(theirs) != list(ours):
+        yield f"it serves a {theirs[0]}, and model.path is a {ours[0]}. Start it with the model of model.path"
+    if facts.max_length < 1 or facts.width < 1:
+        yield "it holds nothing"
+
+
+class SglangLink(ServerLink):
+    """Implements `link.Dialect`."""
+
+    kind, start_it = "SGLang", START_IT
+    tells_spans = False
+    broken_off = GenerationError  # it says so what is wrong with a request; a lost engine process breaks the connection
+
+    def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
+        super().__init__(url, base_url=base_url, key=key, timeout_s=timeout_s)
+        self._one_load = asyncio.Lock()
+        """The server gives the answer of the first of two loads to both."""
+        self._process: Any = None
+        """Drawn by the server at its start (`random_seed`): another one is another process."""
+        self._unanswered: tuple[str, Any] | None = None
+        """Label and process of a load that may still go on."""
+
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> SglangFacts:
+        await self.ask("GET", "/health", text=True)
+        model = await self.ask("GET", "/model_info")
+        label = str(self.part(model, "weight_version"))
+        settings = await self.ask("GET", "/server_info")
+        self._process = self.part(settings, "random_seed")
+        if self._unanswered is not None:
+            if self._unanswered[0] != label and self._unanswered[1] == self._process:
+                raise ServerGoneError(f"{self.url} may still load {self._unanswered[0]}. If that stays, start it again")
+            self._unanswered = None
+        facts = SglangFacts(settings=settings)
+        try:
+            why = next(problems(facts, model, dtype, shape), "")
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"its /server_info is not as we know it ({type(error).__name__}: {error}). Start a newer SGLang"
+        if why:
+            raise ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
+        await self.check_generation("/generate")
+        return facts
+
+    async def label(self, timeout_s: float) -> str:
+        return str(await self.get("/model_info", "weight_version", timeout_s))
+
+    def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
+        sampling = sibling.request.sampling
+        return self.chunks(
+            "/generate",
+            {
+                "rid": name,
+                "input_ids": sibling.request.prompt_ids.tolist(),
+                "stream": True,
+                "return_logprob": True,
+                "extra_key": label,
+                "sampling_params": {
+                    "max_new_tokens": sampling.max_new_tokens,
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k or -1,
+                    "min_p": sampling.min_p,
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                    "ignore_eos": not sampling.stop_token_ids,  # it ignores those as well
+                    "stream_interval": 1 if sampling.stop else TOLD_EVERY,
+                },
+            },
+            name,
+        )
+
+    def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
+        """A chunk has all tokens so far, or with --incremental-streaming-output the new ones."""
+        have = len(answer.token_ids)
+        try:
+            meta = chunk["meta_info"]
+            ended, label = (meta["finish_reason"] or {}).get("type", ""), meta["weight_version"]
+            answer.finish_reason = ended
+            if ended == "abort":  # what came with it may be anything
+                return 0
+            found, count = meta["output_token_logprobs"] or [], meta["completion_tokens"]
+            first = count - len(found)
+            new = found[have - first :] if 0 <= first <= have <= count else None
+            tokens, logprobs = [int(each[1]) for each in new or ()], [float(each[0]) for each in new or ()]
+            spans = [dict(span) for span in meta.get("weight_versions") or ()]
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ServerGoneError(f"{self.url} sent no chunk of SGLang's ({error!r}): {chunk!s:.200}") from error
+        if new is None:
+            raise ServerGoneError(f"{self.url} sent tokens {first} to {count} after {have} of them")
+        if any(span["version"] != label for span in [*answer.spans, *spans]):
+            raise ServerGoneError(f"{self.url} changed its weights to {label!r} under a sequence")
+        answer.token_ids += tokens
+        answer.logprobs += logprobs
+        answer.spans = [{"version": label, "start": 0, "end": count}]
+        return len(tokens)
+
+    async def abort(self, name: str) -> None:
+        await self.ask("POST", "/abort_request", {"rid": name}, text=True)
+
+    async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
+        if len(ids) < 2:
+            return np.zeros(0, np.float32)
+        body = {"rid": name, "input_ids": ids.tolist(), "return_logprob": True, "logprob_start_len": 0}
+        answer = await self.post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
+        found = self.part(self.part(answer, "meta_info"), "input_token_logprobs")
+        if [each[1] for each in found] != ids.tolist():
+            raise GenerationError(f"{self.url} scored {len(found)} tokens that are not the {len(ids)} it was given")
+        return np.array([each[0] for each in found[1:]], np.float32)
+
+    async def load(self, load: Load) -> None:
+        load.overtake()
+        async with self._one_load:
+            self._unanswered = (load.label, self._process)
+            body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
+            try:
+                await self.post("/pause_generation", {"mode": "abort"})
+                await self.post("/update_weights_from_disk", body)
+                await self.ask("POST", "/flush_cache", text=True)
+                if await self.label(LOOK_TIMEOUT_S) != load.label:
+                    raise GenerationError(f"{self.url} has another label than it was given")
+                await self.post("/continue_generation", {})
+            except GenerationError as error:
+                self._unanswered = None
+                raise ServerGoneError(
+                    f"{self.url} could not load {load.path}, it stays paused: {error}. Does it see that folder?"
+                ) from error
+            self._unanswered = None

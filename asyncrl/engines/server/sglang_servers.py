@@ -1,0 +1,74 @@
+"""SGLang servers: a version comes to the worker, by any transport, and from there as a file to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from asyncrl.engines.server.answers import ServerGoneError
+from asyncrl.engines.server.engine import ServerEngine
+from asyncrl.engines.server.servers import Server
+from asyncrl.engines.server.sglang_link import START_IT, SglangLink
+from asyncrl.errors import WeightsError
+from asyncrl.schema import Config
+
+RETRY_S = 30.0
+"""Until a server that could not load is asked again."""
+
+
+class SglangServers(ServerEngine):
+    """Implements `engines.base.Engine` and `Several`. Args: folder: of this worker alone; the servers read there."""
+
+    start_it = START_IT
+
+    def __init__(self, config: Config, links: Sequence[SglangLink], folder: Path) -> None:
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # of a worker before, that was killed
+        self._current: tuple[int, str] | None = None
+        self._written = 0
+        super().__init__(config, links)
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._parameters.check(tensors)
+        path = self._write(policy_version, tensors)
+        self._current = policy_version, str(path)  # who comes from now on is given these
+        self._load(policy_version, list(self._servers), str(path))
+        for old in self._folder.iterdir():
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _arrived(self, server: Server) -> None:
+        if self._current is not None:
+            try:
+                await self._commit_on(server, *self._current)
+            except (ServerGoneError, TimeoutError) as error:
+                await self._lose(server, str(error) or f"{server.url} gave no answer in time")
+        await super()._arrived(server)
+
+    async def _commit_on(self, server: Server, policy_version: int, path: str) -> None:
+        try:
+            await super()._commit_on(server, policy_version, path)
+        except (ServerGoneError, TimeoutError):
+            server.not_before = time.monotonic() + RETRY_S
+            raise
+
+    def _write(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
+        self._written += 1  # a version may come twice, and the first may still be read
+        path = self._folder / f"{policy_version}.{self._written}"
+        try:
+            path.mkdir(parents=True)
+            whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(whole, path / "model.safetensors", {"format": "pt"})
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"version {policy_version} could not be written to {path}: {error}") from error
+        return path

@@ -1,0 +1,112 @@
+"""A server with the endpoints of SGLang's that the engine uses, as SGLang's sources have them: nobody has compared it
+with a real one. It has no model; weights are read, kept and answered with by nobody."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.cli.commands import free_port
+from tests.engines.server.contract import ContractServer, Handler
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "auto", "tp_size": 1, "dp_size": 1, "pp_size": 1, "tokenizer_worker_num": 1, "quantization": None,
+    "speculative_algorithm": None, "enable_lora": None, "preferred_sampling_params": None, "max_req_input_len": 64,
+}  # fmt: skip
+
+
+class SglangContract(ContractServer):
+    def __init__(self, architectures: list[str]) -> None:
+        self.blind = False
+        """It does not see the folder that it is to load."""
+        self.turns_at = ""
+        """Label that it says from the second chunk on."""
+        super().__init__({"architectures": architectures})
+
+    def handler(self) -> type[Handler]:
+        return SglangHandler
+
+    def start(self) -> None:
+        self.seed, self.flushed, self.weights = free_port(), 0, dict[str, torch.Tensor]()
+        """`seed` is drawn at each start."""
+        super().start()
+
+
+class SglangHandler(Handler):
+    contract: SglangContract
+
+    def do_GET(self) -> None:
+        contract = self.contract
+        answers = {
+            "/health": {},
+            "/server_info": SETTINGS | {"random_seed": contract.seed},
+            "/model_info": {"weight_version": contract.label} | contract.shape,
+            **contract.instead,
+        }
+        self.say(answers[self.path])
+
+    def do_POST(self) -> None:
+        contract = self.contract
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        match self.path:
+            case "/generate" if "input_ids" not in body:
+                return self.say({"error": {"message": "no input"}}, 400)
+            case "/generate" if body.get("stream"):
+                return self._generate(body)
+            case "/generate":
+                scores = [[-0.1 * place if place else None, each, None] for place, each in enumerate(body["input_ids"])]
+                return self.say({"meta_info": {"input_token_logprobs": scores}})
+            case "/pause_generation":
+                contract.paused = body["mode"] == "abort"
+            case "/continue_generation":
+                contract.paused = False
+            case "/update_weights_from_disk" if contract.blind or not contract.paused:
+                return self.say({"success": False, "message": "no such folder"}, 400)
+            case "/update_weights_from_disk":
+                contract.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+                contract.label = body["weight_version"]
+                contract.loads += 1
+            case "/flush_cache":
+                contract.flushed += 1
+        self.say({"success": True})
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        contract = self.contract
+        while contract.paused and not contract.gone:
+            time.sleep(0.005)
+        contract.begun.append(body)
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(OSError):
+            self.line(json.dumps(chunk(7, label=contract.label)))
+            while contract.held.is_set() and not contract.gone and not contract.paused:
+                time.sleep(0.005)
+            if contract.gone:
+                self.close_connection = True
+                return
+            if contract.paused:
+                self.line(json.dumps({"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "any"}}))
+            else:
+                last = chunk(7, 8, 9, label=contract.turns_at or contract.label, reason="length")
+                self.line(json.dumps(last))
+                contract.ended.append(body)
+            self.line("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+
+
+def chunk(*tokens: int, label: str, reason: str = "", count: int = 0) -> dict[str, Any]:
+    """All tokens so far, or where `count` is given the last ones of so many."""
+    meta = {
+        "finish_reason": {"type": reason, "length": 3} if reason else None,
+        "weight_version": label,
+        "completion_tokens": count or len(tokens),
+        "output_token_logprobs": [[-token / 10, token, None] for token in tokens],
+    }
+    return {"output_ids": list(tokens), "meta_info": meta}
