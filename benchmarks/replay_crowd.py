@@ -108,9 +108,9 @@ class Crowd:
         body = reply.body
         if body is None or (isinstance(body, list) and len(body) == 3 and body[0] == self.run_id):
             self._send(peer, *(("served", [0, "f"]) if body else ("acquire", [4, 5.0])))
-        elif len(body) == 4:
+        elif len(body) == 4 and isinstance(body[3], str):  # The reply to a heartbeat has four fields too.
             self._orders(peer, body)
-        elif body[0] in ("accepted", "fenced"):  # The end of the run fences what is still under way.
+        elif body[0] in ("accepted", "fenced", "closed"):  # The end of the run fences what is still under way.
             self.under_way[peer] -= 1
             if self.under_way[peer] == 0:
                 self._send(peer, "acquire", [4, 5.0])
