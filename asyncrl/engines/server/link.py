@@ -53,7 +53,12 @@ class Dialect(Protocol):
     """It says of each token of which weights it is: sequences go on over an update. If not, they begin again."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
-        """Args as `terms.facts_of`. Raises ServerGoneError: no answer. ConfigError: it cannot be used."""
+        """Args: dtype: what the run takes engines to compute in, or empty. shape: of our model, as from
+        `names.shape_of`; None leaves that open.
+
+        Raises:
+            ServerGoneError: no answer. ConfigError: it cannot be used.
+        """
         ...
 
     async def label(self, timeout_s: float) -> str:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, SHAPE_KEYS
-from asyncrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from asyncrl.engines.server.vllm_link import VllmLink
 
 LOOK_TIMEOUT_S = 10.0
 START_IT = (
@@ -93,24 +89,3 @@ def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
                     "with the model of model.path, or name another server"
                 )
                 return
-
-
-async def facts_of(link: VllmLink, dtype: str, shape: Mapping[str, Any] | None) -> VllmFacts:
-    """Args: shape: of our model, as from `names.shape_of`; None leaves that open.
-
-    Raises:
-        ServerGoneError: no answer. ConfigError: it is not as it has to be.
-    """
-    said = await link.get("/server_info?config_format=json", "vllm_config")  # at first it looks around for seconds
-    facts = VllmFacts(version=await link.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
-    try:
-        why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that one"
-    if not why:
-        await link.check_generation("/inference/v1/generate")
-    if not why and shape is not None:
-        why = next(differences(shape, await link.call_workers("asyncrl_model", ())), "")
-    if why:
-        raise ConfigError(f"engine.urls: {link.url} cannot be used: {why}")
-    return facts

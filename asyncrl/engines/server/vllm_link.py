@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.server.answers import Answer, ServerGoneError, generation_body
 from asyncrl.engines.server.link import Load, ServerLink
-from asyncrl.engines.server.terms import START_IT, VllmFacts, facts_of
+from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, START_IT, VllmFacts, differences, problems
 from asyncrl.engines.vllm.names import load_staged
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import GenerationError
+from asyncrl.errors import ConfigError, GenerationError
 
 GENERATE = "/inference/v1/generate"
 
@@ -31,7 +31,19 @@ class VllmLink(ServerLink):
     tells_spans = True
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> VllmFacts:
-        return await facts_of(self, dtype, shape)
+        said = await self.get("/server_info?config_format=json", "vllm_config")  # at first it looks around for seconds
+        facts = VllmFacts(version=await self.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
+        try:
+            why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that one"
+        if not why:
+            await self.check_generation(GENERATE)
+        if not why and shape is not None:
+            why = next(differences(shape, await self.call_workers("asyncrl_model", ())), "")
+        if why:
+            raise ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
+        return facts
 
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/weight_info", "weight_version", timeout_s))

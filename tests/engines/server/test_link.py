@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.terms import facts_of
 from asyncrl.engines.server.vllm_link import GENERATE, VllmLink
 from asyncrl.errors import ConfigError, GenerationError
 
@@ -74,7 +73,7 @@ def test_an_answer_that_refuses_says_what_to_do(status, error, said):
 def test_one_that_is_no_vllm_or_not_there_is_gone():
     with answering(200, b"<html>") as url:
         with pytest.raises(ServerGoneError, match="gave no answer"):
-            asyncio.run(facts_of(link(url), "float32", None))
+            asyncio.run(link(url).facts("float32", None))
         with pytest.raises(ServerGoneError, match="broke off"):
             streamed(url)
     with pytest.raises(ServerGoneError, match="ConnectError"):
@@ -95,7 +94,7 @@ def test_json_of_something_else_is_no_answer(body):
 def test_settings_that_nobody_knows_are_refused_with_the_version():
     odd = b'{"vllm_config": {"model": 1}, "version": "0.32.0"}'
     with answering(200, odd) as url, pytest.raises(ConfigError, match=r"is not that of vLLM 0\.32 \(KeyError"):
-        asyncio.run(facts_of(link(url), "", None))
+        asyncio.run(link(url).facts("", None))
 
 
 def test_a_stream_that_ends_before_its_end_is_broken():
