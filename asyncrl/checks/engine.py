@@ -227,7 +227,10 @@ def urls_are_of_pull(config: Config) -> Problems:
             f"weights.url={weights.url}: the learner cannot write there. Set weights.url to where it can (s3://..., a "
             f"folder), and weights.fetch_url={weights.url} for the workers"
         )
-    elif config.weights.delta != "never" and config.weights.backend == "ipc":
+
+
+def backend_has_deltas(config: Config) -> Problems:
+    if config.weights.delta != "never" and config.weights.backend == "ipc":
         yield (
             f"weights.delta={config.weights.delta} with weights.backend=ipc: engines copy what the learner has, and "
             "nothing travels that could be less. Set weights.delta=never"
@@ -260,5 +263,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
     urls_are_of_pull,
+    backend_has_deltas,
     all_ranks_can_send,
 )

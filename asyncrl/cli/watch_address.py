@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from asyncrl.replay.client.viewer import Viewer
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
 from asyncrl.standstill import NAMED_S
-from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.console import PlainConsole, live_on
 from asyncrl.telemetry.progress import by_age, clock
 from asyncrl.telemetry.watching import one_line
 from asyncrl.types import NO_VERSION
@@ -74,8 +73,7 @@ class AddressView:
         self._past: deque[View] = deque()
         self._said: deque[str] = deque(maxlen=SAID)
         self._silent = set[tuple[str, str]]()
-        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._live = live if console.is_terminal else None
+        self._live = live_on(console)
 
     def __enter__(self) -> AddressView:
         if self._live:
@@ -132,9 +130,10 @@ class AddressView:
         for key in sorted(silent.keys() - self._silent):
             self.say(silence_of(silent[key]))
         self._silent = set(silent)
-        for name in ("paused", "finished"):
-            if getattr(view, name) and not (before and getattr(before, name)):
-                self.say("training is finished" if name == "finished" else f"nothing new is admitted: {view.paused}")
+        if view.paused and not (before and before.paused):
+            self.say(f"nothing new is admitted: {view.paused}")
+        if view.finished and not (before and before.finished):
+            self.say("training is finished")
 
     def _pace(self) -> tuple[float, float]:
         """Steps, and tokens trained, per second; 0 where nothing is known."""

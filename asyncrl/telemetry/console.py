@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 
 from asyncrl.plain_text import plain
 
@@ -17,3 +18,11 @@ class PlainConsole(Console):
     def on_broken_pipe(self) -> None:
         """As any other print, for `asyncrl.cli.main` to say so: rich would end the process without a word, with 1."""
         raise  # what is handled where this is called
+
+
+def live_on(console: Console) -> Live | None:
+    """What is drawn anew on a terminal and gone in the end; None where there is none, and lines are printed."""
+    if not console.is_terminal:
+        return None
+    # Redirected, its drawing would go through the stream that lets only plain text pass.
+    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +25,7 @@ from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile, row_of
 from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, PASSING, RAISED, Alarms, Raised
+from asyncrl.telemetry.console import live_on
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
 from asyncrl.telemetry.run_folder import STOP_FILE
@@ -249,9 +249,7 @@ class RunView:
         self._evaluations: dict[str, Course] = {}
         self._rewards, self._evaluated = Spark(), dict[str, Spark]()
         self._state = "starting"
-        # Redirected, its drawing would go through the stream that lets only plain text pass.
-        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._live = live if console.is_terminal else None
+        self._live = live_on(console)
 
     def __enter__(self) -> Self:
         if self._live:

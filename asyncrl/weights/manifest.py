@@ -63,8 +63,7 @@ class Manifest:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def allocate(self, device: torch.device | str = "cpu", *, shared: bool = False) -> list[torch.Tensor]:
-        """One uint8 buffer per bucket; `shared` is for `ipc.export`, in one file of memory; it
-        takes any of a GPU."""
+        """One uint8 buffer per bucket; `shared`: for `ipc.export`, those of the host in one file of memory."""
         if shared and torch.device(device).type == "cpu":
             return list(shared_bytes(self.nbytes).split([bucket.nbytes for bucket in self.buckets]))
         return [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in self.buckets]

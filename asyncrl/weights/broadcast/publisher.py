@@ -349,7 +349,7 @@ class BroadcastSender:
         self._post_event(event)
         self._others.send(self._epoch, self._event, snapshot.policy_version)
         nbytes = send_deltas(group, deltas.buckets) if deltas.buckets else send_whole(group, snapshot)
-        prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
+        prints = snapshot.all_fingerprints()
         for theirs in self._others.sent(self._epoch, self._event):
             prints += theirs
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)

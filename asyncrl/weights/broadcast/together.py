@@ -243,7 +243,7 @@ class ShareSender:
             self._leave()
             answer(self._store, self._me, epoch, -event, "failed", why)
         else:
-            prints = [snapshot.fingerprint(index) for index in range(len(snapshot.buffers))]
+            prints = snapshot.all_fingerprints()
             answer(self._store, self._me, epoch, -event, "ok", prints)
 
     def _beat(self) -> None:

@@ -83,7 +83,7 @@ class FilesSender:
         started = time.perf_counter()
         snapshot.filling.wait()
         header = json.dumps(snapshot.manifest.to_wire())
-        fingerprint = chain([snapshot.fingerprint(index) for index in range(len(snapshot.buffers))])
+        fingerprint = chain(snapshot.all_fingerprints())
         found = {"delta_s": 0.0, "wire_bytes": 0.0}
         if fingerprint != self._fingerprint:
             new = self._new_items(snapshot, previous, fingerprint, header, found)
@@ -120,7 +120,7 @@ class FilesSender:
             began = time.perf_counter()
             items = self._write_delta(snapshot, previous, fingerprint)
             found["delta_s"] = time.perf_counter() - began
-        full = [number for number, item in enumerate(self._items) if not item.base]
+        full = self._full()
         since = self._items[full[-1] + 1 :] if full else []
         if (
             not items
@@ -134,10 +134,13 @@ class FilesSender:
             self._delta.sent_full(float(items[-1].nbytes))
         return items
 
+    def _full(self) -> list[int]:
+        """Where full versions are among the items."""
+        return [number for number, item in enumerate(self._items) if not item.base]
+
     def _announced(self, snapshot: Snapshot) -> bool:
         """Whether readers have it."""
-        prints = chain([snapshot.fingerprint(index) for index in range(len(snapshot.buffers))])
-        return bool(self._items) and prints == self._fingerprint
+        return bool(self._items) and chain(snapshot.all_fingerprints()) == self._fingerprint
 
     def _write_delta(self, snapshot: Snapshot, previous: Snapshot, fingerprint: str) -> list[Item]:
         """Nothing where it would have as many bytes as the version itself."""
@@ -187,7 +190,7 @@ class FilesSender:
 
     def _tidy(self) -> None:
         """Remove what is older than the oldest full version that stays, when nobody reads it."""
-        full = [number for number, item in enumerate(self._items) if not item.base]
+        full = self._full()
         first = full[-self._keep] if len(full) > self._keep else 0
         self._dropped += [item.name for item in self._items[:first]]
         self._items = self._items[first:]

@@ -39,9 +39,8 @@ class FilesServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = (
-        CONNECTIONS  # workers all come with a new version; whom the queue has no room for waits seconds
-    )
+    request_queue_size = CONNECTIONS
+    """Workers all come with a new version; whom the queue has no room for waits seconds."""
 
     def __init__(self, folder: Path, host: str, port: int = 0, idle_s: float = 60.0) -> None:
         self.folder, self.idle_s, self.token = folder, idle_s, secrets.token_urlsafe(32)

@@ -65,7 +65,7 @@ class FolderShelf:
         return True
 
     def left(self) -> list[str]:
-        return [path.name for path in self._folder.iterdir() if path.suffix in (".safetensors", ".partial")]
+        return _written_in(self._folder)
 
     def close(self) -> None:
         """The files stay: they are how a late worker on the same disk catches up."""
@@ -134,11 +134,15 @@ class UrlShelf:
             there = [str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
         except Exception:  # seam: each file system has errors of its own; nothing was ever put there
             there = []
-        here = [path.name for path in self._folder.iterdir() if path.suffix in (".safetensors", ".partial")]
-        return [name for name in there if mine in name] + here
+        return [name for name in there if mine in name] + _written_in(self._folder)
 
     def close(self) -> None:
         """The files stay."""
+
+
+def _written_in(folder: Path) -> list[str]:
+    """Files of weights, whole or half."""
+    return [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".partial")]
 
 
 def tag_of(folder: Path) -> str:

@@ -65,6 +65,10 @@ class Snapshot:
             self.fingerprints.append(bucket_fingerprint(buffer))
         return self.fingerprints[bucket]
 
+    def all_fingerprints(self) -> list[str]:
+        """Of every bucket, in order."""
+        return [self.fingerprint(index) for index in range(len(self.buffers))]
+
 
 class Sender(Protocol):
     """One transport's end in the learner. All methods run on the publisher's thread, `stats` on any."""

@@ -50,6 +50,12 @@ class ContractServer:
     def handler(self) -> type[Handler]:
         return Handler
 
+    def end(self) -> None:
+        """After a test, in whatever state that left it."""
+        self.held.clear()
+        if not self.gone:
+            self.stop()
+
     def stop(self) -> None:
         """As a kill: connections break."""
         self.gone = True

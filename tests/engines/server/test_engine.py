@@ -45,9 +45,7 @@ def pair(folder: Path) -> Iterator[tuple[ContractServer, ContractServer]]:
     servers = ContractServer(shape), ContractServer(shape)
     yield servers
     for server in servers:
-        server.held.clear()
-        if not server.gone:
-            server.stop()
+        server.end()
 
 
 def made(folder: Path, *servers: ContractServer) -> VllmServers:

@@ -42,9 +42,7 @@ def pair(folder: Path) -> Iterator[tuple[SglangContract, SglangContract]]:
     servers = SglangContract(architectures), SglangContract(architectures)
     yield servers
     for server in servers:
-        server.held.clear()
-        if not server.gone:
-            server.stop()
+        server.end()
 
 
 @pytest.fixture
