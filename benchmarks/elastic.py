@@ -24,10 +24,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from asyncrl.cli.commands import free_port
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
 from benchmarks.parts.answer import answer, parse
-from benchmarks.parts.model import tiny_model
+from benchmarks.parts.model import tiny_task
 
 GROUPS_PER_STEP = 8
 PATIENCE_S = 300.0
@@ -37,12 +35,9 @@ class Job:
     """`asyncrl local`, and the pools that join it."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
-        tiny_model().save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
-        save_byte_tokenizer(folder / "model")
-        train, _ = write_modes(folder, seed=0, train_rows=512, eval_rows=8)
         self.run_dir, self._folder = folder / "run", folder
         self._settings = [
-            *(f"model.path={folder / 'model'}", f"data.path={train}", f"run.dir={self.run_dir}"),
+            *(*tiny_task(folder), f"run.dir={self.run_dir}"),
             f"reward.function={Path(__file__).parent / 'parts' / 'waiting_reward.py'}:score",
             *("reward.workers=2", "rollout.host=process", "rollout.workers=1", "rollout.group_size=4"),
             *("rollout.max_in_flight=48", "rollout.max_new_tokens=8", "data.max_prompt_tokens=32"),

@@ -27,8 +27,9 @@ from benchmarks.parts.results import PAGE, figure, page, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_"))
-INSTALLS = {"trl"}
-"""They make an environment with another framework in it: minutes, and a network."""
+LONG = {"nodes", "trl"}
+"""`nodes` waits for torchrun's own deadlines; `trl` makes an environment with another framework in it: minutes, and a
+network."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.unhurried
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in INSTALLS else name for name in BENCHMARKS]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in BENCHMARKS]
 )
 def test_a_benchmark_without_arguments_prints_one_line_with_its_answer(name: str, cache: Path) -> None:
     done = subprocess.run(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.modes import write_modes
 
 
 def tiny_model(**changes: Any) -> PreTrainedModel:
@@ -25,3 +29,11 @@ def tiny_model(**changes: Any) -> PreTrainedModel:
         **(sizes | changes),
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def tiny_task(folder: Path) -> list[str]:
+    """Settings that name such a model, with the byte tokenizer, and the quickstart's kind of rows, all in `folder`."""
+    tiny_model().save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
+    save_byte_tokenizer(folder / "model")
+    train, _ = write_modes(folder, seed=0, train_rows=512, eval_rows=8)
+    return [f"model.path={folder / 'model'}", f"data.path={train}"]

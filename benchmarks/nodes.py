@@ -1,0 +1,157 @@
+"""How long does training stand still when a learner machine joins, and when one is lost?
+
+    python -m benchmarks.nodes [--steps 25] [--repeats 1] [key=value ...]
+
+Two "machines" on one: `launchers/learner.sh` twice with `RDZV_BACKEND=c10d NNODES=1:2`, one rank each, a folder that
+both see, beside a replay server and a rollout worker as a cluster has them. The second joins a run of one, trains with
+it, and is killed with -9, ranks and all. Prints one JSON line: seconds from the start of the second until the first
+step of two ranks is trained, from its death until the first step of one rank, steps that were trained again, and what
+`asyncrl audit` says. Most of it is torchrun's: 15 s until a silent machine is called lost, 30 s in which it waits for
+more of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+from asyncrl.cli.commands import free_port
+from benchmarks.parts.answer import ROOT, answer, parse
+from benchmarks.parts.model import tiny_task
+
+PATIENCE_S = 600.0
+LEARNER, REPLAY = ("bash", "launchers/learner.sh"), ("bash", "launchers/replay.sh")
+ROLLOUT = (sys.executable, "launchers/rollout.py")
+SAVE_EVERY = 10
+
+
+class Cluster:
+    """Processes of one run by their names, each with a log; all of them end with it."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        self.run_dir, self._folder = folder / "run", folder
+        self._settings = [
+            *tiny_task(folder),
+            *(f"run.dir={self.run_dir}", f"replay.address=tcp://127.0.0.1:{free_port()}", "resume=auto"),
+            "reward.function=asyncrl.rewards.exact_match:exact_match",
+            *("rollout.host=process", "rollout.workers=1", "rollout.group_size=4", "rollout.max_new_tokens=8"),
+            *("data.max_prompt_tokens=32", "learner.groups_per_step=8", "learner.max_tokens_per_microbatch=1024"),
+            *("learner.steps=1000000", f"learner.save_every={SAVE_EVERY}", *overrides),
+        ]
+        self._of_the_learner = {
+            **{"RDZV_BACKEND": "c10d", "NNODES": "1:2", "RUN_ID": "nodes"},
+            "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        }
+        self._started: dict[str, psutil.Process] = {}
+
+    def __enter__(self) -> Cluster:
+        self.start("replay", REPLAY)
+        self.start("first", LEARNER)
+        self.start("rollout", ROLLOUT)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for name in list(self._started):
+            self.kill(name)
+
+    def start(self, name: str, command: tuple[str, ...]) -> None:
+        variables = os.environ | self._of_the_learner | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        with self.log(name).open("wb") as log:
+            process = subprocess.Popen([*command, *self._settings], cwd=ROOT, env=variables, stdout=log, stderr=log)
+        self._started[name] = psutil.Process(process.pid)
+
+    def kill(self, name: str) -> None:
+        """-9 to it and to all that it started, as a machine without power."""
+        process = self._started.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    def log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def begun(self) -> list[tuple[int, int]]:
+        """(ranks, first step) of each time that the first machine's rank began to train."""
+        said = self.log("first").read_text(errors="replace")
+        return [(int(ranks), int(step)) for ranks, step in re.findall(r"(\d+) ranks on .* from step (\d+)", said)]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of the metrics, but for one that is being written."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def wait(self, what: Callable[[], bool], why: str) -> None:
+        """waits for: what the run writes; unblocked by: the first machine's end, or the deadline."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            if not self._started["first"].is_running() or time.monotonic() > deadline:
+                raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{self.log('first').read_text()[-4000:]}")
+            time.sleep(0.1)
+
+    def wait_steps(self, count: int) -> None:
+        first = self.steps()[-1]["step"] if self.steps() else 0
+        self.wait(lambda: bool(self.steps()) and self.steps()[-1]["step"] >= first + count, f"{count} more steps")
+
+    def changed(self, ranks: int, change: Callable[[], None]) -> dict[str, float]:
+        """Makes the change; what it cost until a step of so many ranks was trained."""
+        rounds, reached, at = len(self.begun()), 0, time.time()
+        change()
+
+        def together() -> bool:
+            nonlocal reached
+            reached = max(reached, self.steps()[-1]["step"])
+            return ranks in [count for count, _ in self.begun()[rounds:]]
+
+        self.wait(together, f"{ranks} ranks")
+        begin = self.begun()[-1][1]
+        # Rows of the steps that are trained again are cut off when the rank begins, a moment before it says so.
+        self.wait(lambda: any(row["step"] > begin and row["time"] > at for row in self.steps()[-1:]), "a step of them")
+        row = next(row for row in self.steps() if row["step"] > begin and row["time"] > at)
+        return {"seconds": round(row["time"] - at, 1), "steps_trained_again": reached - begin}
+
+
+def measured(folder: Path, steps: int, overrides: list[str]) -> dict[str, Any]:
+    with Cluster(folder, overrides) as cluster:
+        cluster.wait_steps(steps)
+        joined = cluster.changed(2, lambda: cluster.start("second", LEARNER))
+        cluster.wait_steps(steps)
+        lost = cluster.changed(1, lambda: cluster.kill("second"))
+        cluster.wait_steps(steps)
+    audit = subprocess.run([sys.executable, "-m", "asyncrl.cli", "audit", str(cluster.run_dir)], capture_output=True)
+    return {"joined": joined, "lost": lost, "audit_exit_code": audit.returncode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=25, help="that are trained before each change")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parse(parser, {"steps": 3})
+    runs = []
+    for _ in range(given.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(measured(Path(folder), given.steps, given.overrides))
+    medians = {
+        change: {name: statistics.median(run[change][name] for run in runs) for name in runs[0][change]}
+        for change in ("joined", "lost")
+    }
+    answer("nodes", {**medians, "audit_exit_code": max(run["audit_exit_code"] for run in runs)}, smoke=given.smoke)
+
+
+if __name__ == "__main__":
+    main()
