@@ -10,6 +10,7 @@ User code may print, crash, hang or exit here; none of it reaches the rollout wo
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import json
@@ -108,8 +109,8 @@ class _Server:
         self._loop = asyncio.new_event_loop()
         self._open: dict[int, asyncio.Task[None]] = {}
         """What is awaited, by call id."""
-        self._running = 0
-        """Id of the call that is running or whose awaitables are being made."""
+        self._call: contextvars.ContextVar[int] = contextvars.ContextVar("call")
+        """Id of the call that is running. Its tasks keep it: they begin to run when other calls may have come."""
         self._left: set[asyncio.Future[Any]] = set()
         """As `CallClock.left`."""
 
@@ -131,7 +132,7 @@ class _Server:
         results: list[bytes] = []
         flushed = time.monotonic()
         for call_id, *arguments in self._buffer.feed(data):
-            self._running = call_id
+            self._call.set(call_id)
             begin_call(self._progress, call_id)
             answer = _answer(functools.partial(answers, *arguments))
             end_call(self._progress)
@@ -157,7 +158,7 @@ class _Server:
             self._loop.stop()
 
     def _watch(self, place: int, awaitable: Awaitable[Any]) -> Awaitable[Any]:
-        return _Watched(awaitable, self._progress, self._running, place)
+        return _Watched(awaitable, self._progress, self._call.get(), place)
 
 
 class _Watched:

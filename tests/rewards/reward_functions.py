@@ -21,7 +21,7 @@ def by_command(completion, row):
     if command == "hang":
         time.sleep(600)
     elif command == "hang_in_c":
-        9 ** (9**9)
+        ctypes.PyDLL(None).sleep(600)  # and keeps the interpreter's lock
     elif command == "exit":
         os._exit(3)
     elif command == "sys_exit":
@@ -117,7 +117,9 @@ def slowly(completion, row):
 
 
 async def waits(completion, row):
-    """Takes as long as the completion says, in seconds; `deaf` also catches its cancellation."""
+    """Takes as many seconds as the completion says. `deaf` also catches its cancellation; `blocks` awaits nothing."""
+    if completion == "blocks":
+        time.sleep(600)
     try:
         await asyncio.sleep(600 if completion in ("hang", "deaf") else float(completion))
     except asyncio.CancelledError:

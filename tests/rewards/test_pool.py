@@ -229,10 +229,18 @@ async def one_that_blocks_another_group():
         )
 
 
+@sits_out
+async def one_that_blocks_before_the_next_group_has_begun():
+    async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=HANG_S) as pool:
+        groups = (["blocks"], ["0.1"] * 2)  # they come in one message
+        return await asyncio.gather(*(pool.score(texts, row("")) for texts in groups), return_exceptions=True)
+
+
 def test_one_that_blocks_within_async_is_blamed_alone(came):
-    blocked, fine = came[one_that_blocks_another_group]
-    assert isinstance(blocked, RewardError) and blocked.reason == "timed_out"
-    assert [score.value for score in fine] == [1.0, 1.0]
+    for scenario in (one_that_blocks_another_group, one_that_blocks_before_the_next_group_has_begun):
+        blocked, fine = came[scenario]
+        assert isinstance(blocked, RewardError) and blocked.reason == "timed_out"
+        assert not isinstance(fine, RewardError) and [score.value for score in fine] == [1.0, 1.0]
 
 
 def test_a_plain_function_may_use_a_loop_of_its_own():
