@@ -145,14 +145,14 @@ def test_the_plan_shows_a_rendered_prompt_the_reward_the_loss_and_the_rate(
     [
         ("forgot", ["d.jsonl:1", "returned None"]),
         ("ends", ["d.jsonl:1", "exit code 7"]),
-        ("hangs", ["d.jsonl:1", "reward.timeout_s=2"]),
+        ("hangs", ["d.jsonl:1", "reward.timeout_s=0.3"]),
         ("gone", ["r.py has no 'gone'"]),
     ],
 )
 def test_a_reward_that_can_never_work_is_refused(
     reward: str, says: list[str], task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patience = 2 if reward == "hangs" else 60  # a busy machine makes the others no hanging ones
+    patience = 0.3 if reward == "hangs" else 60  # a busy machine makes the others no hanging ones
     said = refused([*task, f"reward.function=r.py:{reward}", f"reward.timeout_s={patience}"], capsys)
     assert all(part in said for part in says)
 

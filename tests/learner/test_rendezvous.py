@@ -33,6 +33,14 @@ def node(number: int, nodes: int, port: int = 0, timeout_s: float = 60.0) -> Bou
     return BoundRendezvous(host=HERE, port=port, node=number, nodes=nodes, run_id="r", timeout_s=timeout_s)
 
 
+def one_that_dies(port: int) -> BoundRendezvous:
+    """Node 1 of 3, which takes its seat and waits for nobody."""
+    dies = node(1, 3, port)
+    dies._meeting = dies._open_meeting()
+    dies._timeout_s = 0.0
+    return dies
+
+
 def together(*nodes: BoundRendezvous) -> list[RendezvousInfo]:
     with ThreadPoolExecutor(len(nodes)) as threads:
         return list(threads.map(BoundRendezvous.next_rendezvous, nodes))
@@ -79,10 +87,11 @@ def test_nodes_follow_the_one_whose_ranks_died_into_the_next_round() -> None:
 
 def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while_others_wait() -> None:
     port = free_port()
-    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=3.0), node(2, 3, port)
+    first, last = node(0, 3, port), node(2, 3, port)
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(first.next_rendezvous)]
         until(lambda: seated(first))
+        dies = one_that_dies(port)
         with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 2 of 3"):
             dies.next_rendezvous()
         again = node(1, 3, port)  # knows nothing of the rounds before
@@ -97,10 +106,11 @@ def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while
 
 def test_who_met_in_a_round_with_a_dead_node_follows_the_one_that_replaces_it() -> None:
     port = free_port()
-    first, dies, last = node(0, 3, port), node(1, 3, port, timeout_s=3.0), node(2, 3, port)
+    first, last = node(0, 3, port), node(2, 3, port)
     with ThreadPoolExecutor(3) as threads:
         met = threads.submit(first.next_rendezvous)
         until(lambda: seated(first))
+        dies = one_that_dies(port)
         with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 2 of 3"):
             dies.next_rendezvous()
         assert [last.next_rendezvous().rank, met.result(60).rank] == [2, 0]
