@@ -24,23 +24,26 @@ if [ $# -gt 0 ]; then
     exit
 fi
 
-notes="$(mktemp -d)" other="" lower=""
-# Of what runs beside, $other is the shell: it is to end, and what it runs.
-trap '[ -z "$other" ] || { pkill -P "$other" || true; kill "$other" 2>/dev/null || true; }; rm -rf "$notes"' EXIT
+notes="$(mktemp -d)" others=() lower=""
+# Each of $others is a shell: it is to end, and what it runs.
+trap 'for other in "${others[@]}"; do pkill -P "$other" || true; kill "$other" 2>/dev/null || true; done; rm -rf "$notes"' EXIT
 
-# beside COMMAND...: runs it beside what follows.
+# beside LANE: runs it beside what follows.
 beside() {
-    "$@" >"$notes/said" 2>&1 &
-    other=$!
+    "$1" >"$notes/said by ${#others[@]}" 2>&1 &
+    others+=("$!")
 }
 
-# joined: waits for what was started beside, and shows what it said.
+# joined: waits for all that was started beside, and shows what it said.
 joined() {
-    local status=0
-    wait "$other" || status=$?
-    other=""
-    cat "$notes/said"
-    [ "$status" -eq 0 ] || wrong "what ran beside ended with $status"
+    local place status
+    for place in "${!others[@]}"; do
+        status=0
+        wait "${others[place]}" || status=$?
+        unset "others[place]"
+        cat "$notes/said by $place"
+        [ "$status" -eq 0 ] || wrong "what ran beside ended with $status"
+    done
 }
 
 # wrong WHAT: fails the script in the end, which says it again; the rest still runs.
@@ -67,16 +70,22 @@ tests() {
     fi
 }
 
-# shared NAME MARKS PORTION...: of the portions, one after the other, those that nobody has taken. Both lanes end with
-# this, at a low priority (the other may still run tests with deadlines), and so within one portion of each other.
+# shared NAME MARKS PORTION...: of the portions, one after the other, those that no lane has taken.
 shared() {
-    local place=0 portion lower
-    lower="nice -n $((10 - $(nice)))"
+    local place=0 portion
     for portion in "${@:3}"; do
         place=$((place + 1))
         # Portions are words: paths and --ignore=PATH.
         if mkdir "$notes/$1 $place" 2>/dev/null; then tests "$1 $place" -m "$2" $portion; fi
     done
+}
+
+# later NAME MARKS PORTION...: the same at a low priority: in other lanes may still run tests with deadlines. All lanes
+# end with this, and so within one portion of each other.
+later() {
+    local lower
+    lower="nice -n $((10 - $(nice)))"
+    shared "$@"
 }
 
 # alone: what failed beside something else, once more with the machine for itself, and what fails then a last time. What
@@ -108,27 +117,38 @@ verdict() {
 fast="not slow and not gpu" slow="slow and not unhurried and not long and not gpu"
 unhurried="slow and unhurried and not long and not gpu"
 # Rooms and files whose tests compute, or wait for what nobody judges by a clock; in the others there are threads,
-# sockets and processes. Each line is a portion that either lane may take.
+# sockets and processes. Each line is a portion that any lane may take: the long ones first, or all wait for one.
 sums=(
-    "tests/learner"
     "tests/test_cli.py tests/test_config.py tests/test_preflight.py tests/test_recipes.py tests/test_settings.py"
     "tests/chat tests/engines tests/environments tests/evaluation"
+    "tests/learner"
     "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/test_verify.py"
 )
 other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses)
 for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done
+# Of the slow tests with deadlines, one lane has those that start Ray, one those of vLLM; what is left goes to either.
+with_ray="tests/rollout tests/integration/test_deaths.py tests/integration/test_loop.py
+    tests/integration/test_placement.py tests/integration/test_vllm.py"
+engines_and_chaos="tests/chaos tests/vllm tests/weights"
+slow_rest=("tests/integration" "tests --ignore=tests/integration")
+for path in $with_ray $engines_and_chaos; do slow_rest=("${slow_rest[@]/%/ --ignore=$path}"); done
 unhurried_tests=(
-    "tests/learner"
-    "tests --ignore=tests/learner --ignore=tests/test_benchmarks.py --ignore=tests/integration"
     "tests/test_benchmarks.py"
+    "tests --ignore=tests/learner --ignore=tests/test_benchmarks.py --ignore=tests/integration"
+    "tests/learner"
     "tests/integration"
 )
-# Of them and the losses, what judges results of arithmetic by a tolerance.
+# Of the fast ones, what judges results of arithmetic by a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/test_{attention,critic,fused,logprobs,roles,targets,train}.py)
 # The pure core of the replay, its wire format and the losses: wrong here means wrong silently.
 core="asyncrl/losses/*,asyncrl/replay/*"
 sockets="asyncrl/replay/server/loop.py,asyncrl/replay/client/client.py,asyncrl/replay/client/connection.py,asyncrl/replay/net/keys.py,*/__main__.py"
+
+all_other_rooms() {
+    tests "all other rooms" -m "$fast" "${other_rooms[@]}"
+    later "sums" "$fast" "${sums[@]}"
+}
 
 static_checks_and_sums() {
     renice -n 10 "$BASHPID" >/dev/null # What runs beside has deadlines.
@@ -139,19 +159,27 @@ static_checks_and_sums() {
     echo "== docs"
     "$PYTHON" -m sphinx -W --keep-going -q -b html docs docs/_build/html || wrong docs
     COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov-report= tests/losses
-    shared "sums" "$fast" "${sums[@]}"
+    later "sums" "$fast" "${sums[@]}"
 }
 
-engines_chaos_and_unhurried() {
-    tests "slow: chaos, engines, weights" -m "$slow" tests/chaos tests/vllm tests/weights
-    shared "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
+slow_engines_and_chaos() {
+    tests "slow: chaos, engines, weights" -m "$slow" $engines_and_chaos
+    shared "slow: the rest" "$slow" "${slow_rest[@]}"
+    later "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
 }
 
+unhurried_and_numbers() {
+    renice -n 10 "$BASHPID" >/dev/null
+    # A tolerance that holds with the instructions of this processor alone fails at somebody who has another.
+    ATEN_CPU_CAPABILITY=default tests "numbers, with the plainest instructions" -m "$fast" "${numbers[@]}"
+    later "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
+}
+
+beside all_other_rooms
 beside static_checks_and_sums
 # Nothing but these is judged by its coverage, and whatever runs under it takes twice as long.
 COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" --cov=asyncrl.replay --cov-report= tests/replay tests/chaos
-tests "all other rooms" -m "$fast" "${other_rooms[@]}"
-shared "sums" "$fast" "${sums[@]}"
+later "sums" "$fast" "${sums[@]}"
 joined
 alone
 {
@@ -160,11 +188,11 @@ alone
 } || wrong coverage
 verdict
 
-beside engines_chaos_and_unhurried
-tests "slow: all other rooms" -m "$slow" tests --ignore=tests/chaos --ignore=tests/vllm --ignore=tests/weights
-# A tolerance that holds with the instructions of this processor alone fails at somebody who has another.
-ATEN_CPU_CAPABILITY=default tests "numbers, with the plainest instructions" -m "$fast" "${numbers[@]}"
-shared "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
+beside slow_engines_and_chaos
+beside unhurried_and_numbers
+tests "slow: with Ray" -m "$slow" $with_ray
+shared "slow: the rest" "$slow" "${slow_rest[@]}"
+later "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
 joined
 alone
 verdict
