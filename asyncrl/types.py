@@ -319,6 +319,11 @@ class StepPlan:
     shards: tuple[tuple[tuple[int, int], ...], ...]
     """Per rank, the `(group position, trajectory position)` pairs it trains, balanced on packed tokens."""
 
+    @property
+    def all_fresh(self) -> bool:
+        """Whether no loss token is over the bound."""
+        return max(self.staleness.values(), default=0) <= self.max_staleness
+
     def fresh_tokens(self, trajectory: TrajectoryHeader) -> int:
         """Loss tokens of `trajectory` that are within the bound."""
         staleness, bound, fresh = self.staleness, self.max_staleness, 0

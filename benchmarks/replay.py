@@ -9,6 +9,7 @@ consumer.
     two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is kept, acknowledged, or looked at by
               the consumer; only the producer checks, as it encodes
     two_hop_b the same with the send buffers that the replay's sockets have on loopback; ZeroMQ's own are the system's
+    two_hop_ipc  as two_hop_b by unix sockets, as the replay's processes on one machine: two_hop goes by tcp
     forward   as two_hop, with a proxy in Python that hands on what it gets: the least that a server in Python can do
     decoded   as two_hop, and the consumer makes arrays of the groups, as the learner's does
     pickle    pickled groups through the same proxy, unpickled by the consumer
@@ -18,6 +19,12 @@ consumer.
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
     *_tcp     the same two with `replay.local_sockets=false`: by tcp and encrypted, as between machines
     shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
+
+Not all of them do the same work. `memory` / `two_hop` is the ratio that is worked on, and what is bare about the bare
+one is in it: it acknowledges nothing, so 150 groups and more are in its pipes (48 of a producer here until they are
+acknowledged), it has no order, credit, check or second request for any of them, and its consumer throws bytes away.
+`memory` / `decoded` compares what ends in the same, arrays in the consumer. Its producer encodes as the replay's does:
+a faster encoder helps both, and `two_hop` more, which does little else for short groups.
 
 `cpu_us_per_group` is what all processes together spent, which says more than the rates where others use the machine.
 """
@@ -38,6 +45,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from asyncrl import collector
 from asyncrl.learner.prefetch import LeasePrefetch
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import ReplayConfig
@@ -70,7 +78,12 @@ STEP_BYTES = 32 << 20
 WARM_STEPS = 3
 IN_FLIGHT = 48
 """Groups that the producer has under way at once."""
-SMOKE = {"seconds": 0.2, "repeats": 1, "tokens": [64], "only": ["two_hop", "decoded", "pickle", "memory", "journal"]}
+SMOKE = {
+    "seconds": 0.2,
+    "repeats": 1,
+    "tokens": [64],
+    "only": ["two_hop", "two_hop_ipc", "decoded", "pickle", "memory", "journal"],
+}
 
 
 def measure_ray(size: Size, seconds: float, *options: str) -> Row:
@@ -82,7 +95,8 @@ def measure_ray(size: Size, seconds: float, *options: str) -> Row:
 
 
 async def produce(config: ReplayConfig, size: Size, acks: Path) -> None:
-    keep_heap()  # as a rollout worker's process does
+    keep_heap()  # as a rollout worker's process does, both
+    collector.wake()
     client = RolloutClient(config.address, worker="producer", run_digest="d", config=config)
     board = await client.watch(revision=0, wait_s=30)
     await client.served(int(board.values["version"]), "f")
@@ -163,7 +177,8 @@ def measure_replay(
 
 
 def begin(config: ReplayConfig) -> LearnerClient:
-    keep_heap()  # as a learner's process does
+    keep_heap()  # as a learner's process does, both
+    collector.wake()
     learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
     restored = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     learner.publish(policy_version=restored.next_version, parent=NO_VERSION)
@@ -213,6 +228,9 @@ def consume(
 CONTENDERS: dict[str, Callable[[Size, float, Path], Row]] = {
     "two_hop": lambda size, seconds, folder: measure_proxy(size, seconds),
     "two_hop_b": lambda size, seconds, folder: measure_proxy(size, seconds, send_buffer=LOOPBACK_SEND_BUFFER),
+    "two_hop_ipc": lambda size, seconds, folder: measure_proxy(
+        size, seconds, send_buffer=LOOPBACK_SEND_BUFFER, sockets=folder
+    ),
     "forward": lambda size, seconds, folder: measure_proxy(size, seconds, in_python=True),
     "decoded": lambda size, seconds, folder: measure_proxy(size, seconds, decode),
     "pickle": lambda size, seconds, folder: measure_proxy(size, seconds, unpickle),

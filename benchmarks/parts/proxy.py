@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
+from asyncrl import collector
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import encode_group, split_frames
 from benchmarks.parts.measuring import Row, Size, free_address, make_group, make_trajectories, spawn, started, timed
@@ -35,6 +37,7 @@ def run_pusher(front: str, size: Size, pickled: bool, send_buffer: int) -> None:
     push.setsockopt(zmq.SNDBUF, send_buffer)
     push.connect(front)
     group = make_group(make_trajectories(size))
+    collector.wake()  # as the replay's producer
     while True:
         if pickled:
             push.send(pickle.dumps(group, 5), copy=False)
@@ -59,8 +62,12 @@ def measure_proxy(
     use: Callable[[list[zmq.Frame]], None] | None = None,
     in_python: bool = False,
     send_buffer: int = SYSTEM_BUFFER,
+    sockets: Path | None = None,
 ) -> Row:
+    """`sockets`: the folder of the unix sockets by which they go; else by tcp."""
     front, back = free_address(), free_address()
+    if sockets is not None:
+        front, back = (f"ipc://{sockets}/{end}" for end in ("front", "back"))
     children = [
         spawn.Process(target=run_proxy, args=(front, back, in_python, send_buffer), daemon=True),
         spawn.Process(target=run_pusher, args=(front, size, use is unpickle, send_buffer), daemon=True),

@@ -36,6 +36,7 @@ from asyncrl.replay.codec.group import (
     split_frames,
 )
 from asyncrl.replay.codec.reply import decode_replies
+from asyncrl.replay.codec.together import SEVERAL, decode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
@@ -60,6 +61,12 @@ def insert_body(encoded: EncodedGroup) -> list[object]:
     return [headers.encode_group_header(encoded.header), None, encode_dropped(lost)]
 
 
+def several(encoded: EncodedGroup, life: str = "i") -> bytes:
+    """The envelope of two inserts."""
+    rows = [[number, "insert", insert_body(encoded), len(encoded.frames)] for number in (7, 8)]
+    return envelope([0, rows], SEVERAL, incarnation=life)
+
+
 class Corpus:
     """Good frames, each with the decoder that reads it."""
 
@@ -75,6 +82,7 @@ class Corpus:
         acquired = Acquired(assignments=(ORDER,), evaluations=(evaluation,), waiting_for="x")
         self.cases: tuple[tuple[str, bytes, Decoder], ...] = (
             ("insert", envelope([9, insert_body(encoded)]), lambda raw: self._insert(raw, frames)),
+            ("several", several(encoded), lambda raw: self._several(raw, frames)),
             ("header", headers.packed_header(encoded.header), lambda raw: checked(header_of(raw), frames)),
             ("columns", frames[1], lambda raw: decode(facts, columns_of(facts, raw, ()))),
             ("joined", frames[1], lambda raw: checked(encoded.header, [frames[0], raw, frames[2]])),
@@ -89,10 +97,13 @@ class Corpus:
         )
 
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
-        _, body = wire.sequence(wire.decode_envelope(raw).body, "request", 2)
-        row, _, lost = wire.sequence(body, "insert", 3)
-        decode_lost(lost)
-        checked(headers.decode_group_header(row), frames)
+        for asked in decode_requests(wire.decode_envelope(raw), frames)[1]:
+            row, _, lost = wire.sequence(asked.body, "insert", 3)
+            decode_lost(lost)
+            checked(headers.decode_group_header(row), [*map(bytes, asked.frames)])
+
+    def _several(self, raw: bytes, frames: Sequence[bytes]) -> None:
+        self._insert(raw, [*frames, *frames])
 
 
 def header_of(packed: bytes) -> GroupHeader:
@@ -189,6 +200,7 @@ class Hostile:
         self.seeds = [
             [envelope([0, [20, 0.0]], "acquire", incarnation=life)],
             [envelope([0, insert_body(encoded)], incarnation=life), *map(bytes, encoded.frames)],
+            [several(encoded, life), *map(bytes, [*encoded.frames, *encoded.frames])],
             [envelope([0, [{"busy_s": 1.0}, [3]]], "heartbeat", incarnation=life)],
             [envelope([0, [0, "f"]], "served", incarnation=life)],
             [envelope([0, [1, 2, "failed_reward", "why", [], None]], "fail", incarnation=life)],

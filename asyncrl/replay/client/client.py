@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.collector import resting
 from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalResult, EvalSummary
 from asyncrl.replay.client.connection import Connection
@@ -244,16 +245,19 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
         WireError: something is missing or does not agree.
     """
     encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
-    plan = headers.decode_plan(encoded_plan)
-    unpacking = Unpacking(plan)
-    unpacking.open(parcel, response.frames)
+    with resting():
+        plan = headers.decode_plan(encoded_plan)
+        unpacking = Unpacking(plan)
+        unpacking.open(parcel, response.frames)
     where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]
     rows = [[*row, *_attempt_of(plan, row)] for row in where]
     if rows and shards is None:
         raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
-    for answer in shards.get(rows) if shards else ():
-        unpacking.open(answer.body, answer.frames)
-    return unpacking.lease(rank)
+    answers = shards.get(rows) if shards else ()
+    with resting():
+        for answer in answers:
+            unpacking.open(answer.body, answer.frames)
+        return unpacking.lease(rank)
 
 
 def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:

@@ -27,12 +27,13 @@ from asyncrl.replay.client.requests import Request, Requests, Response
 from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.together import encode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.net.doors import Doors, open_door
 from asyncrl.replay.net.keys import secure_client
-from asyncrl.replay.net.socket_options import receive, set_socket_options
+from asyncrl.replay.net.socket_options import receive, send, set_socket_options
 from asyncrl.replay.net.wakeup import Wakeup
 from asyncrl.types import NO_VERSION
 
@@ -91,7 +92,7 @@ class Connection:
         """Where the socket came by one; else by tcp."""
         self._knocks = config.local_sockets
         """Whether to look for a door."""
-        self._socket, self._handshakes = self._open()
+        self._socket, self._handshakes, self._poller = self._open()
         self._thread = threading.Thread(target=self._main, name=f"replay-{name}", daemon=True)
         self._thread.start()
 
@@ -149,11 +150,7 @@ class Connection:
             if now >= min(next_beat, self._deaf_at()):
                 next_beat = now + self._config.heartbeat_s
                 self._beat(now)
-            poller = zmq.Poller()
-            poller.register(self._wakeup.inside, zmq.POLLIN)
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._handshakes.monitor, zmq.POLLIN)
-            ready = dict(poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
+            ready = dict(self._poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
             if self._wakeup.inside in ready:
                 self._take_inbox()
             if self._handshakes.monitor in ready:
@@ -165,7 +162,7 @@ class Connection:
             if self._welcome:
                 self._requests.send(self._dispatch)
 
-    def _open(self) -> tuple[zmq.Socket, Handshakes]:
+    def _open(self) -> tuple[zmq.Socket, Handshakes, zmq.Poller]:
         socket = self._context.socket(zmq.DEALER)
         set_socket_options(socket, self.address, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
         self._door = open_door(self._config.keys, self.address, self.role) if self._knocks else None
@@ -173,7 +170,10 @@ class Connection:
             secure_client(socket, self._config.keys, self.role, self._server_role)
         handshakes = Handshakes(socket, self._config.keys, self.role)
         socket.connect(self.address if self._door is None else f"ipc://{self._door.path(self.role)}")
-        return socket, handshakes
+        poller = zmq.Poller()
+        for each in (self._wakeup.inside, socket, handshakes.monitor):
+            poller.register(each, zmq.POLLIN)
+        return socket, handshakes, poller
 
     def _close_socket(self) -> None:
         self._handshakes.close()
@@ -191,7 +191,7 @@ class Connection:
     def _open_anew(self) -> None:
         self._attempt = self._clock()
         self._close_socket()
-        self._socket, self._handshakes = self._open()
+        self._socket, self._handshakes, self._poller = self._open()
         self._welcome = False
 
     def _beat(self, now: float) -> None:
@@ -229,8 +229,8 @@ class Connection:
         while self._inbox:
             self._requests.add(self._inbox.popleft())
 
-    def _dispatch(self, request: Request) -> bool:
-        return self._send(request.verb, request.number, [self._requests.oldest, request.body], request.frames)
+    def _dispatch(self, together: Sequence[Request]) -> bool:
+        return self._send(*encode_requests(together, self._requests.oldest))
 
     def _send(self, verb: str, number: int, body: Any, frames: Sequence[Frame] = ()) -> bool:
         envelope = Envelope(run=self._run, verb=verb, request=number, incarnation=self.incarnation, body=body)
@@ -238,7 +238,7 @@ class Connection:
         if len(header) > wire.MAX_REQUEST_BYTES:
             raise WireError(f"{verb} needs a header of {len(header)} bytes; the limit is {wire.MAX_REQUEST_BYTES}")
         try:
-            self._socket.send_multipart([header, *frames], zmq.DONTWAIT, copy=False)
+            send(self._socket, [header, *frames])
         except zmq.Again:
             return False
         return True

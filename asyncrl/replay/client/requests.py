@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.together import MOST, MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,32 @@ class Requests:
         self._outstanding[request.number] = request
         self._unsent.append(request)
 
-    def send(self, dispatch: Callable[[Request], bool]) -> None:
-        """In order; a group waits for its credit and lets requests without payload pass.
+    def send(self, dispatch: Callable[[Sequence[Request]], bool]) -> None:
+        """In order, several at once; a group waits for its credit and lets requests without payload pass.
 
         Args:
-            dispatch: False when the request cannot be sent now. A WireError of it ends the request.
+            dispatch: False when these requests cannot be sent now. A WireError of it ends the one that it is of.
         """
         waiting: deque[Request] = deque()
+        together: list[Request] = []
+        nbytes = 0
         while self._unsent:
             request = self._unsent.popleft()
             if request.number not in self._outstanding:
                 continue
-            if (waiting and request.nbytes) or not self._has_credit(request) or not self._attempt(request, dispatch):
+            if not waiting and not self._has_credit(request):
+                waiting += self._attempt(together, dispatch)  # before it, or one of them fails and gives it credit
+                together, nbytes = [], 0
+            if request.nbytes and (waiting or not self._has_credit(request)):
                 waiting.append(request)
-        self._unsent = waiting
+                continue
+            together.append(request)
+            self._note_sent(request, True)
+            nbytes += request.nbytes
+            if len(together) == MOST or nbytes >= MOST_BYTES:
+                waiting += self._attempt(together, dispatch)
+                together, nbytes = [], 0
+        self._unsent = waiting + deque(self._attempt(together, dispatch))
 
     def _has_credit(self, request: Request) -> bool:
         """The first unacknowledged group may be larger than the window, or it could never be sent."""
@@ -84,25 +97,32 @@ class Requests:
         fits = self._unacknowledged + request.nbytes <= self.window
         return fits or (self._unacknowledged == 0 and self.window > 0)
 
-    def _attempt(self, request: Request, dispatch: Callable[[Request], bool]) -> bool:
+    def _note_sent(self, request: Request, sent: bool) -> None:
+        if request.sent != sent:
+            request.sent = sent
+            self._unacknowledged += request.nbytes if sent else -request.nbytes
+
+    def _attempt(self, together: Sequence[Request], dispatch: Callable[[Sequence[Request]], bool]) -> list[Request]:
+        """Those that cannot be sent now."""
         try:
-            sent = dispatch(request)
+            if not together or dispatch(together):
+                return []
         except WireError as error:
-            del self._outstanding[request.number]
-            request.future.set_exception(error)
-            return True
-        if sent:
-            request.sent = True
-            self._unacknowledged += request.nbytes
-        return sent
+            if len(together) > 1:  # one of them: the others go without it
+                return [late for request in together for late in self._attempt([request], dispatch)]
+            self.answered(together[0])
+            together[0].future.set_exception(error)
+            return []
+        for request in together:
+            self._note_sent(request, False)
+        return list(together)
 
     def resend(self, numbers: Sequence[int]) -> None:
         """These were lost, or their answers were."""
         for number in numbers:
             request = self._outstanding.get(number)
             if request is not None and request.sent:
-                request.sent = False
-                self._unacknowledged -= request.nbytes
+                self._note_sent(request, False)
                 self._unsent.append(request)
 
     def resend_all(self) -> None:
@@ -117,8 +137,7 @@ class Requests:
 
     def answered(self, request: Request) -> None:
         del self._outstanding[request.number]
-        if request.sent:
-            self._unacknowledged -= request.nbytes
+        self._note_sent(request, False)
 
     def take_overdue(self, now: float, contact: float, limit_s: float) -> list[tuple[Request, float]]:
         """Those that have waited longer, and for how long: since they were made, or since the server's last word at

@@ -126,6 +126,8 @@ def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> N
     """
     decode_texts(stored.texts)
     check_columns(header.trajectories, stored.columns, vocabulary)
+    if stored.side is None:
+        return
     scored, narrowed, likeliest = brings_reference(header), brings_support(header), brings_topk(header)
     read = any(scored) or any(narrowed) or any(likeliest)
     for place, trajectory in enumerate(stored.trajectories(header.trajectories) if read else ()):

@@ -34,6 +34,8 @@ def shard_step(plan: StepPlan, world: int, updates: int = 1, together: int = 0) 
         updates: optimizer steps of the batch: each is balanced of its own, for the ranks meet in it.
         together: and in each of them every so many groups; 0: all of them together.
     """
+    if world == 1:
+        return (tuple((group, position) for group in range(len(plan.groups)) for position in _fresh(plan, group)),)
     shards: list[list[Place]] = [[] for _ in range(world)]
     for minibatch in minibatches(plan, updates):
         for groups in parts_of(minibatch, together):
@@ -84,6 +86,8 @@ def minibatches(plan: StepPlan, updates: int) -> list[tuple[int, ...]]:
 
 def _fresh(plan: StepPlan, group: int) -> dict[int, TrajectoryHeader]:
     members = enumerate(plan.groups[group].trajectories)
+    if plan.all_fresh:
+        return {position: trajectory for position, trajectory in members if trajectory.version_tokens}
     return {position: trajectory for position, trajectory in members if plan.fresh_tokens(trajectory) > 0}
 
 

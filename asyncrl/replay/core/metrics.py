@@ -91,9 +91,8 @@ class Meter:
 
     def insert(self, header: GroupHeader) -> None:
         self.inserted_groups += 1
-        for trajectory in header.trajectories:
-            self._inserted[0] += 1
-            self._inserted[1] += trajectory.loss_tokens
+        self._inserted[0] += len(header.trajectories)
+        self._inserted[1] += sum([trajectory.loss_tokens for trajectory in header.trajectories])
 
     def measured(self, rewards: Sequence[float]) -> None:
         """A group came back; of no rewards nothing is known."""
@@ -115,17 +114,20 @@ class Meter:
     def train(self, plan: StepPlan, again: Collection[int] = ()) -> dict[str, float]:
         """Count a trained step; returns its own `staleness/*`. `again`: groups in it that were trained before."""
         good = masked = 0
+        all_fresh = plan.all_fresh
         for group in plan.groups:
+            first = group.group_id not in again
             for trajectory in group.trajectories:
-                fresh = plan.fresh_tokens(trajectory)
-                if group.group_id not in again:
-                    good, masked = good + fresh, masked + trajectory.loss_tokens - fresh
-                if fresh < trajectory.loss_tokens:
-                    self.masked_tokens += trajectory.loss_tokens - fresh
+                total = trajectory.loss_tokens
+                fresh = total if all_fresh else plan.fresh_tokens(trajectory)
+                if first:
+                    good, masked = good + fresh, masked + total - fresh
+                if fresh < total:
+                    self.masked_tokens += total - fresh
                     self._waste(stale_by_quartile(trajectory, plan.staleness, plan.max_staleness))
                 if fresh:
                     self._trained[0] += 1
-                    self._trained[1] += trajectory.loss_tokens
+                    self._trained[1] += total
         self._fates[plan.step] = good, masked
         by_age = plan.tokens_by_staleness()
         tokens = sum(by_age.values())

@@ -368,8 +368,7 @@ class Rollouts:
             return f"a group has {wanted} members, not {header.members}"
         if not any(trajectory.version_tokens for trajectory in header.trajectories):
             return "no trajectory has a token to train on"
-        for trajectory in header.trajectories:
-            for version, _ in trajectory.version_tokens:
-                if version not in self._state.tree:
-                    return f"a token has policy_version {version}, which was never published"
+        for version in {version for trajectory in header.trajectories for version, _ in trajectory.version_tokens}:
+            if version not in self._state.tree:
+                return f"a token has policy_version {version}, which was never published"
         return ""

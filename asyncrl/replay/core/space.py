@@ -30,6 +30,8 @@ class Space:
         """Give up payloads that nobody needs just now: those of trained steps, the oldest first, then those of steps
         that a restore has planned far ahead. The journal has them; without one, a restore makes such groups anew."""
         buffer = self._state.buffer
+        if buffer.nbytes <= self.max_bytes:  # asked after each group
+            return
         trained = [buffer.trained[step] for step in sorted(buffer.trained)]
         soon = self._state.trained_steps + 1
         later = [buffer.untrained[step] for step in sorted(buffer.untrained, reverse=True) if step > soon]

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from typing import TypeVar
 
 import zmq
@@ -61,12 +62,22 @@ class Doorkeeper:
 
     def may_speak(self, connection: bytes, frames: int) -> bool:
         """Whether a message of so many frames is read at all."""
-        speaker = self._seats.get(connection, connection)
-        before = self._queued.get(speaker, 0)
-        count = self._queued[speaker] = before + (1 if frames > 1 else BARE)
+        before, count = self._count(connection, frames > 1)
         if before <= FLOOD < count:
             log.warning("a connection (%s) sends more than is taken in: it is closed", self.speaks_for(connection))
         return count <= FLOOD and self._wrong.get(connection, 0) < MAX_MALFORMED
+
+    def came_too(self, connection: bytes, payloads: Iterable[int]) -> None:
+        """Further requests in a message that was read, with so many frames each: they count as if each were one."""
+        for frames in payloads:
+            self._count(connection, frames > 0)
+
+    def _count(self, connection: bytes, has_payload: bool) -> tuple[float, float]:
+        """`(before, with it)`."""
+        speaker = self._seats.get(connection, connection)
+        before = self._queued.get(speaker, 0)
+        self._queued[speaker] = before + (1 if has_payload else BARE)
+        return before, self._queued[speaker]
 
     def must_close(self, connection: bytes) -> bool:
         """Once for each connection that is heard no more; what it has sent already is still to be thrown away."""

@@ -23,6 +23,7 @@ from asyncrl.errors import AsyncRLError, FencedError, WireError
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.keyring import VIEWER
@@ -138,39 +139,39 @@ class ReplayServer:
                 if self.door.must_close(identity):
                     hang_up(connection)
                 continue
-            self._take(identity, role, frames)
-            taken += 1
-            nbytes += sum(len(frame) for frame in frames)
-            if taken == BATCH or nbytes > BATCH_BYTES:
+            taken += self._take(identity, role, frames)
+            nbytes += sum(map(len, frames))
+            if taken >= BATCH or nbytes > BATCH_BYTES:
                 return
 
-    def _take(self, identity: bytes, role: str, frames: Sequence[Frame]) -> None:
-        """One message, whatever it is, from who has the key of `role`; nothing a peer sends may stop the server."""
+    def _take(self, identity: bytes, role: str, frames: Sequence[Frame]) -> int:
+        """One message, whatever it is, from who has the key of `role`; nothing a peer sends may stop the server.
+        Returns how much it counts: the requests in it, or 1."""
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
                 raise WireError(f"a message of {len(frames)} frames")
             if len(frames[0]) > STRANGER_BYTES and self._says_little(identity):
                 self._strange(identity, 0, sum(map(len, frames)))
-                return
+                return 1
             envelope = wire.decode_envelope(frames[0])
         except WireError as error:
             self._malformed(identity, error)
             self.replies.turn_away(identity, "wire", 0, str(error))
-            return
+            return 1
         if envelope.verb == "hello":
             self._hello(identity, role, envelope)
-            return
+            return 1
         session = self.sessions.get(envelope.incarnation)
         if session is None:
             self._strange(identity, envelope.request, sum(map(len, frames)))
-            return
+            return 1
         if envelope.run != self.run_id or session.role != role:
             self.door.malformed(identity)
             text = f"what a {role}'s key has opened is no connection of this {session.role}, or of another run"
             self.replies.turn_away(identity, "refused", envelope.request, text)
-            return
+            return 1
         self._heard(session, identity)
-        self._request(session, envelope, frames[1:])
+        return self._requests(session, envelope, frames[1:])
 
     def _says_little(self, identity: bytes) -> bool:
         """Whether who is there has no reason to send much: a stranger, or a viewer."""
@@ -252,25 +253,38 @@ class ReplayServer:
         elif hello.role == "learner":
             self.core.hello_learner(hello.name, incarnation)
 
-    def _request(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> None:
-        request, verb = envelope.request, envelope.verb
+    def _requests(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> int:
+        """All of one message; how many."""
         try:
-            acknowledged, body = wire.sequence(envelope.body, "request", 2)
-            wire.integer(acknowledged, "acknowledged", 0, wire.MAX_ID)
-            for answered in [known for known in session.replies if known < acknowledged]:
-                del session.replies[answered]
-            session.acknowledged = max(session.acknowledged, acknowledged)
+            acknowledged, asked = decode_requests(envelope, frames)
+        except WireError as error:
+            self._malformed(session.identity, error, session)
+            self.replies.error(session, envelope.request, error)
+            return 1
+        self.door.came_too(session.identity, [len(each.frames) for each in asked[1:]])
+        for answered in [known for known in session.replies if known < acknowledged]:
+            del session.replies[answered]
+        session.acknowledged = max(session.acknowledged, acknowledged)
+        for each in asked:
+            self._request(session, each)
+            if session.incarnation not in self.sessions:  # it said goodbye, or was thrown out
+                break
+        return len(asked)
+
+    def _request(self, session: Session, asked: Asked) -> None:
+        request, verb = asked.number, asked.verb
+        try:
             # A late copy of what was answered: run again, an acquire would give orders to nobody.
             if (request < session.acknowledged and verb != "heartbeat") or request in session.waiting:
                 return
             if request in session.replies:
                 self.replies.again(session, request)
             elif verb == "heartbeat":
-                self._heartbeat(session, request, body)
+                self._heartbeat(session, request, asked.body)
             elif verb == "goodbye":
                 self._goodbye(session, request)
             else:
-                self._run(session, request, verb, body, frames)
+                self._run(session, request, verb, asked.body, asked.frames)
         except (AsyncRLError, RecursionError) as raised:  # The second: lists in lists that cannot even be shown.
             error = raised if isinstance(raised, AsyncRLError) else WireError(f"{wire.short(verb)} is nested too deep")
             if isinstance(error, WireError):

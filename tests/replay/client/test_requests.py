@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.replay.client.requests import Request, Requests
+from asyncrl.replay.codec.together import MOST, MOST_BYTES
 
 
 def request(number: int, nbytes: int = 0, since: float = 0.0) -> Request:
@@ -25,9 +27,14 @@ def made(*sizes: int, window: int = 100) -> Requests:
 
 def sending(requests: Requests) -> list[int]:
     """The numbers that go out now, to a socket that takes everything."""
-    numbers: list[int] = []
-    requests.send(lambda request: numbers.append(request.number) is None)
-    return numbers
+    return [number for together in parcels(requests) for number in together]
+
+
+def parcels(requests: Requests) -> list[list[int]]:
+    """The same by the message that they share."""
+    sent: list[list[int]] = []
+    requests.send(lambda together: sent.append([request.number for request in together]) is None)
+    return sent
 
 
 def the(requests: Requests, number: int) -> Request:
@@ -60,9 +67,27 @@ def test_a_group_larger_than_the_window_goes_alone_and_none_goes_before_there_is
 
 def test_what_the_socket_does_not_take_stays_and_keeps_its_place() -> None:
     requests = made(10, 20)
-    requests.send(lambda request: False)
+    requests.send(lambda together: False)
     assert requests.sent() == []
     assert sending(requests) == [1, 2]
+
+
+def test_what_is_ready_at_the_same_time_shares_a_message_until_it_is_large() -> None:
+    small, large = 10, MOST_BYTES
+    requests = made(small, 0, small, large, small, window=4 * MOST_BYTES)
+    assert parcels(requests) == [[1, 2, 3, 4], [5]]
+    many = made(*[0] * (MOST + 1))
+    assert [len(together) for together in parcels(many)] == [MOST, 1]
+
+
+def test_what_the_socket_did_not_take_together_stays_in_order_before_what_waits_for_credit() -> None:
+    requests = made(60, 0, 60, 0)
+    took: list[list[int]] = []
+    requests.send(lambda together: took.append([each.number for each in together]) is not None)
+    assert took == [[1, 2], [4]] and requests.sent() == []
+    assert parcels(requests) == [[1, 2], [4]], "3 has no credit, and nothing was charged for what did not leave"
+    requests.answered(the(requests, 1))
+    assert parcels(requests) == [[3]]
 
 
 def test_only_what_was_lost_is_sent_again_and_its_bytes_are_counted_once() -> None:
@@ -96,8 +121,8 @@ def test_a_request_that_cannot_be_encoded_fails_alone() -> None:
     requests = made(10, 100)
     bad = the(requests, 1)
 
-    def dispatch(request: Request) -> bool:
-        if request.number == 1:
+    def dispatch(together: Sequence[Request]) -> bool:
+        if bad in together:
             raise WireError("its header is too long")
         return True
 

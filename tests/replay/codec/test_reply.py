@@ -20,6 +20,7 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec import wire
+from asyncrl.replay.codec.together import decode_requests
 from asyncrl.replay.server.router import router
 from tests.replay.helpers import replay_config
 
@@ -62,13 +63,15 @@ class Handlers:
         while not done():
             assert time.monotonic() < deadline, "somebody waits for ever"
             if self._socket.poll(20):
-                peer, header, *_ = self._socket.recv_multipart()
+                peer, header, *frames = self._socket.recv_multipart()
                 heard = wire.decode_envelope(header)
-                said = answer(heard.request, heard.verb)
-                self._unsound -= {heard.request}
-                if said is not None and heard.verb not in ("hello", "heartbeat"):
-                    self._unsound.add(heard.request)
-                self._socket.send_multipart([peer, *(said or self._sound(heard.request, heard.verb))])
+                both = [] if heard.verb == "hello" else decode_requests(heard, frames)[1]
+                for number, verb in [(each.number, each.verb) for each in both] or [(heard.request, heard.verb)]:
+                    said = answer(number, verb)
+                    self._unsound -= {number}
+                    if said is not None and verb not in ("hello", "heartbeat"):
+                        self._unsound.add(number)
+                    self._socket.send_multipart([peer, *(said or self._sound(number, verb))])
 
     def _sound(self, number: int, verb: str) -> Frames:
         bodies = {"hello": WELCOME, "heartbeat": [sorted(self._unsound), 1000, 1, CLOCKS], "insert": STORED}
