@@ -30,6 +30,7 @@ import numpy as np
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.pace import Pace
 from asyncrl.planner.calibration import LENGTHS, calibrate, read_run
 from asyncrl.planner.costs import Costs, Decode, Histogram, LogNormal
 from asyncrl.planner.outcome import Measured, simulate
@@ -109,12 +110,13 @@ class SleepingEngine:
 
     def __init__(self) -> None:
         self.version, self.generated, self._pause = 0, 0, 0.0
+        self._pace = Pace()
         self._running: list[tuple[list[int], int, asyncio.Future[list[int]]]] = []
         self._waiting: list[tuple[int, asyncio.Future[list[int]]]] = []
         self._work = asyncio.Event()
 
     def stats(self) -> dict[str, float]:
-        return {"generated_tokens": float(self.generated)}
+        return {"generated_tokens": float(self.generated)} | self._pace.named("decode")
 
     def load(self, version: int) -> None:
         self.version, self._pause = version, STALL_S
@@ -139,7 +141,7 @@ class SleepingEngine:
 
     async def run(self) -> None:
         """waits for: sequences; unblocked by: `generate`. Sleeps up to deadlines, so that what is late is made up."""
-        at = time.monotonic()
+        at = ended = time.monotonic()
         while True:
             while self._waiting and len(self._running) < MAX_SEQUENCES:
                 length, future = self._waiting.pop(0)
@@ -147,11 +149,13 @@ class SleepingEngine:
             if not self._running:
                 self._work.clear()
                 await self._work.wait()
-                at = time.monotonic()
+                at = ended = time.monotonic()
                 continue
-            at += DECODE_S + SEQUENCE_S * len(self._running) + self._pause
-            self._pause = 0.0
+            pause, self._pause = self._pause, 0.0
+            at += DECODE_S + SEQUENCE_S * len(self._running) + pause
             await asyncio.sleep(max(0.0, at - time.monotonic()))
+            before, ended = ended, time.monotonic()
+            self._pace.add(len(self._running), ended - before - pause)
             self.generated += len(self._running)
             for versions, length, future in self._running:
                 versions.append(self.version)

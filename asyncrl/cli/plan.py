@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.placement import WHOLE_SHARE
-from asyncrl.planner.calibration import Row, RunMeasured, calibrate, read_run
+from asyncrl.planner.calibration import Row, RunMeasured, calibrate, engines_told, read_run
 from asyncrl.planner.costs import Costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
@@ -116,6 +117,12 @@ def slots_of(config: Config, in_flight: int, engines: int) -> int:
 def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs:
     """Of these runs; what was given by hand counts more."""
     runs = [run_of(folder) for folder in folders]
+    if not (engines_told(runs) or given.tokens_per_s):
+        print(
+            "note: these runs tell nothing of their engines' steps (the built-in engine's do, of this version): what a "
+            "step takes is fitted to the throughput, and is less sure",
+            file=sys.stderr,
+        )
     found = calibrate(runs, costs)
     if given.tokens_per_s:
         found = replace(found, decode=costs.decode)
@@ -214,11 +221,20 @@ def command_of(overrides: Sequence[str], split: Split, gpus: int, depth: int = 0
 
 def cost_line(costs: Costs) -> str:
     rates = ", ".join(f"{batch / costs.decode.step_s(batch):.4g} at {batch}" for batch in (1, 8, 64, 256))
-    return (
-        f"engine: {rates} sequences (tokens/s); completions of {costs.lengths.mean:.4g} tokens; a train step "
-        f"{costs.step_s:.3g} s + {costs.token_s * 1e6:.3g} us per token of a rank; weights served after "
-        f"{costs.sync_s:.3g} s, stall {costs.stall_s:.3g} s; environment {costs.environment_s:.3g} s x {costs.turns}"
-    )
+    said = [
+        f"engine: {rates} sequences (tokens/s)",
+        f"completions of {costs.lengths.mean:.4g} tokens",
+        f"a train step {costs.step_s:.3g} s + {costs.token_s * 1e6:.3g} us per token of a rank",
+        f"weights served after {costs.sync_s:.3g} s, stall {costs.stall_s:.3g} s",
+        f"environment {costs.environment_s:.3g} s x {costs.turns}",
+    ]
+    if costs.prompts is not None:
+        said.insert(1, f"one prompt {costs.prompts.step_s(1):.3g} s, 8 at once {costs.prompts.step_s(8):.3g} s")
+    if costs.handle_s or costs.deliver_s:
+        said.append(
+            f"a finished group {costs.handle_s:.3g} s, one after the other, and {costs.deliver_s:.3g} s on its way"
+        )
+    return "; ".join(said)
 
 
 COLUMNS = ("tokens/s", "step s", "learner waits", "engines wait", "stale", "max", "goodput")

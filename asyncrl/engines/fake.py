@@ -7,7 +7,6 @@ right weights, the right prompt and the right seed were used. Each decode step t
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ class FakeEngine:
         self._latency_s = latency_s
         self._policy_version = NO_VERSION
         self._closed = False
-        names = ("generated_tokens", "decode_steps", "running", "loads", "load_s", "stall_s", "busy_s")
+        names = ("generated_tokens", "decode_steps", "running", "loads", "load_s", "stall_s")
         self._stats = dict.fromkeys(names, 0.0)
 
     @property
@@ -45,12 +44,10 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self._stats["running"] += request.n
-        started = time.monotonic()
         try:
             return await self._run(request)
         finally:
             self._stats["running"] -= request.n
-            self._stats["busy_s"] += time.monotonic() - started
 
     @property
     def max_length(self) -> int:

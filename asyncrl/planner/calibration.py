@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import RunFolderError
+from asyncrl.pace import KINDS, Pace
 from asyncrl.planner.costs import Costs, Decode, Histogram
 from asyncrl.planner.outcome import Measured
 from asyncrl.planner.simulation import Setup, Simulation
@@ -23,7 +24,10 @@ SKIPPED, FEWEST = 0.1, 4
 """Share of the steps that are warm-up, and the steps that have to be left."""
 LENGTHS = "histogram/completion/length"
 BINS = 400
-ROUNDS = 4
+ROUNDS, CLOSE = 4, 0.01
+DELIVERED, HANDLED = 0.2, 0.01
+"""Of the time in which a mean completion is decoded: where the search for `deliver_s` and `handle_s` begins. From much
+less than they are the search would not find that they matter."""
 Row = dict[str, Any]
 
 
@@ -47,6 +51,10 @@ class RunMeasured:
         busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
         tokens = last["goodput/generated_tokens"] - first["goodput/generated_tokens"]
         return max(tokens, 1.0) / max(busy, 1e-3)  # heartbeats bring both: of a run of a few seconds there may be none
+
+    def pace(self, kind: str) -> Pace:
+        """Of its engines' steps; without any where they told nothing of them."""
+        return Pace.of(self.rows[-1], f"engine/{kind}") - Pace.of(self.rows[0], f"engine/{kind}")
 
     def found(self) -> Measured:
         """In the terms of a simulation's outcome."""
@@ -107,12 +115,15 @@ def lengths_of(folder: Path) -> Histogram:
 
 
 def calibrate(runs: Sequence[RunMeasured], given: Costs, *, steps: int = 40) -> Costs:
-    """The costs of these runs of one workload. Of several, with other numbers of sequences decoded together, the slope
-    of the engines' speed is found too; of one its shape is that of `given`, and where that has one point, a decode step
-    takes as long at every batch.
+    """The costs of these runs of one workload.
+
+    How long engines' steps take is fitted to what they told of them, and what a worker does with a finished group is
+    then what makes simulations of the runs as fast as the runs. Where engines told nothing (a server's, an older run),
+    their steps are fitted to the throughput: of several runs, with other numbers of sequences decoded together, the
+    slope is found too; of one a step takes as long at every batch. A speed that is given keeps its shape.
 
     Args:
-        given: what no run tells (environment, turns), and the shape of the engines' speed.
+        given: what no run tells (environment, turns), and the engines' speed if it has more than one point.
     """
     rows = [row for run in runs for row in run.rows]
     costs = replace(
@@ -122,39 +133,71 @@ def calibrate(runs: Sequence[RunMeasured], given: Costs, *, steps: int = 40) -> 
         stall_s=median_of(rows, "weights/stall_s"),
         **train_costs(runs),
     )
-    points = len(given.decode.points)
-    if len(runs) == 1 or points > 1:
-        factor = 1.0
-        for _ in range(ROUNDS):
-            logs = [math.log(rate_of(run, costs, steps) / run.generated_per_busy_s) for run in runs]
-            factor = math.exp(statistics.mean(logs))
-            costs = replace(costs, decode=costs.decode.scaled(factor))
+    if len(given.decode.points) == 1:
+        if engines_told(runs):
+            costs = fit_host(runs, with_paces(costs, runs), steps)
+        elif len(runs) > 1:
+            costs = fit_slope(runs, costs, steps)
+    for _ in range(ROUNDS):
+        missed = statistics.mean(errors(runs, costs, steps))
+        if abs(missed) < CLOSE:
+            break
+        costs = costs.slower(math.exp(missed))
+    return costs
+
+
+def engines_told(runs: Sequence[RunMeasured]) -> bool:
+    return any(run.pace("decode").steps for run in runs)
+
+
+def with_paces(costs: Costs, runs: Sequence[RunMeasured]) -> Costs:
+    """`decode` and `prompts` by what the engines told."""
+    decoded, prefilled = (sum((run.pace(kind) for run in runs), Pace()) for kind in KINDS)
+    most = max(run.setup.max_sequences for run in runs)
+    prompts = Decode.of_line(*prefilled.line(), most) if prefilled.steps else None
+    return replace(costs, decode=Decode.of_line(*decoded.line(), most), prompts=prompts)
+
+
+def fit_host(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
+    """`deliver_s` and `handle_s`, but for what is given."""
+    if costs.deliver_s:
         return costs
-    return fit_slope(runs, costs, steps)
+    decoded = sum((run.pace("decode") for run in runs), Pace())
+    made = costs.lengths.mean * decoded.s / decoded.steps
+    guess = DELIVERED * made, HANDLED * made
+    return fitted(runs, steps, guess, lambda both: replace(costs, deliver_s=both[0], handle_s=both[1]))
 
 
 def fit_slope(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
-    """Gauss-Newton in the logarithms of both parts of `step_s(b) = fixed + each * b`: least squares of the logarithms
-    of the tokens per busy second."""
+    """Both parts of a decode step, `fixed + each * b`."""
     most = max(run.setup.max_sequences for run in runs)
     guess = 1 / max(run.generated_per_busy_s for run in runs)
-    logs = np.log([guess * 4, guess / 2])
+    return fitted(
+        runs, steps, (guess * 4, guess / 2), lambda both: replace(costs, decode=Decode.of_line(both[0], both[1], most))
+    )
 
-    def at(point: np.ndarray) -> Costs:
-        fixed, each = np.exp(point)
-        return replace(costs, decode=Decode(((1, float(fixed + each)), (max(2, most), float(fixed + each * most)))))
 
-    def errors(point: np.ndarray) -> np.ndarray:
-        tried = at(point)
-        return np.array([math.log(rate_of(run, tried, steps) / run.generated_per_busy_s) for run in runs])
+def fitted(
+    runs: Sequence[RunMeasured], steps: int, guess: tuple[float, float], at: Callable[[list[float]], Costs]
+) -> Costs:
+    """Gauss-Newton in the logarithms of two seconds: least squares of `errors`."""
+    logs = np.log(guess)
+
+    def missed(point: np.ndarray) -> np.ndarray:
+        return np.array(errors(runs, at(np.exp(point).tolist()), steps))
 
     for _ in range(ROUNDS):
-        here = errors(logs)
-        slopes = np.stack([(errors(logs + 0.1 * unit) - here) / 0.1 for unit in np.eye(2)], axis=1)
+        here = missed(logs)
+        slopes = np.stack([(missed(logs + 0.1 * unit) - here) / 0.1 for unit in np.eye(2)], axis=1)
         # The ridge keeps what the runs do not tell apart where it is.
         move = np.linalg.solve(slopes.T @ slopes + 1e-3 * np.eye(2), -slopes.T @ here)
         logs = logs + np.clip(move, -1.5, 1.5)
-    return at(logs)
+    return at(np.exp(logs).tolist())
+
+
+def errors(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> list[float]:
+    """Logarithm of the tokens per busy second, simulated over measured."""
+    return [math.log(rate_of(run, costs, steps) / run.generated_per_busy_s) for run in runs]
 
 
 def rate_of(run: RunMeasured, costs: Costs, steps: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -69,8 +69,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Seconds of one decode step of an engine, by the sequences decoded together: linear between the points, constant
-    below the first, and beyond the last with the slope of the last two."""
+    """Seconds of one step of an engine, by the sequences decoded (or the prompts prefilled) together: linear between
+    the points, constant below the first, and beyond the last with the slope of the last two."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -80,6 +80,12 @@ class Decode:
             raise ConfigError(f"batches of an engine's speed have to rise from 1 or more, not {batches}")
         if min(seconds for _, seconds in self.points) <= 0:
             raise ConfigError("an engine's speed has to be above 0 tokens/s at every batch")
+
+    @classmethod
+    def of_line(cls, fixed: float, each: float, most: int) -> Decode:
+        """Seconds are `fixed + each * batch`, known up to `most`."""
+        most = max(2, most)
+        return cls(((1, max(fixed + each, 1e-9)), (most, max(fixed + each * most, 1e-9))))
 
     @classmethod
     def of_rates(cls, rates: Sequence[tuple[int, float]]) -> Decode:
@@ -104,10 +110,15 @@ class Decode:
 class Costs:
     decode: Decode
     lengths: Lengths
+    prompts: Decode | None = None
+    """For so long an engine decodes nothing, by the prompts that come at once; then their sequences have their first
+    tokens. None: prompts cost it nothing, and first tokens are decoded like all others."""
     prefill_s: float = 0.0
     """From a free place until the first token of a group: the order's way, rendering, prefill."""
     deliver_s: float = 0.0
-    """From the last reward of a group until it is inserted."""
+    """From the last reward of a group until it is inserted, whatever else its worker does."""
+    handle_s: float = 0.0
+    """Before that, for which its worker handles it: one group after the other."""
     turns: int = 1
     """In which a completion is sampled; after each the environment answers, or scores."""
     environment_s: float = 0.0
@@ -124,6 +135,11 @@ class Costs:
     """From the publication of a version until all engines serve it."""
     stall_s: float = 0.0
     """For which an engine stands still to load it."""
+
+    def slower(self, factor: float) -> Costs:
+        """With engines whose steps take `factor` times as long."""
+        prompts = None if self.prompts is None else self.prompts.scaled(factor)
+        return replace(self, decode=self.decode.scaled(factor), prompts=prompts)
 
     def train_s(self, tokens: float, ranks: int) -> float:
         """Mean seconds of a train step."""

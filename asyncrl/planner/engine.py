@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from asyncrl.planner.costs import Decode
+
 EPSILON = 1e-9
 """Of a decode step: what rounding leaves of the last token."""
 
@@ -42,16 +44,23 @@ class Member:
 class SimulatedEngine:
     """Args:
     pace: seconds of a decode step by the sequences in it, from 0 to the most that are decoded together.
+    prompts: seconds of a prefill by the prompts in it; None: there is none, first tokens are decoded.
     """
 
-    def __init__(self, name: str, slots: int, pace: Sequence[float], served: int) -> None:
-        self.name, self.slots, self._pace = name, slots, pace
+    def __init__(
+        self, name: str, slots: int, pace: Sequence[float], served: int, prompts: Decode | None = None
+    ) -> None:
+        self.name, self.slots, self._pace, self._prompts = name, slots, pace, prompts
+        self._first = 0 if prompts is None else 1
+        """Tokens that a sequence has of its prefill."""
         self.most = len(pace) - 1
         self.groups = 0
         self.asks, self.asked_at = 0, 0.0
         """Places for which its worker's request waits, and since when; 0: it has not asked."""
         self.turn = 0
         """Grows with every change of the batch: what was foretold before it is wrong."""
+        self.handled = 0.0
+        """When its worker has handled the groups that are finished."""
         self.held_s = 0.0
         """In which its worker had a group."""
         self._held_since = 0.0
@@ -80,6 +89,12 @@ class SimulatedEngine:
             self._begin(member)
         else:
             self._waiting.append(member)
+
+    def prefill(self, prompts: int, now: float) -> None:
+        """It decodes nothing meanwhile."""
+        self.advance(now)
+        if self._prompts is not None:
+            self._at = max(self._at, now) + self._prompts.step_s(prompts)
 
     def load(self, version: int, now: float, stall_s: float) -> None:
         """From here on tokens are of `version`."""
@@ -119,15 +134,16 @@ class SimulatedEngine:
 
     def _begin(self, member: Member) -> None:
         member.started = self._steps
+        self.generated += self._first
         self._count += 1
-        heappush(self._running, (self._steps + member.turns[-1], self._count, member))
+        heappush(self._running, (self._steps + member.turns[-1] - self._first, self._count, member))
 
     def _count_tokens(self, member: Member) -> None:
         length, tokens = member.turns.pop(), member.group.tokens
         place = bisect_right(self._loaded_at, member.started) - 1
         done = 0
         while place + 1 < len(self._loaded):
-            until = min(length, round(self._loaded_at[place + 1] - member.started))
+            until = min(length, self._first + round(self._loaded_at[place + 1] - member.started))
             if until > done:
                 version = self._loaded[place]
                 tokens[version] = tokens.get(version, 0) + until - done

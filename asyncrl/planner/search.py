@@ -169,14 +169,19 @@ def best_of(tried: Sequence[Tried]) -> Tried:
 def changes(costs: Costs) -> dict[str, Callable[[float], Costs]]:
     """What can be made dearer by a factor, by name; what costs nothing is left out."""
     found: dict[str, Callable[[float], Costs]] = {
-        "decode step": lambda factor: replace(costs, decode=costs.decode.scaled(factor)),
+        "engine step": costs.slower,
         "completion length": lambda factor: replace(costs, lengths=Longer(costs.lengths, factor)),
         "train step": lambda factor: replace(costs, step_s=costs.step_s * factor, token_s=costs.token_s * factor),
         "weight update": lambda factor: replace(costs, sync_s=costs.sync_s * factor, stall_s=costs.stall_s * factor),
         "environment": lambda factor: replace(costs, environment_s=costs.environment_s * factor),
+        "finished group": lambda factor: replace(
+            costs, handle_s=costs.handle_s * factor, deliver_s=costs.deliver_s * factor
+        ),
     }
     if not costs.sync_s and not costs.stall_s:
         del found["weight update"]
     if not costs.environment_s:
         del found["environment"]
+    if not costs.handle_s and not costs.deliver_s:
+        del found["finished group"]
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -73,7 +73,8 @@ class Simulation:
         self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         self.core.publish(policy_version=0, parent=NO_VERSION)
         pace = [costs.decode.step_s(max(1, batch)) for batch in range(setup.max_sequences + 1)]
-        self.engines = {f"w{n}": SimulatedEngine(f"w{n}", setup.slots, pace, 0) for n in range(setup.engines)}
+        names = [f"w{number}" for number in range(setup.engines)]
+        self.engines = {name: SimulatedEngine(name, setup.slots, pace, 0, costs.prompts) for name in names}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._random = np.random.default_rng([seed, 1])
@@ -166,14 +167,11 @@ class Simulation:
                 continue
             engine.asks = 0
             engine.hold(len(orders), self.now)
-            begins = self.now + self.costs.prefill_s
-            for order in orders:
-                if self.costs.prefill_s:
-                    self._later(begins, lambda order=order, engine=engine: self._begin(engine, order))
-                else:
-                    self._begin(engine, order, foretell=False)
-            if not self.costs.prefill_s:
-                self._foretell(engine)
+            if self.costs.prefill_s:
+                begins = self.now + self.costs.prefill_s
+                self._later(begins, lambda orders=orders, engine=engine: self._begin(engine, orders))
+            else:
+                self._begin(engine, orders)
             self._ask(engine)
 
     def _lengths(self, group_id: int) -> list[int]:
@@ -184,17 +182,18 @@ class Simulation:
             self._block = (block, self.costs.lengths.draw(random, BLOCK, members))
         return self._block[1][place].tolist()
 
-    def _begin(self, engine: SimulatedEngine, order: Assignment, *, foretell: bool = True) -> None:
-        if order.single:
-            group_id, place = divmod(order.group_id, self.setup.settings.group_size)
-            lengths = self._lengths(group_id)[place : place + 1]
-        else:
-            lengths = self._lengths(order.group_id)
-        group = Making(order, len(lengths))
-        for length in lengths:
-            engine.add(Member(group, in_turns(length, self.costs.turns)), self.now)
-        if foretell:
-            self._foretell(engine)
+    def _begin(self, engine: SimulatedEngine, orders: Sequence[Assignment]) -> None:
+        engine.prefill(len(orders), self.now)
+        for order in orders:
+            if order.single:
+                group_id, place = divmod(order.group_id, self.setup.settings.group_size)
+                lengths = self._lengths(group_id)[place : place + 1]
+            else:
+                lengths = self._lengths(order.group_id)
+            group = Making(order, len(lengths))
+            for length in lengths:
+                engine.add(Member(group, in_turns(length, self.costs.turns)), self.now)
+        self._foretell(engine)
 
     def _foretell(self, engine: SimulatedEngine) -> None:
         engine.turn += 1
@@ -217,6 +216,7 @@ class Simulation:
 
     def _answered(self, engine: SimulatedEngine, member: Member, *, foretell: bool = True) -> None:
         if member.turns:
+            engine.prefill(1, self.now)
             engine.add(member, self.now)
             if foretell:
                 self._foretell(engine)
@@ -225,8 +225,9 @@ class Simulation:
         group.left -= 1
         if group.left:
             return
-        if self.costs.deliver_s:
-            self._later(self.now + self.costs.deliver_s, lambda: self._insert(engine, group))
+        if self.costs.deliver_s or self.costs.handle_s:
+            engine.handled = max(self.now, engine.handled) + self.costs.handle_s
+            self._later(engine.handled + self.costs.deliver_s, lambda: self._insert(engine, group))
         else:
             self._insert(engine, group)
 

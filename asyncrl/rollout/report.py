@@ -67,5 +67,5 @@ class WorkerReport:
         stats = {**dict(self._counts), "progress": self.progress()}
         for source in self._sources:
             stats.update(source())
-        # Last: engines have a `busy_s` too, that of their decoding, and it would take this one's place.
+        # Last: what an engine counts under one of these names would take its place.
         return stats | {"busy_s": seconds[True], "waiting_s": seconds[False]}

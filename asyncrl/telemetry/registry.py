@@ -327,7 +327,19 @@ _OTHER = (
     Metric("rerun/log_ratio", "nats", "mean log(π/μ) per token: how likely the policy in hand finds the data"),
 )
 
-METRICS: tuple[Metric, ...] = (*_LEARNER, *_TIME, *_REPLAY, *_WEIGHTS, *_EVALUATIONS, *_OTHER)
+_ENGINE = tuple(
+    Metric(f"engine/{kind}_{name}", unit, f"{meaning}, of all engines", NEITHER, True)
+    for kind, steps, rows in (("decode", "decode steps", "sequences"), ("prefill", "prefills", "prompts"))
+    for name, unit, meaning in (
+        ("steps", "steps", steps),
+        ("rows", rows, f"of these {steps}, added up"),
+        ("rows_squared", f"{rows}²", f"their squares: `asyncrl plan --from` fits seconds = fixed + each × {rows}"),
+        ("s", "s", f"that these {steps} took"),
+        ("rows_s", f"{rows}·s", f"{rows} times seconds of each of these {steps}, added up"),
+    )
+)
+
+METRICS: tuple[Metric, ...] = (*_LEARNER, *_TIME, *_ENGINE, *_REPLAY, *_WEIGHTS, *_EVALUATIONS, *_OTHER)
 """All of them. Where several patterns fit a name, the one with the fewest placeholders is meant, see `metric_of`."""
 
 

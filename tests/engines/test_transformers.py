@@ -132,14 +132,14 @@ def test_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
 def test_siblings_differ_and_a_prompt_is_prefilled_once_per_group():
     engine = make_engine(make_model("qwen2"))
 
-    async def work():
-        group = await engine.generate(request(prompt(9), 8, new=10))
-        return group, engine.stats()
-
-    group, stats = asyncio.run(closing(engine, work()))
+    group = asyncio.run(closing(engine, engine.generate(request(prompt(9), 8, new=10))))
+    stats = engine.stats()  # of a step it tells when the step is over: here the engine is closed
     assert len({tuple(c.token_ids.tolist()) for c in group}) > 1
     assert stats["prefill_rows"] == 1 and stats["prefill_tokens"] == 9
     assert stats["generated_tokens"] == 80 and stats["decode_rows"] == 72
+    assert stats["decode_steps"] == 9 and stats["decode_rows_squared"] == 9 * 64
+    assert stats["decode_s"] > 0 and stats["decode_rows_s"] == pytest.approx(8 * stats["decode_s"])
+    assert stats["prefill_steps"] == 1 and stats["prefill_s"] == stats["prefill_rows_s"] > 0
 
 
 def test_the_stop_token_is_included_and_ends_the_sequence():

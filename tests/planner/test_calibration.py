@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import RunFolderError
+from asyncrl.pace import Pace
 from asyncrl.planner.calibration import LENGTHS, calibrate, lengths_of, read_run
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 from asyncrl.planner.outcome import simulate
@@ -26,16 +27,34 @@ TRUE = Costs(
 )
 
 
-def write_run(folder: Path, given: Setup, steps: int = 30) -> list[dict[str, float]]:
+PACED = replace(TRUE, prompts=Decode(((1, 0.03), (64, 0.345))), handle_s=0.05, deliver_s=1.0)
+"""Engines that tell of their steps, and workers whose own work takes time."""
+
+
+def steps_told(random: np.random.Generator, costs: Costs) -> tuple[Pace, Pace]:
+    """Of some decode steps and prefills that take as long as `costs` say, and vary."""
+    paces = Pace(), Pace()
+    for _ in range(50):
+        for pace, speed, most in zip(paces, (costs.decode, costs.prompts), (64, 8), strict=True):
+            rows = int(random.integers(1, most + 1))
+            pace.add(rows, (speed or costs.decode).step_s(rows) * random.uniform(0.97, 1.03))
+    return paces
+
+
+def write_run(folder: Path, given: Setup, steps: int = 30, true: Costs = TRUE) -> list[dict[str, float]]:
     """Metrics as a learner writes them, of a simulated run."""
     folder.mkdir()
-    simulation, rows, before = Simulation(given, TRUE, seed=3), [], 0.0
+    simulation, rows, before = Simulation(given, true, seed=3), [], 0.0
+    random, decoded, prefilled = np.random.default_rng(5), Pace(), Pace()
     for number in range(1, steps + 1):
         simulation.run(number)
         step = simulation.steps[-1]
         seconds, tokens, held = step.ended - before, sum(step.tokens.values()), simulation.held_s
         before = step.ended
         ages = sum(age * count for age, count in step.tokens.items()) / tokens
+        more = steps_told(random, true)
+        decoded, prefilled = decoded + more[0], prefilled + more[1]
+        told = decoded.named("decode") | prefilled.named("prefill")
         rows.append(
             {
                 "step": number,
@@ -46,6 +65,7 @@ def write_run(folder: Path, given: Setup, steps: int = 30) -> list[dict[str, flo
                 "goodput/generated_tokens": simulation.generated,
                 "idle/rollout_busy_s": held,
                 "idle/rollout_s": simulation.now * given.engines - held,
+                **({f"engine/{name}": value for name, value in told.items()} if true.prompts else {}),
                 "weights/update_s": TRUE.sync_s,
                 "weights/stall_s": TRUE.stall_s,
             }
@@ -74,6 +94,34 @@ def test_costs_of_two_runs_foretell_a_third_one_with_other_settings(tmp_path: Pa
         assert guessed.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)
         assert guessed.learner_idle == pytest.approx(true.learner_idle, abs=0.1)
         assert guessed.staleness_mean == pytest.approx(true.staleness_mean, abs=0.5)
+
+
+def test_what_engines_told_of_their_steps_is_their_speed_and_the_rest_is_their_workers(tmp_path: Path) -> None:
+    runs = []
+    for name, in_flight in (("few", 2), ("many", 24)):
+        given = setup(2, engines=2, max_in_flight=in_flight)
+        runs.append(read_run(tmp_path / name, given, write_run(tmp_path / name, given, true=PACED)))
+    found = calibrate(runs, Costs(decode=Decode(((1, 0.5),)), lengths=FIXED), steps=20)
+    assert found.prompts is not None and PACED.prompts is not None
+    for batch in (1, 16, 64):
+        assert found.decode.step_s(batch) == pytest.approx(PACED.decode.step_s(batch), rel=0.05)
+    for prompts in (1, 8):
+        assert found.prompts.step_s(prompts) == pytest.approx(PACED.prompts.step_s(prompts), rel=0.05)
+    for other in (setup(0, engines=3), setup(3, engines=1, max_in_flight=8), setup(1, engines=1, max_in_flight=1)):
+        true, guessed = (simulate(other, costs, steps=60, warm_up=15, seed=9) for costs in (PACED, found))
+        assert guessed.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)
+        assert guessed.learner_idle == pytest.approx(true.learner_idle, abs=0.1)
+        assert guessed.rollout_idle == pytest.approx(true.rollout_idle, abs=0.1)
+        assert guessed.staleness_mean == pytest.approx(true.staleness_mean, abs=0.5)
+
+
+def test_a_delivery_that_is_given_is_kept(tmp_path: Path) -> None:
+    given = setup(2, engines=2)
+    run = read_run(tmp_path / "one", given, write_run(tmp_path / "one", given, true=PACED))
+    found = calibrate([run], Costs(decode=Decode(((1, 0.5),)), lengths=FIXED, deliver_s=1.0), steps=20)
+    assert (found.deliver_s, found.handle_s) == (1.0, 0.0)
+    shaped = calibrate([run], TRUE, steps=20)
+    assert shaped.prompts is None, "a speed that is given is all that an engine costs"
 
 
 def test_one_run_scales_the_speed_that_is_given(tmp_path: Path) -> None:

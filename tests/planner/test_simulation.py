@@ -47,6 +47,29 @@ def test_without_depth_the_phases_of_a_step_add_up(by_sample: bool) -> None:
     assert found.rollout_idle == pytest.approx(1 - generated / found.step_s)
 
 
+def test_prompts_stop_an_engine_and_bring_first_tokens_and_a_worker_handles_one_group_after_the_other() -> None:
+    told = costs(prompts=Decode(((1, 0.2), (4, 0.5))), handle_s=0.3, deliver_s=0.1)
+    found = simulate(setup(0, max_staleness=0), told, steps=20, warm_up=5)
+    # The 4 groups of a step come together, and all their sequences end together.
+    generated = 0.5 + 99 * 0.01 + 4 * 0.3 + 0.1
+    assert found.step_s == pytest.approx(generated + 0.5)
+    assert found.tokens_per_s == pytest.approx(4 * 2 * 100 / found.step_s)
+    assert found.goodput == 1.0
+
+
+def test_a_first_token_is_of_the_version_that_was_served_when_its_prefill_began() -> None:
+    engine, group = SimulatedEngine("w", 4, [0.01, 0.01, 0.01], 0, Decode(((1, 0.5),))), Making(None, 2)
+    engine.prefill(1, 0.0)
+    engine.add(Member(group, [4]), 0.0)
+    assert engine.next_end() == pytest.approx(0.5 + 3 * 0.01)
+    engine.load(1, 0.52, 0.0)  # after the prefill and two steps
+    engine.prefill(1, 0.52)
+    engine.add(Member(group, [2]), 0.52)
+    assert len(engine.ended(1.03)) == 2
+    assert group.tokens == {0: 3, 1: 3}
+    assert engine.generated == pytest.approx(6.0)
+
+
 def test_a_learner_with_groups_in_store_never_waits_and_they_age_by_the_depth() -> None:
     found = simulate(setup(3), costs(step_s=10.0), steps=40, warm_up=10)
     assert found.step_s == pytest.approx(10.0)

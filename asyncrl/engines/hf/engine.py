@@ -25,14 +25,12 @@ from asyncrl.engines.hf.batch import RunningBatch
 from asyncrl.engines.hf.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, chunks
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.pace import Pace
 from asyncrl.spans import moment
 from asyncrl.types import NO_VERSION, Completion
 
 _POLL_S = 0.5
-_COUNTERS: tuple[str, ...] = (
-    "generated_tokens", "prefill_tokens", "prefill_rows", "decode_steps", "decode_rows", "requests", "loads",
-    "cancelled", "busy_s", "load_s", "stall_s",
-)  # fmt: skip
+_COUNTERS = ("generated_tokens", "prefill_tokens", "requests", "loads", "cancelled", "load_s", "stall_s")
 
 
 class TransformersEngine:
@@ -61,6 +59,7 @@ class TransformersEngine:
         self._policy_version = self._sampled_version = NO_VERSION
         """Of the weights that are served, and of the last token that was sampled."""
         self._stats: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+        self._decoded, self._prefilled = Pace(), Pace()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
@@ -126,7 +125,8 @@ class TransformersEngine:
     def stats(self) -> dict[str, float]:
         with self._inbox.condition:
             waiting = sum(pending.request.n for pending in self._inbox.waiting)
-        return {**self._stats, "running": float(self._batch.rows), "waiting": float(waiting)}
+        paces = self._decoded.named("decode") | self._prefilled.named("prefill")
+        return {**self._stats, **paces, "running": float(self._batch.rows), "waiting": float(waiting)}
 
     async def close(self) -> None:
         self._inbox.close()
@@ -149,9 +149,7 @@ class TransformersEngine:
                 self._runner.check_model()
                 self._ready.set()
                 while self._wait_for_work():
-                    started = time.perf_counter()
                     self._turn()
-                    self._stats["busy_s"] += time.perf_counter() - started
         except Exception as error:  # thread boundary: whatever it was must reach every caller instead of a hang
             self._inbox.close(error)
         finally:
@@ -248,6 +246,7 @@ class TransformersEngine:
 
     def _prefill(self, chunk: list[Pending]) -> None:
         """Prefill each prompt once, give its keys to all siblings, and sample their first tokens."""
+        started = time.perf_counter()
         runner, batch, first = self._runner, self._batch, self._batch.rows
         cache, logits = runner.prefill([pending.request.prompt_ids for pending in chunk])
         for pending in chunk:
@@ -257,18 +256,17 @@ class TransformersEngine:
         runner.slots.reserve(batch.rows, max(len(pending.request.prompt_ids) for pending in chunk) + 1)
         runner.slots.fill(cache, source, first)
         self._stats["requests"] += len(chunk)
-        self._stats["prefill_rows"] += len(chunk)
         self._stats["prefill_tokens"] += sum(len(pending.request.prompt_ids) for pending in chunk)
         self._sample(logits[source], first)
+        self._prefilled.add(len(chunk), time.perf_counter() - started)
 
     def _decode(self) -> None:
-        batch = self._batch
+        started, batch = time.perf_counter(), self._batch
         rows = batch.rows
         logits = self._runner.decode(batch.last_tokens(), batch.length[:rows])
         batch.length[:rows] += 1
-        self._stats["decode_steps"] += 1
-        self._stats["decode_rows"] += rows
         self._sample(logits, 0)
+        self._decoded.add(rows, time.perf_counter() - started)
 
     def _sample(self, logits: torch.Tensor, start: int) -> None:
         """Draw the next token of rows `[start, rows)`, and hand out the completions that end with it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asyncrl.errors import FencedError
+from asyncrl.pace import PACES
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.evaluations import Evaluations
@@ -107,6 +108,7 @@ class Run:
         row |= {f"reward/failed_{reason}": count for reason, count in by_reason.items() if count}
         row |= self.meter.goodput(self.workers)
         row |= {"idle/rollout_s": self.workers.total("waiting_s"), "idle/rollout_busy_s": self.workers.total("busy_s")}
+        row |= {f"engine/{name}": total for name in PACES if (total := self.workers.total(name))}
         return row | self.meter.row(
             self.clock(),
             generated_tokens=self.workers.total("generated_tokens"),

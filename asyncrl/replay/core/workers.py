@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from asyncrl.pace import PACES
 from asyncrl.replay.protocol import Member
 from asyncrl.types import LOST_TOKENS, NO_VERSION, REWARD_FAILURES
 
@@ -19,7 +20,7 @@ LOST = {fate: f"tokens_lost_{fate}" for fate in LOST_TOKENS}
 """Statistics of sampled tokens that no group here has."""
 KEPT = (
     "generated_tokens", "waiting_s", "busy_s", PROGRESS, "overlong_prompts", "rewards_failed", INSERTED,
-    *FAILED.values(), *LOST.values(),
+    *FAILED.values(), *LOST.values(), *PACES,
 )  # fmt: skip
 """Statistics that are read here. A worker that invents names fills no memory."""
 
