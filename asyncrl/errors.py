@@ -117,6 +117,10 @@ class ModelMismatchError(WeightsError):
     """Learner and engine have different models: another name, shape or kind of dtype. A restart cannot help."""
 
 
+class WeightsGoneError(WeightsError):
+    """A version that cannot be sent any more: the learner has changed the weights it would be read from."""
+
+
 class OtherVersionError(WeightsError):
     """Learner and worker are of versions of asyncrl that speak otherwise about weights. A restart cannot help."""
 

@@ -297,6 +297,10 @@ class WeightsConfig:
     senders: str = "rank0"
     """Of the broadcast: `rank0` gathers all weights and sends them, or `all`: each learner rank sends what it holds,
     nothing is gathered, and rank 0 keeps its share alone in memory."""
+    copies: str = "two"
+    """What the learner holds of its weights beside them: `two` copies of what a rank sends, one being filled while the
+    other is on its way, so that training waits for a copy at most; or `none` (of the broadcast): they are cast and sent
+    piece by piece, and the optimizer waits until they are sent. For models of which two more do not fit."""
     delta: str = "never"
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
     faster (`files` and `pull`: while it saves half of the bytes). For bfloat16 on slow links: a small step changes few

@@ -1,18 +1,24 @@
 """What does a publication cost, by phase, beside a bare broadcast of the same bytes?
 
     python -m benchmarks.weights [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
+    python -m benchmarks.weights --copies none
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
 One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
-the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; updates beside a learner that is
-idle, two with fingerprints and two without, on both sides; and one beside a learner that computes forward and backward
-as the loop does, for at least `--compute` times the copy, before its optimizer's step. An update sends what is copied
-already while the rest is being copied; `beyond_gather` is what it takes longer than the copy alone. Ratios are medians
-over rounds of what was measured in one round.
+the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; AdamW's step alone; updates
+beside a learner that has nothing to compute and steps at once, two with fingerprints and two without, on both sides;
+and one beside a learner that computes forward and backward as the loop does, for at least `--compute` times the copy,
+before its step. An update sends what is copied already while the rest is being copied; `beyond_gather` is what it takes
+longer than the copy alone. Ratios are medians over rounds of what was measured in one round.
 
-`--members`: what an update costs besides the bytes, and what the group costs when nothing is sent, with so many
-simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the learner's rank 0. Prints one JSON line, with
-the load of the machine before.
+What the learner loses to an update, twice: `learner_stall` is what it waits (in `publish`, and in the step for the
+copy); `learner_delay` is how much longer `publish` and the step take together than the step alone, which has what the
+copy and the wire take from its cores in it. `extra_memory` is how far the process grows beyond its weights, gradients
+and moments until the third version is served.
+
+`--copies none`: the same with `weights.copies=none`. `--members`: what an update costs besides the bytes, and what the
+group costs when nothing is sent, with so many simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the
+learner's rank 0. Prints one JSON line, with the load of the machine before.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,8 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from asyncrl.engines.parameters import ParameterTable
+from asyncrl.learner.holding import hold_back
 from asyncrl.schema import WeightsConfig
-from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast import sending, staging
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
@@ -59,19 +66,20 @@ class Switched(Fingerprint):
 
 def switch_by(on: Any) -> None:
     Switched.on = on
-    gather.Fingerprint = staging.Fingerprint = Switched
+    gather.Fingerprint = staging.Fingerprint = sending.Fingerprint = Switched
 
 
 class Table(torch.nn.Module):
     """Like a transformer of so many parameters: 12 tensors per layer, 2 to 24 layers."""
 
     def __init__(self, parameters: int, *, random: bool) -> None:
+        """`random`: to be trained."""
         super().__init__()
         layers = 2 if parameters < 1_000_000 else 24
         each = parameters // (layers * 12)
         make = torch.randn if random else torch.zeros
         self.layers = torch.nn.ModuleList(
-            torch.nn.ParameterDict({f"w{j}": torch.nn.Parameter(make(each), requires_grad=False) for j in range(12)})
+            torch.nn.ParameterDict({f"w{j}": torch.nn.Parameter(make(each), requires_grad=random) for j in range(12)})
             for _ in range(layers)
         )
 
@@ -142,42 +150,95 @@ class Compute:
         self._layers.zero_grad()
 
 
+class Watched(BackgroundPublisher):
+    """Adds up what optimizers wait for the copy."""
+
+    waited_s = 0.0
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        free = super().copied()
+        while True:
+            started = time.perf_counter()
+            part = next(free, None)
+            self.waited_s += time.perf_counter() - started
+            if part is None:
+                return
+            yield part
+
+
+def resident(name: str) -> int:
+    """Bytes of memory that this process has: `VmRSS`, or the most that it had: `VmHWM`."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(f"{name}:")]
+    return int(line.split()[1]) << 10
+
+
 class Learner:
     """Publishes one version after another and says what each took."""
 
-    def __init__(self, board: Any, parameters: int, receivers: int, bucket: int) -> None:
+    def __init__(self, board: Any, parameters: int, receivers: int, bucket: int, copies: str) -> None:
         self._board, self._receivers = board, receivers
         self._model = dict(Table(parameters, random=True).named_parameters())
         self._compute = Compute()
-        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
-        self._publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
-        self._version = -1
+        self._gradients = [torch.randn_like(parameter) for parameter in self._model.values()]
+        self._optimizer = torch.optim.AdamW(self._model.values(), lr=1e-6, fused=True)
         self._manifest = gather.plan(list(self._model.items()), torch.float32, bucket)
         self._spare = self._manifest.allocate()
         self.nbytes = sum(tensor.nbytes for tensor in self._model.values())
+        self.step_alone()
+        self.copy_alone()
+        self._before = self.extra_memory = 0
+        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
+        self._publisher = Watched(
+            sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S, copied=copies == "two"
+        )
+        hold_back(self._optimizer, self._publisher)
+        self._version = -1
+
+    def begin(self) -> None:
+        """Until all receivers serve the first version: without copies who comes after the step gets the next."""
+        self._before, self._version = resident("VmRSS"), 0
+        self._publisher.publish(0, self._published())
+        self._served()
 
     def copy_alone(self) -> float:
         """Seconds of what `publish` starts, with nobody to send to."""
         started = time.perf_counter()
-        gather.gather_into(self._manifest, list(self._model.items()), self._spare)
+        gather.gather_into(self._manifest, self._published(), self._spare)
         return time.perf_counter() - started
+
+    def step_alone(self) -> float:
+        """Seconds of the optimizer's step, which waits for a copy that is under way."""
+        for parameter, gradient in zip(self._model.values(), self._gradients, strict=True):
+            parameter.grad = gradient
+        started = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - started
+
+    def _published(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, parameter.detach()) for name, parameter in self._model.items()]
 
     def update(self, compute_s: float) -> dict[str, float]:
         """One update, with a learner that computes for `compute_s` before its optimizer's step."""
         self._version += 1
+        alone, waited = self.step_alone(), self._publisher.waited_s
         started, cpu, clock = time.time(), time.process_time(), time.perf_counter()
-        self._publisher.publish(self._version, self._model.items())
-        held = time.perf_counter() - clock
+        self._publisher.publish(self._version, self._published())
+        called = time.perf_counter() - clock
         self._compute.for_seconds(compute_s)
-        computed = time.perf_counter() - clock - held
-        held += self._publisher.wait_copied()
+        computed = time.perf_counter() - clock - called
+        step = self.step_alone()
         served, load_s = self._served()
-        stats = self._publisher.stats()
+        stats = self._sent()
+        if self._version == 2:  # both snapshots have been written to
+            self.extra_memory = resident("VmHWM") - self._before
         return {
-            "learner_stall_s": held,
+            "learner_stall_s": called + self._publisher.waited_s - waited,
+            "learner_delay_s": called + step - alone,
+            "step_alone_s": alone,
             "compute_s": computed,
             "gather_s": stats["weights/gather_s"],
-            "wire_s": self._sent()["weights/wire_s"],
+            "wire_s": stats["weights/wire_s"],
             "engine_stall_s": load_s,
             "update_s": served - started,
             "learner_cpu_s": time.process_time() - cpu,
@@ -213,12 +274,12 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
         updates[hashed].append(learner.update(0.0))
     idle, plain = ({name: statistics.mean(row[name] for row in rows) for name in rows[0]} for rows in updates.values())
     on.value = True
-    busy = learner.update(compute * idle["gather_s"])
+    busy = learner.update(compute * alone)
     alone = (alone + learner.copy_alone()) / 2
     row = {"bare_broadcast_s": (before + bare.seconds()) / 2, "gather_alone_s": alone}
     row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s")}
     row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
-    row["idle_learner_stall_s"] = idle["learner_stall_s"]
+    row |= {f"idle_{name}": idle[name] for name in ("learner_stall_s", "learner_delay_s", "step_alone_s")}
     row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
     row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
     return row | {
@@ -227,18 +288,19 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
         "learner_stall_over_update_without_compute": idle["learner_stall_s"] / idle["update_s"],
+        "learner_delay_over_update_without_compute": idle["learner_delay_s"] / idle["update_s"],
         "fingerprints_over_transfer": row["fingerprints_s"] / plain["wire_s"],
     }
 
 
-def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float) -> dict[str, float]:
+def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float, copies: str) -> dict[str, float]:
     """Medians over `rounds`, after one that warms up."""
     context = multiprocessing.get_context("spawn")
     on = context.Value("b", True, lock=False)
     switch_by(on)
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
-        learner = Learner(board, parameters, receivers, bucket)
+        learner = Learner(board, parameters, receivers, bucket, copies)
         bare = BareBroadcast(learner.nbytes, receivers, 2 * (rounds + 1))
         others = [
             context.Process(target=receiver, args=(board, on, f"w{i}", parameters), daemon=True)
@@ -246,13 +308,16 @@ def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: 
         ]
         for process in others:
             process.start()
+        learner.begin()
         rows = [one_round(learner, bare, on, compute) for _ in range(rounds + 1)][1:]
         learner.close()
         for process in others:
             process.kill()
             process.join(10)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return {"parameters": parameters, "bytes": learner.nbytes, **rounded(medians)}
+    sizes: dict[str, float] = {"bytes": learner.nbytes, "extra_memory": learner.extra_memory}
+    sizes["extra_memory_over_bucket"] = round(learner.extra_memory / min(bucket, learner.nbytes), 2)
+    return {"parameters": parameters, **sizes, **rounded(medians)}
 
 
 def rounded(found: Mapping[str, float]) -> dict[str, float]:
@@ -264,6 +329,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="*", default=[10_000_000, 100_000_000, 500_000_000])
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
+    parser.add_argument("--copies", choices=("two", "none"), default="two")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--members", type=int, nargs="*", default=[])
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
@@ -271,12 +337,18 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     results = [
-        measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
+        measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute, args.copies)
         for parameters in args.parameters
     ]
     idle_s = 0.1 if args.smoke else IDLE_S
     control = [rounded(control_cost(members, 4 * args.rounds, idle_s)) for members in args.members]
-    found = {"receivers": args.receivers, "load_before": load, "updates": results, "control": control}
+    found = {
+        "copies": args.copies,
+        "receivers": args.receivers,
+        "load_before": load,
+        "updates": results,
+        "control": control,
+    }
     answer("weights", found, smoke=args.smoke)
 
 

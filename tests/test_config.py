@@ -92,6 +92,10 @@ REFUSED = [
     (["weights.senders=rank1"], ["weights.senders must be one of rank0, all", "`rank0`"]),
     (["weights.senders=all", "weights=files"], ["weights.senders=all does nothing", "Use weights=broadcast"]),
     (["weights.senders=all", "weights.delta=auto"], ["sends whole shares", "weights.senders=rank0"]),
+    (["weights.copies=none", "weights=files"], ["files are written of a copy", "weights.copies=two"]),
+    (["weights.copies=none", "weights.delta=auto"], ["no copy", "weights.copies=two"]),
+    (["weights.copies=none", "learner.ranks=2"], ["rank 0 would gather", "weights.senders=all"]),
+    (["weights.copies=one"], ["weights.copies must be one of two, none"]),
     (["weights.verify_every=-1"], ["weights.verify_every must be at least 0", "-1"]),
     (["engine.tensor_parallel=2"], ["engine.tensor_parallel=2 does nothing with engine=transformers", "engine=vllm"]),
     (["engine.kv_cache_mb=64"], ["engine.kv_cache_mb=64 does nothing"]),
@@ -542,7 +546,7 @@ def test_every_config_folder_has_the_default_that_config_yaml_names() -> None:
 
 def test_settings_stay_few_and_flat() -> None:
     keys = config_keys()
-    assert len(keys) == len(set(keys)) <= 237
+    assert len(keys) == len(set(keys)) <= 238
     assert max(key.count(".") for key in keys) <= 2
 
 

@@ -251,6 +251,27 @@ def all_ranks_can_send(config: Config) -> Problems:
         )
 
 
+def weights_can_be_read_in_place(config: Config) -> Problems:
+    weights = config.weights
+    if weights.copies != "none":
+        return
+    if weights.transport != "broadcast":
+        yield (
+            f"weights.copies=none with weights.transport={weights.transport}: files are written of a copy. Use "
+            "weights=broadcast, or weights.copies=two"
+        )
+    if weights.delta != "never":
+        yield (
+            f"weights.copies=none with weights.delta={weights.delta}: a delta is made of the version before, of "
+            "which there is no copy. Set weights.delta=never, or weights.copies=two"
+        )
+    if config.learner.ranks > 1 and weights.senders != "all":
+        yield (
+            f"weights.copies=none with learner.ranks={config.learner.ranks}: rank 0 would gather a copy. Set "
+            "weights.senders=all, with which every rank sends what it holds"
+        )
+
+
 RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     servers_can_be_used,
@@ -265,4 +286,5 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     urls_are_of_pull,
     backend_has_deltas,
     all_ranks_can_send,
+    weights_can_be_read_in_place,
 )

@@ -40,6 +40,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "telemetry.on_alarm": ("continue", "stop"),
     "weights.transport": ("broadcast", "files", "pull"),
     "weights.senders": ("rank0", "all"),
+    "weights.copies": ("two", "none"),
     "weights.delta": ("never", "always", "auto"),
     "weights.backend": ("auto", "nccl", "gloo", "ipc"),
     "placement.mode": MODES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ class ProvingPublisher:
 
     def wait_copied(self) -> float:
         return self._publisher.wait_copied()
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        return self._publisher.copied()
 
     def stats(self) -> dict[str, float]:
         return self._publisher.stats() | self._stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class Probe:
 
     def wait_copied(self) -> float:
         return 0.0
+
+    def copied(self) -> Iterator[Sequence[Tensor]]:
+        return iter(())
 
     def stats(self) -> dict[str, float]:
         return self._row

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class BackgroundSave:
         """
         self._name, self._started = name, time.monotonic()
         self._copied.clear()
-        work = (self._stream.after_now(copied, device), write)
+        work = (partial(self._stream.after_now(device), copied), write)
         # A daemon: a disk that hangs must not keep a learner from ending that has nothing more to do.
         self._thread = threading.Thread(target=self._main, args=work, name="checkpoint", daemon=True)
         self._thread.start()

@@ -22,6 +22,7 @@ from asyncrl.learner.early import Begun, Early
 from asyncrl.learner.export import export_critic, export_hf
 from asyncrl.learner.flops import peak_of
 from asyncrl.learner.group_ess import ess_of_groups
+from asyncrl.learner.holding import hold_back
 from asyncrl.learner.metrics import Measured, over_ranks, plan_histograms
 from asyncrl.learner.optim import NonFiniteGuard
 from asyncrl.learner.out_of_memory import one_more_try
@@ -279,18 +280,6 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
         log.info("asked to stop: ends after step %d, saved", step)
-
-
-def hold_back(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
-    """Let no step change weights that are still being copied: a version is read beside the next forward and backward.
-
-    In the optimizer itself, so that nobody who lets it step can forget to wait.
-    """
-
-    def wait(*_: object) -> None:
-        publisher.wait_copied()
-
-    optimizer.register_step_pre_hook(wait)
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:

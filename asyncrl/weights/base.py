@@ -8,7 +8,7 @@ A version counts as served only after its fingerprint matched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,7 +64,7 @@ class Publisher(Protocol):
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
         (bounded) for the copy before, and for a snapshot that is not on its way. `canary` goes with the version, to be
-        proven by the engines. The tensors may still be read after it returns: see `wait_copied`.
+        proven by the engines. The tensors may still be read after it returns: see `copied`.
 
         Raises:
             WeightsError: a version before could not be copied or sent; no snapshot became free in time; the names are
@@ -73,10 +73,17 @@ class Publisher(Protocol):
         ...
 
     def wait_copied(self) -> float:
-        """Until nothing reads the tensors of the last `publish` any more (bounded): before anyone writes to them, and
-        before a further version is announced.
+        """Until the tensors of the last `publish` are copied (bounded): before a further version is announced.
 
         Returns the seconds that took. Raises WeightsError if the copy failed: that version is not sent.
+        """
+        ...
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        """For who wants to write to the tensors of the last `publish`: while they are being copied, some of them, as
+        often as nothing reads those any more (bounded). When it ends nothing reads any.
+
+        Raises WeightsError if the copy failed: that version is not sent.
         """
         ...
 

@@ -37,7 +37,7 @@ def make_publisher(
     `rendezvous` and `run_dir` are not used on other ranks.
 
     Raises:
-        ConfigError: unknown transport or wire dtype.
+        ConfigError: unknown transport or wire dtype; a gather without copies.
         WeightsError: this rank does not reach rank 0's store.
     """
     weights = with_dtypes(config, learner=device.type).weights
@@ -70,6 +70,10 @@ def make_publisher(
         )
     elif weights.transport not in ("broadcast", *FILES):
         raise _unknown(weights.transport)
+    if weights.copies == "none" and world > 1 and not shared:
+        raise ConfigError(
+            f"weights.copies=none with {world} learner ranks: rank 0 would gather a copy. Set weights.senders=all"
+        )
     if shared:
         meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
         if rank > 0:
@@ -84,6 +88,7 @@ def make_publisher(
         device=device if backend != "gloo" and weights.transport == "broadcast" else "cpu",
         shared=backend == "ipc",
         ranks=(rank, world) if shared else None,
+        copied=weights.copies == "two",
     )
 
 

@@ -6,9 +6,12 @@ same, and each sender has one box at most of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.manifest import Entry, Manifest, build_manifest
@@ -111,6 +114,23 @@ def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders
 
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def flat_parts(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
+    """Views that are `tensor.flatten()[start : start + count]`, one after the other; it need not lie together."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start : start + count]
+        return
+    row = math.prod(tensor.shape[1:])
+    while count:
+        number, inside = divmod(start, row)
+        rows = count // row if inside == 0 else 0
+        take = rows * row if rows else min(row - inside, count)
+        if rows:
+            yield tensor[number : number + rows]
+        else:
+            yield from flat_parts(tensor[number], inside, take)
+        start, count = start + take, count - take
 
 
 def _entries(manifest: Manifest) -> list[Entry]:

@@ -14,7 +14,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -148,6 +148,9 @@ class DelayLine:
 
     def wait_copied(self) -> float:
         return 0.0
+
+    def copied(self) -> Iterator[Sequence[Tensor]]:
+        return iter(())
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +148,10 @@ class KeptWeights:
 
     def wait_copied(self) -> float:
         return 0.0
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        self.wait_copied()
+        return iter(())
 
     def stats(self) -> dict[str, float]:
         return {"weights/engines": 1.0, "weights/gather_s": 0.0}

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tests.forked import forked_from
@@ -52,18 +53,44 @@ INJECTIONS = (
     *(Injection("kill", "learner", phase, ipc=True) for phase in ("after event", "bucket 3", "after prints")),
     Injection("kill", "sender", "bucket 1", shared=True, ipc=True),
     Injection("kill", "worker", "bucket 3", shared=True, ipc=True),
+    *(Injection(action, "worker", "bucket 3", in_place=True) for action in ("kill", "stop")),
+    *(Injection("kill", "learner", phase, in_place=True) for phase in ("after event", "bucket 3", "after prints")),
+    *(Injection(action, "worker", "bucket 3", shared=True, in_place=True) for action in ("kill", "stop")),
+    Injection("kill", "sender", "bucket 1", shared=True, in_place=True),
+    Injection("kill", "worker", "bucket 3", ipc=True, in_place=True),
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
     "kill@worker: bucket 3 (delta)", "kill@sender: bucket 1 (two senders)",
-    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)",
+    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", "kill@worker: bucket 3 (two senders) (in place)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Of transfers: what injections need one cluster."""
+
+    delta: bool
+    shared: bool
+    ipc: bool
+    in_place: bool
+
+    @classmethod
+    def of(cls, injection: Injection) -> Kind:
+        return cls(injection.delta, injection.shared, injection.ipc, injection.in_place)
+
+    @property
+    def name(self) -> str:
+        kind = "delta" if self.delta else "shares" if self.shared else "full"
+        return kind + (" by ipc" if self.ipc else "") + (" in place" if self.in_place else "")
+
+
 class Cluster:
-    def __init__(self, board: Any, delta: str, backend: str, ranks: int, limit_s: float) -> None:
-        self.board, self._delta, self._backend, self._ranks, self._limit_s = board, delta, backend, ranks, limit_s
+    def __init__(self, board: Any, kind: Kind, limit_s: float) -> None:
+        self.board, self._limit_s = board, limit_s
+        self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "gloo"
+        self._in_place, self._ranks = kind.in_place, 2 if kind.shared else 1
         self._context = forked_from("tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
@@ -82,7 +109,7 @@ class Cluster:
         self.learner = []
         for rank in range(self._ranks):
             met = len(self.board.notes("meeting"))
-            args = (self.board, first, injection, self._delta, self._backend, rank, self._ranks)
+            args = (self.board, first, injection, self._delta, self._backend, self._in_place, rank, self._ranks)
             self.learner.append(self._start(learner_process, *args))
             if rank == 0:
                 self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
@@ -162,9 +189,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(delta: str, backend: str, ranks: int, limit_s: float) -> Iterator[Cluster]:
+def cluster(kind: Kind, limit_s: float) -> Iterator[Cluster]:
     with BoardManager() as manager:
-        running = Cluster(manager.Board(), delta, backend, ranks, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
+        running = Cluster(manager.Board(), kind, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             running.wait_newer(STEADY, time.time(), 120.0)
             yield running
@@ -174,29 +201,13 @@ def cluster(delta: str, backend: str, ranks: int, limit_s: float) -> Iterator[Cl
 
 def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None], limit_s: float = LIMIT_S) -> None:
     """Raises AssertionError for the first that does not recover within `limit_s`."""
-    kinds = (
-        (False, False, False),
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-        (False, True, True),
-    )
-    for delta, shared, ipc in kinds:
-        chosen = [
-            injection
-            for injection in injections
-            if (injection.delta, injection.shared, injection.ipc) == (delta, shared, ipc)
-        ]
-        if not chosen:
-            continue
-        limit_s = max(limit_s, SHARED_LIMIT_S if shared else 0.0)
-        with cluster("always" if delta else "never", "ipc" if ipc else "gloo", 2 if shared else 1, limit_s) as running:
-            for number, injection in enumerate(chosen):
+    for kind in dict.fromkeys(Kind.of(injection) for injection in injections):
+        limit_s = max(limit_s, SHARED_LIMIT_S if kind.shared else 0.0)
+        with cluster(kind, limit_s) as running:
+            for number, injection in enumerate(each for each in injections if Kind.of(each) == kind):
                 took = running.inject(injection, number)
                 report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": limit_s})
-            kind = "delta" if delta else "shares" if shared else "full"
-            kind += " by ipc" if ipc else ""
-            report({"transfers": kind, **running.check()})
+            report({"transfers": kind.name, **running.check()})
 
 
 def main() -> None:

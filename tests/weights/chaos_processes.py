@@ -159,9 +159,10 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
 
 
 def learner_process(
-    board: Any, first: int, injection: Injection | None, delta: str, backend: str, rank: int, ranks: int
+    board: Any, first: int, injection: Injection | None, delta: str, backend: str, in_place: bool, rank: int, ranks: int
 ) -> None:
-    """A rank of the learner; with several, each holds all weights and sends its part of them."""
+    """A rank of the learner; with several, each holds all weights and sends its part of them. `in_place`: it has them
+    once, and writes each version over the one before."""
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)
@@ -173,10 +174,15 @@ def learner_process(
         idle_s=0.005,
         shared=backend == "ipc",
         ranks=(rank, ranks) if ranks > 1 else None,
+        copied=not in_place,
     )
-    version = first
+    version, own = first, weights(first)
     while not board.notes("stop/learner"):
         tensors = weights(version)
+        if in_place:
+            for _ in publisher.copied():
+                pass
+            tensors = {name: own[name].copy_(tensor) for name, tensor in tensors.items()}
         canary = Canary(sequences=PROBES, logprobs=tuple(score(tensors)), learner_dtype="float32", wire_dtype="float32")
         try:
             publisher.publish(version, tensors.items(), canary)

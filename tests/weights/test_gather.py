@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import WeightsError
+from asyncrl.learner.holding import hold_back
+from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 from tests.forked import forked_from
@@ -88,19 +90,21 @@ class KeepingSender:
 
 
 def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
-    """Each rank gathers on one thread and reduces on another; weights change as soon as `wait_copied` returns."""
+    """Each rank gathers on one thread and reduces on another; the optimizer steps as soon as it may, in parts."""
     sender = KeepingSender() if rank == 0 else None
     publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=300.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hold_back(optimizer, publisher)
+    snapshot._LEAST_PART = 1
     for version in range(12):
         publisher.publish(version, model.named_parameters())
         for _ in range(version):
             total = torch.ones(1000)
             dist.all_reduce(total)
             assert float(total.sum()) == 1000 * dist.get_world_size()
-        publisher.wait_copied()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)
+        for parameter in model.parameters():
+            parameter.grad = -torch.ones_like(parameter)
+        optimizer.step()
         if sender is not None:
             deadline = time.monotonic() + 300
             while len(sender.sent) <= version:

@@ -30,11 +30,13 @@ class Injection:
     """Two learner ranks send, each its share."""
     ipc: bool = False
     """Workers copy out of the learner's memory."""
+    in_place: bool = False
+    """The weights are sent without a copy, and written to in the same memory (`weights.copies=none`)."""
 
     @property
     def name(self) -> str:
         kind = f"{' (delta)' if self.delta else ''}{' (two senders)' if self.shared else ''}"
-        kind += " (ipc)" if self.ipc else ""
+        kind += f"{' (ipc)' if self.ipc else ''}{' (in place)' if self.in_place else ''}"
         return f"{self.action}@{self.who}: {self.phase}{kind}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from asyncrl.weights.broadcast.group import WeightGroup, passed
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry
-from asyncrl.weights.shares import Share, slices
+from asyncrl.weights.shares import Share, flat_parts, slices
 
 _AT_ONCE = 2
 """Pieces that are on their way or being read (`group.passed`): as many rooms for them are enough."""
@@ -100,17 +99,7 @@ class ShareLanding:
 
 def write_flat(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """`target.flatten()[start:start + len(values)] = values` for a `target` that need not lie together."""
-    if target.is_contiguous():
-        target.view(-1)[start : start + len(values)] = values
-        return
-    row = math.prod(target.shape[1:])
-    while len(values):
-        number, inside = divmod(start, row)
-        whole = len(values) // row if inside == 0 else 0
-        if whole:
-            take = whole * row
-            target[number : number + whole] = values[:take].view(whole, *target.shape[1:])
-        else:
-            take = min(row - inside, len(values))
-            write_flat(target[number], inside, values[:take])
-        values, start = values[take:], start + take
+    done = 0
+    for part in flat_parts(target, start, len(values)):
+        part.copy_(values[done : done + part.numel()].view(part.shape))
+        done += part.numel()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncrl.errors import WeightsError
+from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.group import WeightGroup, host_store
@@ -110,6 +110,13 @@ class BroadcastSender:
         return Meeting(host=self._host, port=self._port, publisher=self._publisher)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+        try:
+            self._send(snapshot, previous)
+        finally:
+            if snapshot.reading is not None:
+                self._others.give_up()
+
+    def _send(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
         self._others.take(snapshot.policy_version)
         live = self._live()
         if not set(self._members) <= set(live) or self._waiting(live):
@@ -118,17 +125,21 @@ class BroadcastSender:
             if self._group is None and not self._form(snapshot):
                 self._stats["engines"] = 0.0
                 return
-            broken = ""
+            broken, gone, said = "", False, self._event
             try:
                 if self._broadcast(snapshot, previous):
                     return
             except RuntimeError as error:
-                broken = str(error).splitlines()[0]
+                broken, gone = str(error).splitlines()[0], isinstance(error, WeightsGoneError)
+            if gone and self._event == said:
+                return  # nothing of it has left, and the group is whole: it gets the next
             if broken:
                 # Not in the handler: the exception's frames hold the group, whose sockets would stay open and keep
                 # the other members waiting for their whole timeout.
                 log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
                 self._dissolve()
+            if gone:
+                return
             if snapshot.filling.failed:
                 raise WeightsError(f"version {snapshot.policy_version} cannot be sent: {broken}")
             self._stats["resends"] += 1
@@ -142,6 +153,8 @@ class BroadcastSender:
         due = time.monotonic() >= self._next_look
         if newest is None or (self._store.add("hellos", 0) == self._hellos_seen and not due):
             return
+        if newest.reading is not None and newest.reading.gone:
+            return  # the next version is about to come, and goes to all
         self._next_look = time.monotonic() + self._poll_members_s
         if self._waiting(self._live()):
             self.send(newest)
@@ -302,7 +315,8 @@ class BroadcastSender:
         deltas = Deltas()
         if previous is not None and previous.policy_version == self._base and self._delta.wanted():
             deltas = encode_deltas(snapshot, previous)
-        found = self._transmit(snapshot, deltas)
+        with snapshot.open():
+            found = self._transmit(snapshot, deltas)
         answers = collect(
             self._store, self._members, epoch=self._epoch, event=self._event,
             timeout_s=self._timeout_s, live=self._live, meanwhile=self._tick,

@@ -11,6 +11,9 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, passed
 from asyncrl.weights.delta import Encoded, encode
+from asyncrl.weights.fingerprint import Fingerprint
+from asyncrl.weights.manifest import Bucket
+from asyncrl.weights.publishing.reading import Reading
 from asyncrl.weights.publishing.snapshot import Snapshot
 
 
@@ -44,6 +47,8 @@ def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], Non
     Raises:
         RuntimeError: a member is gone or too slow; WeightsError where the copy had taken half of its time or all of it.
     """
+    if snapshot.reading is not None:
+        return _send_read(group, snapshot, snapshot.reading, through)
     copied = _Copied(group, snapshot)
     try:
         for index in passed(group, copied):
@@ -57,6 +62,29 @@ def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], Non
             raise
         raise WeightsError(f"{copied.why()} What is said of subscribers came after that: {error}") from error
     snapshot.filling.wait()
+    return snapshot.manifest.nbytes
+
+
+def _send_read(group: WeightGroup, snapshot: Snapshot, reading: Reading, through: Callable[[], None]) -> int:
+    """Without a snapshot: the next piece is cast and hashed while one is on the wire."""
+    buckets = snapshot.manifest.buckets
+    prints = [Fingerprint() for _ in buckets]
+
+    def sizes(bucket: Bucket) -> Iterator[int]:
+        return map(len, group.pieces(torch.empty(bucket.nbytes, dtype=torch.uint8, device="meta")))
+
+    def flow() -> Iterator[tuple[None, torch.Tensor]]:
+        number = 0
+        for bucket, fingerprint in zip(buckets, prints, strict=True):
+            for piece in reading.pieces(bucket, sizes(bucket), number):
+                fingerprint.update(piece)
+                number += 1
+                yield None, piece
+
+    reading.rooms.reserve(max((size for bucket in buckets for size in sizes(bucket)), default=0))
+    for _ in passed(group, flow()):
+        through()
+    snapshot.fingerprints[:] = [fingerprint.hex() for fingerprint in prints]
     return snapshot.manifest.nbytes
 
 

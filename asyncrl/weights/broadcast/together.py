@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from asyncrl.errors import WeightsError
+from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store
 from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
 from asyncrl.weights.broadcast.sending import send_whole
@@ -113,8 +113,13 @@ class OtherSenders:
         self._order({"kind": "send", "epoch": epoch, "event": event, "policy_version": policy_version})
 
     def sent(self, epoch: int, event: int) -> list[list[str]]:
-        """Fingerprints of each, when all have sent. Raises RuntimeError when one could not, or is silent."""
+        """Fingerprints of each, when all have sent. Raises RuntimeError when one could not, or is silent;
+        WeightsGoneError when one has changed its weights already."""
         return self._collect(epoch, -event)
+
+    def give_up(self) -> None:
+        """Nobody is there, or all have it: no rank need keep its weights as they are."""
+        self._order({"kind": "give up"})
 
     def leave(self) -> None:
         self._order({"kind": "leave"})
@@ -138,6 +143,8 @@ class OtherSenders:
             live=lambda: self._peers, meanwhile=self.tick,
         )  # fmt: skip
         for (name, _), (verdict, detail) in zip(self._peers, answers, strict=True):
+            if verdict == "gone":
+                raise WeightsGoneError(f"{name}: {detail}")
             if verdict != "ok":
                 raise RuntimeError(f"{name}: {detail}")
         return [detail for _, detail in answers]
@@ -185,6 +192,8 @@ class ShareSender:
                 self._form(int(order["epoch"]), int(order["world"]), snapshot)
             elif order["kind"] == "send":
                 self._transmit(int(order["epoch"]), int(order["event"]), int(order["policy_version"]), snapshot)
+            elif order["kind"] == "give up" and snapshot.reading is not None:
+                snapshot.reading.give_up()
             elif order["kind"] in ("leave", "end"):
                 self._leave()
                 self._over = order["kind"] == "end"
@@ -228,20 +237,21 @@ class ShareSender:
             answer(self._store, self._me, epoch, 0, "ok", _digest(snapshot))
 
     def _transmit(self, epoch: int, event: int, policy_version: int, snapshot: Snapshot) -> None:
-        why, group = "", self._group
+        why, verdict, group = "", "failed", self._group
         try:
             if group is None or policy_version != snapshot.policy_version:
                 raise WeightsError(
                     f"asked for version {policy_version} in epoch {epoch}: it has {snapshot.policy_version}"
                     + (", and no group" if group is None else "")
                 )
-            send_whole(group, snapshot, self._beat)
+            with snapshot.open():
+                send_whole(group, snapshot, self._beat)
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why, verdict = str(error).splitlines()[0], "gone" if isinstance(error, WeightsGoneError) else "failed"
         group = None  # an exception's frames would hold the group, and its sockets stay open
         if why:
             self._leave()
-            answer(self._store, self._me, epoch, -event, "failed", why)
+            answer(self._store, self._me, epoch, -event, verdict, why)
         else:
             prints = snapshot.all_fingerprints()
             answer(self._store, self._me, epoch, -event, "ok", prints)

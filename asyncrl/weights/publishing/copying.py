@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -24,15 +25,15 @@ class CopyStream:
         self._stream: torch.cuda.Stream | None = None
         """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
 
-    def after_now(self, work: Callable[[], None], device: torch.device | None) -> Callable[[], None]:
-        """`work`, for another thread to call. What is enqueued on `device` (a GPU; others order themselves) until now
+    def after_now(self, device: torch.device | None) -> Callable[[Callable[[], None]], None]:
+        """What calls work for another thread. What is enqueued on `device` (a GPU; others order themselves) until now
         comes first, what comes later does not wait."""
         if device is None or device.type != "cuda":
-            return work
+            return lambda work: work()
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
 
-        def on_its_stream() -> None:
+        def on_its_stream(work: Callable[[], None]) -> None:
             self._stream = self._stream or torch.cuda.Stream(device)
             with on_stream(self._stream, device, ready):
                 work()
@@ -62,9 +63,13 @@ class BackgroundCopy:
                 first, what comes later does not wait.
         """
         self._version = policy_version
-        ordered = self._stream.after_now(work, device)
+        ordered = partial(self._stream.after_now(device), work)
         self._thread = threading.Thread(target=self._main, args=(ordered,), name="weights-copy", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> float:
         """Until nothing reads the weights any more. Returns the seconds that took.

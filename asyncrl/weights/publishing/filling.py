@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 from asyncrl.errors import WeightsError
 
 
 class Filling:
-    """One snapshot's; the thread that copies writes, the one that sends waits.
+    """One snapshot's; the thread that copies writes, the one that sends waits, and the one that trains.
 
     Args:
         wait_s: longest wait for the next bytes.
@@ -17,7 +18,10 @@ class Filling:
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._condition = threading.Condition()
-        self._reached = self._wanted = 0
+        self.reached = 0
+        """So many bytes, over all buckets in order, are final."""
+        self._wanted: list[float] = []
+        """By who waits: for how much."""
         self._ended = False
         self.failed = False
         """There will never be more of it, and it must not be sent."""
@@ -25,8 +29,8 @@ class Filling:
     def reach(self, nbytes: int) -> None:
         """The first `nbytes`, over all buckets in order, are final."""
         with self._condition:
-            self._reached = nbytes
-            if nbytes >= self._wanted:  # who waits is woken for its piece, not for every block
+            self.reached = nbytes
+            if self._wanted and nbytes >= min(self._wanted):  # who waits is woken for its piece, not for every block
                 self._condition.notify_all()
 
     def end(self, *, failed: bool = False) -> None:
@@ -43,10 +47,10 @@ class Filling:
             WeightsError: it failed, or a rank of the gather is silent. `failed` is true from then on.
         """
         with self._condition:
-            self._wanted = nbytes or 0
-            came = self._condition.wait_for(
-                lambda: self._ended or (nbytes is not None and self._reached >= nbytes), self._wait_s
-            )
+            wanted = math.inf if nbytes is None else nbytes
+            self._wanted.append(wanted)
+            came = self._condition.wait_for(lambda: self._ended or self.reached >= wanted, self._wait_s)
+            self._wanted.remove(wanted)
             if not came:
                 self._ended = self.failed = True
             if self.failed:

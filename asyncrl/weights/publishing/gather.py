@@ -97,7 +97,7 @@ def gather_into(
 
     Args:
         group: as from `choose_route`.
-        filling: told how far buffers on the host are.
+        filling: told how far buffers on the host are, and on other ranks what has been read.
 
     Returns:
         Fingerprint of every bucket; none on other ranks, and none of buffers on a device.
@@ -118,6 +118,8 @@ def gather_into(
         elif buffer is not None:
             _fill_on_device(bucket, whole, buffer)
         before += bucket.nbytes
+        if buffer is None and filling is not None:
+            filling.reach(before)  # this rank's part has left
     return prints
 
 

@@ -36,7 +36,7 @@ class OwnShare:
         """
         held = {name: held_boxes(name, tensor, world) for name, tensor in named}
         for name, tensor in named:
-            box, local = held[name][rank], _local(tensor)
+            box, local = held[name][rank], local_part(tensor)
             if box is not None and tuple(stop - start for start, stop in box) != tuple(local.shape):
                 raise WeightsError(
                     f"rank {rank} holds {tuple(local.shape)} of {name} {tuple(tensor.shape)}, expected {box}. {RANK0}"
@@ -51,7 +51,7 @@ class OwnShare:
             held = self._held[name]
             assert held is not None  # the plan takes from a rank only what it holds
             inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(box, held, strict=True))
-            found.append((name, _local(by_name[name])[slices(inside)]))
+            found.append((name, local_part(by_name[name])[slices(inside)]))
         return found
 
 
@@ -83,5 +83,11 @@ def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
     return held
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where what this rank has of it lies: the same for all views of one memory."""
+    return local_part(tensor).untyped_storage().data_ptr()

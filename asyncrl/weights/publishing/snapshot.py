@@ -5,15 +5,18 @@
                                                                           sender.idle() keeps newcomers up to date
 
 Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
-way; unblocked by the sender taking the pending one. The learner may go on at once, and writes to the weights only after
-`wait_copied`.
+way; unblocked by the sender taking the pending one. The learner may go on at once, and writes to the weights only as
+`copied` gives them free. Without snapshots (`reading`) the sender reads the weights themselves, and the learner writes
+when it has.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -26,14 +29,19 @@ from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.publishing.copying import BackgroundCopy
+from asyncrl.weights.publishing.copying import BackgroundCopy, CopyStream
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
-from asyncrl.weights.publishing.sharding import OwnShare
+from asyncrl.weights.publishing.reading import Reading, Rooms
+from asyncrl.weights.publishing.sharding import OwnShare, local_part, memory_of
 from asyncrl.weights.shares import Shares
 
 _GATHER_S = 60.0
 """What the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
+
+
+_PARTS, _LEAST_PART = 64, 4 << 20
+"""Of a copy, and bytes of one: what the optimizer need not wait for together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +56,9 @@ class Snapshot:
     shares: Shares | None = None
     """Where every learner rank sends its own: this is what one of them does."""
     fingerprints: list[str] = field(default_factory=list)
-    """Per bucket, taken while it was copied; of buckets on a device while they are sent. Kept for re-sends."""
+    """Per bucket, taken while it was copied; of buckets on a device, or of none, while they are sent."""
+    reading: Reading | None = None
+    """Where it is sent out of the weights themselves: `buffers` are none then."""
 
     @property
     def whole(self) -> Manifest:
@@ -59,6 +69,10 @@ class Snapshot:
     def on_device(self) -> bool:
         return any(buffer.device.type != "cpu" for buffer in self.buffers)
 
+    def open(self) -> AbstractContextManager[None]:
+        """Its bytes stay while they are sent. Raises WeightsGoneError: they can no longer be."""
+        return self.reading.open() if self.reading is not None else nullcontext()
+
     def fingerprint(self, bucket: int) -> str:
         """Of one bucket; those before it are taken too."""
         for buffer in self.buffers[len(self.fingerprints) : bucket + 1]:
@@ -67,7 +81,7 @@ class Snapshot:
 
     def all_fingerprints(self) -> list[str]:
         """Of every bucket, in order."""
-        return [self.fingerprint(index) for index in range(len(self.buffers))]
+        return [self.fingerprint(index) for index in range(len(self.manifest.buckets))]
 
 
 class Sender(Protocol):
@@ -82,6 +96,7 @@ class Sender(Protocol):
         """Bring `snapshot` to everyone who is there. What can be retried is retried in here.
 
         It may still be being copied: `snapshot.filling` is waited for before any of its bytes or fingerprints is read.
+        They are read while it is open (`snapshot.open`).
         """
         ...
 
@@ -106,6 +121,7 @@ class BackgroundPublisher:
         device: where the snapshots lie (gloo and files: cpu; nccl: the GPU).
         shared: in memory that other processes of this machine can open.
         idle_s: seconds between two looks at newcomers.
+        copied: False sends without snapshots, by a sender that streams (`broadcast`), and where nothing is gathered.
     """
 
     def __init__(
@@ -119,8 +135,13 @@ class BackgroundPublisher:
         shared: bool = False,
         idle_s: float = 0.02,
         ranks: tuple[int, int] | None = None,
+        copied: bool = True,
     ) -> None:
         self._sender = sender
+        self._rooms = None if copied else Rooms(device, shared=shared)
+        self._reading: Reading | None = None
+        """Of the newest version, without snapshots."""
+        self._stream = CopyStream()
         self._ranks = ranks
         self._own: OwnShare | None = None
         self._wire_dtype = wire_dtype
@@ -132,6 +153,8 @@ class BackgroundPublisher:
         self._filling: Filling | None = None
         """Of the newest copy."""
         self._route = Route(background=False)
+        self._parts: list[tuple[int, Sequence[torch.Tensor]]] = []
+        """Of the newest copy: how many bytes are final when which tensors are read no more."""
         self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
         self._held_s = 0.0
         self._manifest: Manifest | None = None
@@ -151,7 +174,7 @@ class BackgroundPublisher:
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
     ) -> PublishStats:
         self._stats["weights/copy_wait_s"], self._held_s = self._held_s, 0.0
-        waited = self._copy.wait()
+        waited = self._wait(to_write=True)
         named = unique_tensors(tensors)
         manifest = self._manifest_of(named)
         if self._own is not None:
@@ -161,20 +184,50 @@ class BackgroundPublisher:
             started = time.perf_counter()
             buffers = self._take_buffers(policy_version)
             waited += time.perf_counter() - started
-        work = partial(self._fill, policy_version, manifest, named, buffers, canary)
+        snapshot = Snapshot(
+            policy_version=policy_version,
+            manifest=manifest,
+            buffers=buffers or [],
+            canary=canary,
+            filling=Filling(self._wait_s + _GATHER_S),
+            shares=self._own.shares if self._own is not None else None,
+        )
+        self._filling = snapshot.filling
         devices = [tensor.device for _, tensor in named] + [torch.device(self._device)]
         device = next((device for device in devices if device.type == "cuda"), None)
-        if self._route.background:
-            self._copy.start(policy_version, work, device)
+        if self._rooms is not None:
+            self._read(snapshot, named, self._rooms, device)
+        elif self._route.background:
+            self._copy.start(policy_version, partial(self._fill, snapshot, named, buffers), device)
         else:
-            work()
-        whole = self._own.shares.whole if self._own is not None else manifest
-        return PublishStats(wait_previous_s=waited, nbytes=whole.nbytes)
+            self._fill(snapshot, named, buffers)
+        self._parts = list(_free_parts(manifest, dict(named)))
+        return PublishStats(wait_previous_s=waited, nbytes=snapshot.whole.nbytes)
 
     def wait_copied(self) -> float:
-        seconds = self._copy.wait()
+        seconds = self._wait(to_write=False)
         self._held_s += seconds
         return seconds
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        parts, filling = deque(self._parts), self._filling
+        while parts and self._copy.running and filling is not None:
+            started = time.perf_counter()
+            try:
+                filling.wait(parts[0][0])
+            except WeightsError:
+                break  # `_wait` says why
+            self._held_s += time.perf_counter() - started
+            if filling.reached < parts[0][0]:
+                break  # it is over, or on a device, which says so at its end alone
+            free = list[torch.Tensor]()
+            while parts and parts[0][0] <= filling.reached:
+                free += parts.popleft()[1]
+            yield free
+        self._held_s += self._wait(to_write=True)
+
+    def _wait(self, *, to_write: bool) -> float:
+        return self._copy.wait() + (self._reading.wait(to_write=to_write) if self._reading is not None else 0.0)
 
     def stats(self) -> dict[str, float]:
         return self._stats | (self._sender.stats() if self._sender is not None else {})
@@ -191,32 +244,33 @@ class BackgroundPublisher:
             # Who is conducted stays until rank 0 ends; that waits for the step in which this rank has failed.
             self._thread.join(self._wait_s)
 
-    def _fill(
-        self,
-        policy_version: int,
-        manifest: Manifest,
-        named: list[tuple[str, torch.Tensor]],
-        buffers: list[torch.Tensor] | None,
-        canary: Canary | None,
+    def _read(
+        self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], rooms: Rooms, device: torch.device | None
     ) -> None:
-        """The copy, and then it is the sender's."""
-        started = time.perf_counter()
-        self._filling = filling = Filling(self._wait_s + _GATHER_S)
-        snapshot = Snapshot(
-            policy_version=policy_version,
-            manifest=manifest,
-            buffers=buffers or [],
-            canary=canary,
-            filling=filling,
-            shares=self._own.shares if self._own is not None else None,
-        )
+        """Give the sender the weights themselves."""
+        tensors = {name: local_part(tensor) for name, tensor in named}
+        ordered = self._stream.after_now(device)
+        self._reading = snapshot.reading = Reading(snapshot.policy_version, tensors, rooms, ordered, self._wait_s)
+        snapshot.filling.end()
+        self._hand_over(snapshot)
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        with self._condition:
+            if self._failure is not None and snapshot.reading is not None:
+                snapshot.reading.give_up()  # the sender, which does that at its end, had none of it
+            self._pending = snapshot
+            self._condition.notify_all()
+
+    def _fill(
+        self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], buffers: list[torch.Tensor] | None
+    ) -> None:
+        """The copy; the sender follows it."""
+        started, filling = time.perf_counter(), snapshot.filling
         if buffers is not None:
-            with self._condition:
-                self._pending = snapshot
-                self._condition.notify_all()
+            self._hand_over(snapshot)
         whole = False
         try:
-            snapshot.fingerprints += gather_into(manifest, named, buffers, self._route.group, filling)
+            snapshot.fingerprints += gather_into(snapshot.manifest, named, buffers, self._route.group, filling)
             if torch.device(self._device).type == "cuda":
                 # The sender's thread has a stream of its own: without this it could send half-written buffers.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -236,11 +290,14 @@ class BackgroundPublisher:
                 self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
                 self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
-                sets = 3 if self._sender.keeps_previous else 2
-                self._free = [self._manifest.allocate(self._device, shared=self._shared) for _ in range(sets)]
+                sets = range(3 if self._sender.keeps_previous else 2)
+                self._free = [self._allocate(self._manifest) for _ in sets]
         elif names != self._names:
             raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
         return self._manifest
+
+    def _allocate(self, manifest: Manifest) -> list[torch.Tensor]:
+        return manifest.allocate(self._device, shared=self._shared) if self._rooms is None else []
 
     def _take_buffers(self, policy_version: int) -> list[torch.Tensor]:
         """A snapshot nobody reads any more. Waits for the sender, bounded."""
@@ -281,6 +338,8 @@ class BackgroundPublisher:
                 if fresh is not None:
                     with span("send the weights", version=fresh.policy_version):
                         self._sender.send(fresh, self._previous)
+                    if fresh.reading is not None:
+                        fresh.reading.give_up()  # nobody was there to have it
                 else:
                     self._sender.idle(self._current)
         except Exception as error:  # thread boundary: the learner gets it at its next publish
@@ -288,4 +347,23 @@ class BackgroundPublisher:
                 self._failure = error
                 self._condition.notify_all()
         finally:
+            if self._reading is not None:
+                self._reading.give_up()
             self._sender.close()
+
+
+def _free_parts(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """How many bytes are final when which tensors are read no more: at most 64 parts, of 4 MiB or more."""
+    ends, before = list[tuple[int, torch.Tensor]](), 0
+    for bucket in manifest.buckets:
+        ends += [(before + e.offset + e.nbytes, local_part(tensors[e.name])) for e in bucket.entries]
+        before += bucket.nbytes
+    last = {memory_of(tensor): end for end, tensor in ends}
+    least, begun, part = max(before // _PARTS, _LEAST_PART), 0, list[torch.Tensor]()
+    for end, tensor in ends:
+        if last[memory_of(tensor)] == end:  # two views of one memory: with the second
+            part.append(tensor)
+        if end - begun >= least:
+            yield end, part
+            begun, part = end, []
+    yield before, part

@@ -1,0 +1,153 @@
+"""A version that is sent out of the weights themselves, without a copy of them (`weights.copies=none`).
+
+    sender    open: piece after piece is cast into one of two rooms, hashed and sent, as often as it takes
+    learner   publish(v), forward, backward, optimizer -> waits until v was sent once and nothing is read -> step
+
+Weights change in the optimizer's step alone. After it the version cannot be sent any more: who missed it gets the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl.errors import WeightsError, WeightsGoneError
+from asyncrl.weights.ipc import shared_bytes
+from asyncrl.weights.manifest import Bucket, Entry
+from asyncrl.weights.shares import flat_parts
+
+Ordered = Callable[[Callable[[], None]], None]
+"""Runs what reads the weights, after what was enqueued on a GPU when they were published; done on return."""
+
+
+class Rooms:
+    """Where pieces lie while they are on the wire, two at a time (`group.passed`). Kept over all versions.
+
+    Args:
+        shared: in memory that other processes of this machine can open.
+    """
+
+    def __init__(self, device: torch.device | str, *, shared: bool) -> None:
+        self._device, self._shared = torch.device(device), shared
+        self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._rooms))
+
+    def reserve(self, nbytes: int) -> None:
+        """For pieces of at most so many bytes; nothing is on the wire."""
+        if nbytes > len(self._rooms[0]):
+            self._rooms = [self._made(nbytes) for _ in self._rooms]
+
+    def _made(self, nbytes: int) -> torch.Tensor:
+        if self._shared and self._device.type == "cpu":
+            return shared_bytes(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def take(self, number: int, nbytes: int) -> torch.Tensor:
+        """Room for the piece with this number; that of two pieces before is no longer read."""
+        return self._rooms[number % 2][:nbytes]
+
+
+class Reading:
+    """One version's weights, until the learner writes to them.
+
+    Args:
+        tensors: by name; of several senders, their parts.
+        wait_s: longest wait for the sender.
+    """
+
+    def __init__(
+        self, policy_version: int, tensors: Mapping[str, torch.Tensor], rooms: Rooms, ordered: Ordered, wait_s: float
+    ) -> None:
+        self._version, self._tensors, self.rooms = policy_version, tensors, rooms
+        self._ordered, self._wait_s = ordered, wait_s
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._due, self._wanted = True, False
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is too late to begin: the learner writes, or waits to."""
+        return self._wanted and not self._due
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """The weights stay as they are. What ends without an error was sent: the learner waits for no more of it.
+
+        Raises:
+            WeightsGoneError: they are others by now, or will be at once.
+        """
+        with self._condition:
+            if self.gone:
+                raise WeightsGoneError(f"the learner's weights are no longer those of version {self._version}")
+            self._readers += 1
+        sent = False
+        try:
+            yield
+            sent = True
+        finally:
+            with self._condition:
+                self._readers -= 1
+                self._due = self._due and not sent
+                self._condition.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody is there to have it, or all had it: the learner need not wait."""
+        with self._condition:
+            self._due = False
+            self._condition.notify_all()
+
+    def wait(self, *, to_write: bool) -> float:
+        """Seconds until it was sent, or nobody was there, and nobody reads. `to_write`: from then on nobody can.
+
+        Raises:
+            WeightsError: it is still being sent after `wait_s`.
+        """
+        started = time.perf_counter()
+        with self._condition:
+            self._wanted = self._wanted or to_write
+            if not self._condition.wait_for(lambda: not self._due and not self._readers, self._wait_s):
+                raise WeightsError(
+                    f"version {self._version} is still being sent out of the learner's weights after {self._wait_s:.0f}"
+                    " s: a worker or another learner rank takes too long. See its log, raise weights.timeout_s, or set "
+                    "weights.copies=two, with which training goes on meanwhile."
+                )
+        return time.perf_counter() - started
+
+    def pieces(self, bucket: Bucket, sizes: Iterable[int], first: int) -> Iterator[torch.Tensor]:
+        """The bytes of `bucket` in pieces of these sizes, for which `rooms` has room, in the wire dtype; each is good
+        until the one after the next is asked for. Only while it is open.
+
+        Args:
+            first: number of the first piece, over all buckets.
+        """
+        start = 0
+        for number, size in enumerate(sizes, first):
+            room = self.rooms.take(number, size)
+            self._ordered(lambda at=start, room=room: self._fill(bucket, at, room))
+            yield room
+            start += size
+
+    @torch.no_grad()
+    def _fill(self, bucket: Bucket, start: int, room: torch.Tensor) -> None:
+        """`room` = the bytes of the bucket from `start` on."""
+        stop, done = start + len(room), start
+        for entry in bucket.entries:
+            first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+            if first < last:
+                room[done - start : first - start].zero_()  # between two tensors: the same in every proof
+                self._put(entry, first, room[first - start : last - start])
+                done = last
+        room[done - start :].zero_()
+
+    def _put(self, entry: Entry, first: int, room: torch.Tensor) -> None:
+        values, done = room.view(entry.dtype), 0
+        for part in flat_parts(self._tensors[entry.name], (first - entry.offset) // entry.dtype.itemsize, len(values)):
+            values[done : done + part.numel()].view(part.shape).copy_(part)
+            done += part.numel()
