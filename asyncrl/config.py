@@ -313,7 +313,7 @@ def begin_trace(config: Config, role: str) -> None:
 
 
 NOT_OF_THE_UPDATE = (
-    *("ranks", "replicas", "sequence_parallel", "tensor_parallel", "device"),
+    *("ranks", "replicas", "sequence_parallel", "expert_parallel", "tensor_parallel", "device"),
     *("save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),

@@ -310,6 +310,10 @@ REFUSED = [
         ["learner.sequence_parallel=2 is not proven with engine.exact=true. Set learner.sequence_parallel=1"],
     ),
     (
+        ["learner.ranks=12", "learner.replicas=2", "learner.expert_parallel=4"],
+        ["expert_parallel=4 does not divide the ranks", "learner.ranks=12, 6 to a copy", "Set it to one of 1, 2, 3, 6"],
+    ),
+    (
         ["learner.ranks=2", "learner.tensor_parallel=2", "learner.early_groups=2"],
         ["learner.tensor_parallel=2 is not proven with learner.early_groups=2", "Set learner.tensor_parallel=1"],
     ),

@@ -56,7 +56,7 @@ def test_the_ranks_of_a_rerun_are_laid_out_as_in_the_run_where_there_are_as_many
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
-    layout = [f"learner.{key}=2" for key in ("replicas", "sequence_parallel", "tensor_parallel")]
+    layout = [f"learner.{key}=2" for key in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel")]
     write_config(load_config([*settings, "reward.function=a:b", "learner.ranks=8", *layout]), run)
     recorded = read_config(run / "config.yaml")
     assert changed_by(rerun_config(run, []), recorded) == []

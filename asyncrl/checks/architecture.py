@@ -34,6 +34,10 @@ SHARED = (
     *("qwen3_moe", "smollm3", "starcoder2"),
 )
 """Model types whose sequences several ranks may share: those that are packed, proven there as well."""
+EXPERTS_APART = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types whose experts several ranks may spread between them: what is proven there."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What transformers' configs call the number of experts."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank."""
 
@@ -128,4 +132,36 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             f"learner.sequence_parallel={ranks} must divide its {heads} attention heads, and divide its {keys} "
             f"key-value heads or be a multiple of them{each}. Set it to one of {', '.join(map(str, fits))}"
         )
+    return ""
+
+
+def experts_in(settings: Mapping[str, Any]) -> int:
+    """Of a layer; 0 where there are none, or one, or their number has another name.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = settings.get("text_config") or settings
+    counts = (text.get(name) for name in EXPERT_COUNTS)
+    return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
+
+
+def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
+    """Why `learner.expert_parallel=ranks` cannot spread the experts of a model; empty if it can, or if it has none.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = settings.get("text_config") or settings
+    kind, experts = text.get("model_type") or settings.get("model_type"), experts_in(settings)
+    if ranks == 1 or not experts:
+        return ""
+    if kind not in EXPERTS_APART:
+        return (
+            f"learner.expert_parallel={ranks} is proven for {', '.join(EXPERTS_APART)}, and this is {kind}. Set "
+            "learner.expert_parallel=1: FSDP2 shards any model"
+        )
+    if experts % ranks:
+        fits = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+        return f"learner.expert_parallel={ranks} must divide its {experts} experts. Set it to one of {', '.join(fits)}"
     return ""

@@ -78,6 +78,7 @@ def ranks_are_laid_out(config: Config) -> Problems:
         f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
     yield from proven_with("learner.sequence_parallel", config.learner.sequence_parallel, unproven)
+    yield from proven_with("learner.expert_parallel", config.learner.expert_parallel, unproven)
     yield from proven_with("learner.tensor_parallel", config.learner.tensor_parallel, unproven)
 
 

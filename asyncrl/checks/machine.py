@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
-from asyncrl.checks.architecture import foreign_maths, not_shared, not_together
+from asyncrl.checks.architecture import experts_in, foreign_maths, not_apart, not_shared, not_together
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
@@ -127,10 +127,15 @@ def unfit_model(path: str, layout: Layout) -> Iterator[str]:
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
-    sequence, tensor = layout.sequence_parallel, layout.tensor_parallel
+    sequence, experts, tensor = layout.sequence_parallel, layout.expert_parallel, layout.tensor_parallel
     problem = settings and (
-        foreign_maths(settings) or not_together(settings, tensor) or not_shared(settings, sequence, tensor)
+        foreign_maths(settings)
+        or not_together(settings, tensor)
+        or not_shared(settings, sequence, tensor)
+        or not_apart(settings, experts)
     )
+    if settings and experts > 1 and not experts_in(settings):
+        problem = problem or f"it has no experts to spread (learner.expert_parallel={experts}). Set 1"
     if problem:
         yield f"model.path={path}: {problem}"
 

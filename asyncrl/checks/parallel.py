@@ -9,7 +9,7 @@ from typing import Protocol
 
 from asyncrl.checks.problem import Problems
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
 """Dimensions of the mesh of ranks, in its order: the last one's ranks are neighbours on a machine."""
 
 
@@ -18,6 +18,7 @@ class Layout(Protocol):
 
     replicas: int
     sequence_parallel: int
+    expert_parallel: int
     tensor_parallel: int
 
 
@@ -31,6 +32,8 @@ class ParallelDims:
     """Ranks that cut one copy into parts (FSDP2), each with sequences of its own; times `sequence` of them."""
     sequence: int = 1
     """Ranks that share the tokens of every pack, and cut the model between them like the others."""
+    expert: int = 1
+    """Of the ranks that cut a copy, so many neighbours have different experts, and send each other their tokens."""
     tensor: int = 1
     """Ranks that compute every layer together."""
 
@@ -38,7 +41,8 @@ class ParallelDims:
     def of(cls, learner: Layout, ranks: int) -> ParallelDims:
         """What `ranks` make of the settings, which `problem_of` has passed."""
         copies, sequence, tensor = learner.replicas, learner.sequence_parallel, learner.tensor_parallel
-        return cls(replicate=copies, shard=ranks // (copies * sequence * tensor), sequence=sequence, tensor=tensor)
+        shard = ranks // (copies * sequence * tensor)
+        return cls(replicate=copies, shard=shard, sequence=sequence, expert=learner.expert_parallel, tensor=tensor)
 
     @property
     def ranks(self) -> int:
@@ -57,14 +61,16 @@ class ParallelDims:
     @property
     def mesh(self) -> dict[str, int]:
         """Size of each dimension that there is; `shard` in any case."""
-        sizes = {REPLICATE: self.replicate, SHARD: self.shards, TENSOR: self.tensor}
+        shards = self.shards // self.expert
+        sizes = {REPLICATE: self.replicate, SHARD: shards, EXPERT: self.expert, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
 
     def __str__(self) -> str:
         copies = f"{self.replicate} copies of the model (HSDP), each sharded over " if self.replicate > 1 else ""
         apart = f", of which {self.sequence} share every pack" if self.sequence > 1 else ""
+        experts = f", experts spread over {self.expert} of them" if self.expert > 1 else ""
         together = f", tensor parallel over {self.tensor}: {self.ranks} in all" if self.tensor > 1 else ""
-        return f"{copies or 'FSDP2 over '}{self.shards} rank(s){apart}{together}"
+        return f"{copies or 'FSDP2 over '}{self.shards} rank(s){apart}{experts}{together}"
 
     def data_rank(self, rank: int) -> int:
         """Of a rank among `data`: those that have the same sequences are neighbours."""
@@ -83,14 +89,28 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
         "learner.tensor_parallel": learner.tensor_parallel,
     }
     product = math.prod(sizes.values())
-    if min(*sizes.values(), ranks) < 1 or ranks % product == 0:
-        return ""  # the first is refused by numbers_in_range
+    if min(*sizes.values(), learner.expert_parallel, ranks) < 1:
+        return ""  # refused by numbers_in_range
+    if ranks % product == 0:
+        return _experts_problem(learner, ranks, said)
     wanted = {key: size for key, size in sizes.items() if size > 1}
     key, size = next(iter(wanted.items()))
     fits = [str(n) for n in range(1, ranks + 1) if ranks % (n * (product // size)) == 0]
     way = f"{key} to one of {', '.join(fits)}, or " if fits else ""
     factors = " * ".join(f"{name}={count}" for name, count in wanted.items())
     return f"{said}={ranks} cannot be {factors} * equally many ranks that shard. Set {way}another number of ranks"
+
+
+def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
+    shards = ranks // (learner.replicas * learner.tensor_parallel)
+    if shards % learner.expert_parallel == 0:
+        return ""
+    fits = [str(n) for n in range(1, shards + 1) if shards % n == 0]
+    each = f", {shards} to a copy of the model," if shards < ranks else ""
+    return (
+        f"learner.expert_parallel={learner.expert_parallel} does not divide the ranks that FSDP2 cuts the model over "
+        f"({said}={ranks}{each}): they spread the experts between them. Set it to one of {', '.join(fits)}"
+    )
 
 
 def ranks_divide(learner: Layout, ranks: int) -> Problems:
@@ -100,7 +120,7 @@ def ranks_divide(learner: Layout, ranks: int) -> Problems:
 
 def proven_with(key: str, ranks: int, unproven: Mapping[str, bool]) -> Problems:
     """Args:
-    key, ranks: a setting by which several ranks have the same sequences.
+    key, ranks: a setting by which ranks compute one thing between them.
     unproven: what that has not been tried with, in words -> whether it is wanted.
     """
     for what, wanted in unproven.items():

@@ -65,9 +65,9 @@ AT_LEAST_1 = """
     model.lora_alpha model.checkpoint_every data.max_prompt_tokens reward.workers engine.max_sequences engine.threads
     engine.tensor_parallel rollout.workers rollout.group_size rollout.max_new_tokens rollout.max_in_flight
     rollout.max_attempts replay.max_times_sampled replay.journal.segment_mb replay.journal.window_mb weights.bucket_mb
-    advantage.c_bar learner.ranks learner.replicas learner.sequence_parallel learner.tensor_parallel
-    learner.groups_per_step learner.updates_per_batch learner.epochs_per_batch learner.steps learner.max_nonfinite_steps
-    learner.save_every learner.keep_checkpoints eval.rows eval.chunk eval.samples
+    advantage.c_bar learner.ranks learner.replicas learner.sequence_parallel learner.expert_parallel
+    learner.tensor_parallel learner.groups_per_step learner.updates_per_batch learner.epochs_per_batch learner.steps
+    learner.max_nonfinite_steps learner.save_every learner.keep_checkpoints eval.rows eval.chunk eval.samples
 """
 SMALLEST: dict[str, int] = {**dict.fromkeys(AT_LEAST_0.split(), 0), **dict.fromkeys(AT_LEAST_1.split(), 1)}
 ABOVE_ZERO = (

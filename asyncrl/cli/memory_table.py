@@ -14,6 +14,7 @@ from asyncrl.learner.memory_plan import (
     Held,
     Shape,
     Sizes,
+    apart,
     head_bytes,
     head_rows,
     held,
@@ -110,13 +111,17 @@ def engine_bytes(config: Config, model: ModelSize) -> int:
 def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
     """Bytes that the fullest rank holds of the policy where it computes, and what comes and goes beside it."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
-    rows, computing = policy_rows(config, model)[0], on_one_of(model.shapes, dims.tensor, computing=True)
+    rows = policy_rows(config, model)[0]
+    computing = apart(on_one_of(model.shapes, dims.tensor, computing=True), dims.expert)
     setting = config.learner.reduce_gradients
     if setting != "each":
         needed = "" if setting == "last" else ", unless there is no room for it"
         said = f"whole gradient where an optimizer step has several micro-batches{needed}"
         rows.append(
-            (4 * sum(map(math.prod, policy_shapes(config, model))), f"{said} (learner.reduce_gradients={setting})")
+            (
+                MASTER * sum(map(math.prod, apart(policy_shapes(config, model), dims.expert).values())),
+                f"{said} (learner.reduce_gradients={setting})",
+            )
         )
     if dims.ranks > 1 or width < MASTER or config.learner.offload == "all":
         fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
@@ -124,15 +129,15 @@ def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
     return rows + activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
 
 
-def policy_shapes(config: Config, model: ModelSize) -> list[Shape]:
+def policy_shapes(config: Config, model: ModelSize) -> dict[str, Shape]:
     """Of what is trained, before FSDP2 cuts it."""
     chosen = config.model
     whole = model.adapters(chosen.lora_rank, chosen.lora_targets) if chosen.lora_rank > 0 else model.shapes
-    return list(on_one_of(whole, ParallelDims.of(config.learner, config.learner.ranks).tensor).values())
+    return on_one_of(whole, ParallelDims.of(config.learner, config.learner.ranks).tensor)
 
 
 def policy_held(config: Config, model: ModelSize) -> Held:
-    return held(policy_shapes(config, model), ParallelDims.of(config.learner, config.learner.ranks).shards)
+    return held(policy_shapes(config, model).values(), ParallelDims.of(config.learner, config.learner.ranks).shards)
 
 
 def policy_rows(config: Config, model: ModelSize) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -160,7 +161,8 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     if gpus < 2:
         raise ConfigError("how many GPUs there are to be is not known: gpus=64")
     learner, width = config.learner, config.engine.tensor_parallel
-    unit = learner.replicas * learner.tensor_parallel * learner.sequence_parallel
+    shards = math.lcm(learner.sequence_parallel, learner.expert_parallel)
+    unit = learner.replicas * learner.tensor_parallel * shards
     config = with_dtypes(config, learner="cuda", engine="cuda")
     model = model_size(Path(config.model.path)) if gpu_gb else None
     if gpu_gb and model is None:

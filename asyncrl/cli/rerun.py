@@ -164,7 +164,8 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "learner.keep_best_by": "max",
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
-        settings |= dict.fromkeys(("learner.replicas", "learner.sequence_parallel", "learner.tensor_parallel"), 1)
+        dims = ("replicas", "sequence_parallel", "expert_parallel", "tensor_parallel")
+        settings |= {f"learner.{name}": 1 for name in dims}
     config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])
     config.learner.save_every = 0  # nothing to resume, and nobody to commit to
     return config

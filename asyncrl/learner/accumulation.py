@@ -15,7 +15,7 @@ from asyncrl.learner.memory_plan import MASTER, held
 from asyncrl.learner.place import ROOM, memory_of
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.sharding import device_of, dim_size, shards_of
+from asyncrl.learner.sharding import device_of, dim_size, numbers_computed_with, shards_of
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | N
         return
     mesh, device = backend.mesh, device_of(backend.mesh)
     learned = [model for _, model, _ in roles.trained()]
-    trained = max(sum(each.numel() for each in model.parameters() if each.requires_grad) for model in learned)
+    trained = max(
+        sum(numbers_computed_with(each) for each in model.parameters() if each.requires_grad) for model in learned
+    )
     trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each
     memory = memory_of(device, mesh.size())
     shards = held_by(roles)

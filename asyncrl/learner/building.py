@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.checks.architecture import not_shared, not_together
+from asyncrl.checks.architecture import not_apart, not_shared, not_together
 from asyncrl.checks.dtypes import dtype_on
-from asyncrl.checks.parallel import TENSOR
+from asyncrl.checks.parallel import EXPERT, TENSOR
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
@@ -115,7 +115,11 @@ def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -
 def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> None:
     """Raises ConfigError where the ranks cannot compute the layers of the model together, or share its sequences."""
     given, tensor, sequence = config.to_dict(), dim_size(mesh, TENSOR), SequenceRanks.here()
-    problem = not_together(given, tensor) or not_shared(given, 1 if sequence is None else sequence.size, tensor)
+    problem = (
+        not_together(given, tensor)
+        or not_shared(given, 1 if sequence is None else sequence.size, tensor)
+        or not_apart(given, dim_size(mesh, EXPERT))
+    )
     if problem:
         raise ConfigError(f"{setting}: {problem}")
 

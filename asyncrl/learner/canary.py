@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.checks.architecture import experts_in
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
@@ -59,15 +60,10 @@ class ProvingPublisher:
         self._publisher.close(failed=failed)
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What transformers' configs call the number of experts."""
-
-
 def is_routed(model: PolicyModel) -> bool:
     """Whether tokens of this model are routed to experts; one that calls their number otherwise is judged as dense,
     which is stricter."""
-    settings = model.hf.config.get_text_config(decoder=True).to_dict()
-    return any((settings.get(name) or 0) > 1 for name in EXPERT_COUNTS)
+    return experts_in(model.hf.config.get_text_config(decoder=True).to_dict()) > 0
 
 
 def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:

@@ -13,6 +13,7 @@ from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.sharding import numbers_computed_with
 from asyncrl.schema import ModelConfig
 
 PEAK, PLANNED = "memory/peak_gb", "memory/planned_gb"
@@ -51,8 +52,8 @@ def whole_bytes(model: PackedModel, width: int, *, several: bool) -> int:
     end, its whole gradient. A model that is not sharded has both already."""
     if not isinstance(model, FSDPModule):
         return 0
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    gradient = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shapes = {name: (numbers_computed_with(parameter),) for name, parameter in model.named_parameters()}
+    gradient = sum(numbers_computed_with(parameter) for parameter in model.parameters() if parameter.requires_grad)
     return width * whole_numbers(shapes) + (MASTER * gradient if several and not model.reduce_each else 0)
 
 

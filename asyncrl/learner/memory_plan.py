@@ -88,6 +88,15 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
     return cut
 
 
+def apart(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """What each of `ranks` that spread the experts of a layer between them has of the parameters, before FSDP2 cuts it.
+    What it holds of them cut is as much as without: both cut stacks of experts by their number."""
+    return {
+        name: (shape[0] // ranks, *shape[1:]) if len(shape) == 3 and ".experts." in name else shape
+        for name, shape in shapes.items()
+    }
+
+
 def head_rows(vocabulary: int) -> int:
     """Tokens of a chunk of logits."""
     return max(HEAD_MIN_ROWS, HEAD_ELEMENTS // vocabulary)

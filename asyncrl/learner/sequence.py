@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from asyncrl.learner.attention import Gather, Packing
+from asyncrl.learner.exchange import exchanged
 from asyncrl.learner.ranks import sequence_group
 
 
@@ -81,7 +82,7 @@ class SequenceRanks:
         for tensor in tensors:
             heads = tensor[0].repeat_interleave(max(1, self.size // tensor.shape[1]), 0)
             parts.append(heads.unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2))
-        came: Tensor = _Exchanged.apply(torch.cat(parts, -1), self.group)  # pyright: ignore[reportAssignmentType]
+        came = exchanged(torch.cat(parts, -1), self.group)
         split = came.flatten(0, 1).split([part.shape[-1] for part in parts], -1)
         return [
             part.unflatten(-1, (-1, tensor.shape[-1])).transpose(0, 1)[None]
@@ -91,27 +92,8 @@ class SequenceRanks:
     def to_tokens(self, out: Float[Tensor, "tokens heads width"]) -> Float[Tensor, "mine all_heads width"]:
         """The way back."""
         sent = out.flatten(1).unflatten(0, (self.size, -1))
-        came: Tensor = _Exchanged.apply(sent, self.group)  # pyright: ignore[reportAssignmentType]
+        came = exchanged(sent, self.group)
         return came.transpose(0, 1).flatten(1).unflatten(-1, (-1, out.shape[-1]))
-
-
-class _Exchanged(torch.autograd.Function):
-    """[ranks, ...]: part i goes to rank i, and what came from rank i is part i. So do the gradients, back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchange(gradients[0], ctx.group), None
-
-
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    came = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-    dist.all_to_all_single(came, parts.contiguous(), group=group)
-    return came
 
 
 class _Told(torch.autograd.Function):

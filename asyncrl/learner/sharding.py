@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from asyncrl.checks.parallel import SHARD, TENSOR
+from asyncrl.checks.parallel import EXPERT, REPLICATE, SHARD, TENSOR
 
+SHARDED = "sharded"
+"""The ranks that cut one copy, where the mesh has those with different experts as a dimension of their own."""
 Range = tuple[int, int]
 """First, and one behind the last."""
 
@@ -30,11 +32,21 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Of the ranks that train on different sequences: as `fully_shard` takes it, copies first."""
-    names = mesh.mesh_dim_names
-    if names is None or TENSOR not in names:
-        return mesh
-    kept = [name for name in names if name != TENSOR]
-    return mesh[tuple(kept)]
+    if dim_size(mesh, EXPERT) == 1:
+        return _without(mesh, TENSOR)
+    together = mesh[SHARD, EXPERT]._flatten(SHARDED)
+    return DeviceMesh._concatenate([mesh[REPLICATE], together]) if dim_size(mesh, REPLICATE) > 1 else together
+
+
+def expert_data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of those among them that have the same experts, likewise."""
+    return _without(mesh, TENSOR, EXPERT)
+
+
+def _without(mesh: DeviceMesh, *dims: str) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(name for name in names if name not in dims)
+    return mesh if kept == names else mesh[kept]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -50,6 +62,11 @@ def shards_of(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
 
 
+def numbers_computed_with(tensor: Tensor) -> int:
+    """Of a parameter, how many a rank has while it computes: all, but of experts that ranks spread only its own."""
+    return tensor.numel() // (dim_size(tensor.device_mesh, EXPERT) if isinstance(tensor, DTensor) else 1)
+
+
 def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
     """This rank's part, and where in the whole it lies."""
     ranges = [(0, size) for size in tensor.shape]
@@ -59,8 +76,8 @@ def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     coordinate = list(mesh.get_coordinate() or [])
     assert len(coordinate) == mesh.ndim
-    # What tensor parallelism has cut FSDP2 cuts again, though its dimension stands first in the mesh.
-    order = sorted(range(mesh.ndim), key=lambda i: not names or names[i] != TENSOR)
+    # What tensor or expert parallelism has cut FSDP2 cuts again, though its dimension stands first in the mesh.
+    order = sorted(range(mesh.ndim), key=lambda i: not names or names[i] not in (EXPERT, TENSOR))
     for i in order:
         placement = tensor.placements[i]
         if isinstance(placement, Replicate):

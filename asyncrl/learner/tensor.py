@@ -139,7 +139,12 @@ def whole(parameter: Tensor, *, per_head: bool = False) -> Tensor:
     if isinstance(placement, Shard):
         return parameter.full_tensor(grad_placements=[Replicate()])
     local = parameter.to_local(grad_placements=[Partial()])
-    return local if per_head else _Shared.apply(local, parameter.device_mesh.size())  # pyright: ignore[reportReturnType]
+    return local if per_head else shared(local, parameter.device_mesh.size())
+
+
+def shared(x: Tensor, ranks: int) -> Tensor:
+    """`x`; its gradient here is that of all `ranks` together, and what is summed over them later."""
+    return _Shared.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 class _Shared(torch.autograd.Function):

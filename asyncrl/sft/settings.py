@@ -66,6 +66,10 @@ class SftLearnerConfig(CheckpointSettings):
     sequence_parallel: int = 1
     """Neighbouring ranks that share every micro-batch, each with some of its tokens and, in attention, with some of its
     heads (Ulysses). With `replicas` and `tensor_parallel` it divides the number of ranks; see docs/parallel.md."""
+    expert_parallel: int = 1
+    """Neighbouring ranks that have different experts of each layer of a mixture, and send each other the tokens that
+    chose them, each with rows of its own. It divides the ranks of a copy of the model. Of Qwen3-MoE, Qwen2-MoE,
+    Mixtral, GLM-4-MoE and DeepSeek-V3; see docs/parallel.md."""
     tensor_parallel: int = 1
     """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
     same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see

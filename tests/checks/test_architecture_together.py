@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.checks.architecture import not_shared, not_together
+from asyncrl.checks.architecture import not_apart, not_shared, not_together
 
 QWEN = {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
 
@@ -55,3 +55,26 @@ def test_sequences_that_cannot_be_shared_are_refused_with_the_arithmetic(
 ):
     problem = not_shared(QWEN | change, ranks, together)
     assert said in problem and "Set " in problem
+
+
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2}
+
+
+def test_experts_are_spread_where_they_are_even_and_a_model_without_any_has_none_to_spread():
+    assert (
+        not_apart(MIXTURE, 4) == not_apart(QWEN, 4) == not_apart({"model_type": "gpt_oss", "num_experts": 8}, 1) == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "said"),
+    [
+        ({"model_type": "gpt_oss"}, 2, "qwen3_moe, and this is gpt_oss"),
+        ({}, 8, "must divide its 12 experts. Set it to one of 1, 2, 3, 4, 6, 12"),
+        ({"num_experts": None, "n_routed_experts": 9}, 2, "must divide its 9 experts"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_with_the_arithmetic(change: dict, ranks: int, said: str):
+    problem = not_apart(MIXTURE | change, ranks)
+    assert said in problem and "Set " in problem
+    assert not_apart({"model_type": "llava", "text_config": MIXTURE | change}, ranks) == problem

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.learner.backends.base import Backend
@@ -38,10 +38,13 @@ class Cell:
     family: str
     replicas: int = 1
     sequence: int = 1
+    experts: int = 1
     tensor: int = 1
     lora: int = 0
     critic: bool = False
     offload: str = "none"
+    idle: bool = False
+    """The second half of the experts gets no token."""
     keep: str = ""
     """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
@@ -50,15 +53,17 @@ class Cell:
         words = [
             self.family,
             f"{self.replicas} copies, sequence {self.sequence}, tensor {self.tensor}",
+            *([f"experts {self.experts}"] * (self.experts > 1)),
             *(["LoRA"] * bool(self.lora)),
             *(["critic"] * self.critic),
+            *(["half of them idle"] * self.idle),
             *([f"offload {self.offload}"] * (self.offload != "none")),
         ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
     def source(self, folder: Path) -> Path:
         """Its checkpoint in `folder`."""
-        return folder / (f"{self.family}-critic" if self.critic else self.family)
+        return folder / (self.family + "-critic" * self.critic + "-idle" * self.idle)
 
     def build(self, folder: Path, backend: Backend | None) -> PackedModel:
         """As a run would."""
@@ -69,8 +74,9 @@ class Cell:
         config = settings_for(self.source(folder))
         model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
         model.checkpoint_keep = self.keep or model.checkpoint_keep
-        given = {"sequence_parallel": self.sequence, "tensor_parallel": self.tensor, "offload": self.offload}
-        return replace(config, model=model, learner=replace(config.learner, replicas=self.replicas, **given))
+        learner = replace(config.learner, replicas=self.replicas, offload=self.offload)
+        learner.sequence_parallel, learner.tensor_parallel = self.sequence, self.tensor
+        return replace(config, model=model, learner=replace(learner, expert_parallel=self.experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,10 @@ def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
             0.0, 0.1, generator=torch.Generator().manual_seed(1)
         )  # one of zeros moves no layer
         critic.save_pretrained(cell.source(folder))
+    for cell in (cell for cell in cells if cell.idle):
+        model = tiny_family(cell.family)
+        leave_idle(model)
+        model.save_pretrained(cell.source(folder))
     (folder / "store").unlink(missing_ok=True)
     forked_from(__name__)
     start_processes(_rank, args=(folder, cells, ranks), nprocs=ranks, start_method="forkserver")
@@ -133,6 +143,19 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
             save_file(tensors, folder / f"{cell.name}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@torch.no_grad()
+def leave_idle(hf: PreTrainedModel) -> None:
+    """The second half of the experts of each layer, for all tokens there are: their logits are far below the others' of
+    a hidden state whose first number is above 0, and nothing changes that one between the layers."""
+    hf.get_submodule("model.embed_tokens").get_parameter("weight")[:, 0] = 3.0
+    for name, parameter in hf.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj")):
+            parameter[..., 0, :] = 0.0
+        if name.endswith("mlp.gate.weight"):
+            parameter[len(parameter) // 2 :] = 0.0
+            parameter[len(parameter) // 2 :, 0] = -100.0
 
 
 def _noted(opened: list[Checkpoint]):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.memory_table import host_rows, policy_held, rank_bytes
+from asyncrl.cli.memory_table import host_rows, learner_rows, policy_held, rank_bytes
 from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -33,7 +35,7 @@ from asyncrl.learner.memory_plan import Sizes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.sharding import shards_of
+from asyncrl.learner.sharding import numbers_computed_with, shards_of
 from asyncrl.schema import AdvantageConfig, Config, EngineConfig, LearnerConfig, ModelConfig
 from tests.learner.feed import make_lease, make_step, tiny_model
 
@@ -54,8 +56,8 @@ def qwen(size: str) -> Qwen2Config:
 
 
 @contextmanager
-def made_up_ranks(shards: int, together: int = 1) -> Iterator[DeviceMesh]:
-    dims = ParallelDims(shard=shards, tensor=together)
+def made_up_ranks(shards: int, together: int = 1, experts: int = 1) -> Iterator[DeviceMesh]:
+    dims = ParallelDims(shard=shards, tensor=together, expert=experts)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.ranks)
     try:
         yield init_device_mesh("cpu", tuple(dims.mesh.values()), mesh_dim_names=tuple(dims.mesh))
@@ -110,6 +112,35 @@ def test_weights_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_th
         assert all(shards_of(each) in (shards, shards * together) for each in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("layers", "experts", "ranks", "spread"), [(2, 12, 6, 2), pytest.param(48, 128, 64, 8, marks=LONG)]
+)
+def test_what_a_rank_with_experts_of_its_own_holds_is_that_of_the_plan_to_the_byte(
+    layers: int, experts: int, ranks: int, spread: int, tmp_path: Path
+):
+    # Of Qwen3-30B-A3B.
+    sizes = dict(zip(WIDTHS, (2048, 6144, layers, 32, 4), strict=True))
+    given = Qwen3MoeConfig(**sizes, num_experts=experts, moe_intermediate_size=768, vocab_size=151936)
+    with made_up_ranks(ranks, experts=spread) as mesh:
+        with torch.device("meta"):
+            model = PolicyModel(AutoModelForCausalLM.from_config(given))
+        write_headers(tmp_path, given, model.hf)
+        read = model_size(tmp_path)
+        assert read is not None
+        learner = LearnerConfig(ranks=ranks, expert_parallel=spread)
+        config = Config(model=ModelConfig(path="tiny", dtype="bfloat16"), learner=learner)
+        planned = policy_held(config, read)
+        FSDP2(mesh).shard(model, torch.bfloat16)
+        assert planned.weights == sum(map(local_bytes, model.parameters()))
+        assert planned.optimizer == 2 * planned.weights + 4 * len(list(model.parameters()))
+    # Its gradients before they are reduced: of its own experts, and of all else.
+    computed = sum(map(numbers_computed_with, model.parameters()))
+    stacks = sum(math.prod(shape) for name, shape in read.shapes.items() if ".experts." in name)
+    assert computed == read.parameters - stacks + stacks // spread
+    assert 4 * computed in [count for count, _ in learner_rows(config, read)]
+    assert rank_bytes(config, read) < rank_bytes(replace(config, learner=LearnerConfig(ranks=ranks)), read)
+
+
 def test_adapters_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_the_byte(tmp_path: Path):
     with made_up_ranks(3, 2) as mesh:
         with torch.device("meta"):
@@ -154,7 +185,7 @@ def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int,
     assert there["all"] == policy_held(config, model).total + base + critic + 4 * model.parameters / 2
 
 
-def write_headers(folder: Path, config: Qwen2Config, hf: PreTrainedModel) -> None:
+def write_headers(folder: Path, config: PreTrainedConfig, hf: PreTrainedModel) -> None:
     """A checkpoint with everything but the numbers."""
     config.save_pretrained(folder)
     entries = {name: {"dtype": "BF16", "shape": list(each.shape)} for name, each in hf.named_parameters()}

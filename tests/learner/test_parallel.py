@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from asyncrl.checks.architecture import SHARED
+from asyncrl.checks.architecture import EXPERTS_APART, SHARED
 from tests.learner.families import FAMILIES, scores_alone, siblings, values_alone
 from tests.learner.layouts import Cell, Found, compute, in_a_direction, outcome
 from tests.learner.test_families import REFUSED
@@ -27,6 +27,9 @@ CELLS = [
     Cell(family="Llama", sequence=2, tensor=2),
     Cell(family="Qwen3", sequence=2, keep="matmul"),
     Cell(family="Qwen3-MoE", sequence=4),
+    Cell(family="Qwen3-MoE", experts=2, keep="matmul"),
+    Cell(family="Qwen3-MoE", experts=2, sequence=2, idle=True),
+    Cell(family="Qwen3-MoE", experts=2, replicas=2, offload="all"),
     Cell(family="Mistral", sequence=2, replicas=2, lora=2),
     Cell(family="Qwen2", tensor=2, lora=2, offload="all"),
     Cell(family="Llama", sequence=2, tensor=2, lora=3),
@@ -72,6 +75,8 @@ def agrees(cell: Cell, folder: Path) -> None:
     norm = torch.nn.utils.get_total_norm(wanted.values())
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name] / norm, gradient / norm, atol=1e-5, rtol=0, msg=name)
+        if cell.idle and ".experts." in name:
+            assert [bool(each.any()) for each in found[name]] == [True, True, False, False], name
 
 
 @pytest.mark.long
@@ -87,6 +92,25 @@ def agrees(cell: Cell, folder: Path) -> None:
 def test_so_they_are_of_every_family_that_ranks_compute_together(family: str, layout: dict[str, Any], tmp_path: Path):
     cell = Cell(family=family, **layout)
     compute(tmp_path, [cell], 2 * cell.replicas)
+    agrees(cell, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [name for name, (kind, _) in FAMILIES.items() if kind in EXPERTS_APART])
+@pytest.mark.parametrize(
+    "layout", [{"experts": 2}, {"experts": 4, "idle": True}, {"experts": 2, "replicas": 2}], ids=str
+)
+def test_so_they_are_of_every_family_whose_experts_ranks_spread(family: str, layout: dict[str, Any], tmp_path: Path):
+    cell = Cell(family=family, **layout)
+    compute(tmp_path, [cell], RANKS)
+    agrees(cell, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{"lora": 2, "offload": "all"}, {"critic": True}, {"keep": "nothing"}], ids=str)
+def test_so_they_are_with_adapters_or_of_a_critic_whose_experts_ranks_spread(more: dict[str, Any], tmp_path: Path):
+    cell = Cell(family="Qwen3-MoE", experts=2, **more)
+    compute(tmp_path, [cell], RANKS)
     agrees(cell, tmp_path)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,25 @@ def test_ranks_that_share_sequences_learn_report_and_export_the_same(folder: Pat
     is_exported(folder, "shared")
 
 
+def test_ranks_that_spread_experts_learn_publish_and_export_the_same_and_are_resumed_by_one(folder: Path):
+    mixture = tiny_checkpoint(folder / "mixture", "qwen3_moe")
+
+    def given(run: str, **learner: Any) -> Config:
+        return replace(make_config(folder, run, **learner), model=ModelConfig(path=str(mixture)))
+
+    alone = train_on_ranks(given("alone"), 1)
+    train_on_ranks(given("spread", steps=2, expert_parallel=2), 4)
+    is_exported(folder, "spread")
+    saved = states(folder, "spread", "learned", "moments")
+    resumed = train_on_ranks(given("spread"), 1, resume=True)
+    assert list(map(largest_difference, saved, states(folder, "spread", "begun", "begun_moments"))) == [0.0, 0.0]
+    assert apart(alone, resumed, first(folder, "alone")) < EQUAL
+
+
+def states(folder: Path, run: str, *names: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(folder / run / f"{name}.safetensors") for name in names]
+
+
 LONG = pytest.mark.long
 
 
@@ -121,9 +141,9 @@ def test_a_checkpoint_resumes_on_another_layout(
 ):
     run = f"resumed, {request.node.callspec.id}"
     train_on_ranks(make_config(folder, run, steps=2, **before), before["ranks"])
-    saved = [load_file(folder / run / f"{each}.safetensors") for each in ("learned", "moments")]
+    saved = states(folder, run, "learned", "moments")
     resumed = train_on_ranks(make_config(folder, run, **after), after["ranks"], resume=True)
-    read = [load_file(folder / run / f"{each}.safetensors") for each in ("begun", "begun_moments")]
+    read = states(folder, run, "begun", "begun_moments")
     # What is read is what was saved, to the bit; what differs later is the order in which the ranks add up: so far it
     # was the last bit of a weight of 1, 6e-8, as between runs of those layouts that never stopped.
     assert [largest_difference(*pair) for pair in zip(saved, read, strict=True)] == [0.0, 0.0]

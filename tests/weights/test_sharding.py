@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import WeightsError
+from asyncrl.learner.experts import spread
+from asyncrl.learner.sharding import data_mesh, expert_data_mesh
 from asyncrl.weights.broadcast import together
 from asyncrl.weights.broadcast.landing import ShareLanding, write_flat
 from asyncrl.weights.broadcast.protocol import fetch
@@ -31,7 +33,7 @@ from asyncrl.weights.publishing.sharding import OwnShare
 from asyncrl.weights.shares import Shares, divide, slices
 from tests.forked import forked_from
 
-LAYOUTS = ("fsdp", "copies", "tensor")
+LAYOUTS = ("fsdp", "copies", "tensor", "experts")
 SIZES = {"embed": (101, 6), "wide": (7, 50), "norm": (6,), "scale": (1,), "step": ()}
 
 
@@ -125,7 +127,7 @@ def test_shares_of_a_peer_that_do_not_put_the_tensors_together_are_refused(spoil
 class Net(nn.Module):
     """Odd sizes (uneven shards, some smaller than the world), a tie, and a buffer-like tensor that nobody cuts."""
 
-    def __init__(self, columns: bool) -> None:
+    def __init__(self, layout: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(7, 6)
@@ -133,7 +135,10 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.randn(1))
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight
-        if columns:
+        if layout == "experts":
+            self.experts = nn.Module()
+            self.experts.stack = nn.Parameter(torch.randn(6, 3, 2))  # 3 of them over 2 ranks: uneven as well
+        if layout == "tensor":
             self.columns = nn.Linear(10, 9, bias=False)
             self.rows = nn.Linear(3, 11, bias=False)
 
@@ -143,6 +148,11 @@ def shard(net: Net, layout: str, world: int) -> None:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     elif layout == "copies":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    elif layout == "experts":
+        ranks = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "expert"))
+        for experts in spread(net, ranks):
+            fully_shard(experts, mesh=expert_data_mesh(ranks))
+        mesh = data_mesh(ranks)
     else:
         both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
         for module in [module for module in net.modules() if module._parameters]:
@@ -161,7 +171,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     for layout in LAYOUTS:
-        net = Net(layout == "tensor")
+        net = Net(layout)
         shard(net, layout, world)
         named = unique_tensors((name, p.detach()) for name, p in net.named_parameters())
         own = OwnShare.of(named, rank, world, torch.bfloat16, 64)
@@ -179,7 +189,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.unhurried
 @pytest.mark.timeout(900)
-def test_what_the_ranks_of_fsdp_copies_and_tensor_parallelism_send_is_the_model(tmp_path):
+def test_what_the_ranks_of_any_layout_send_is_the_model(tmp_path):
     world = 4
     context = forked_from("tests.weights.chaos_processes")
     ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
@@ -192,7 +202,7 @@ def test_what_the_ranks_of_fsdp_copies_and_tensor_parallelism_send_is_the_model(
     assert [process.exitcode for process in ranks] == [0] * world
     for layout in LAYOUTS:
         boxes = json.loads(Path(tmp_path, f"{layout}.json").read_text())
-        expected = {name: p.detach().bfloat16() for name, p in Net(layout == "tensor").named_parameters()}
+        expected = {name: p.detach().bfloat16() for name, p in Net(layout).named_parameters()}
         found = {name: torch.full_like(tensor, float("nan")) for name, tensor in expected.items()}
         for rank in range(world):
             parts = load_file(tmp_path / f"{layout}-{rank}.safetensors")

@@ -1,10 +1,10 @@
-"""FSDP2 over the ranks (HSDP where there are copies), under it tensor parallelism (`tensor`), beside it sequence
-parallelism (`sequence`)."""
+"""FSDP2 over the ranks (HSDP where there are copies), under it tensor (`tensor`) and expert parallelism (`experts`),
+beside it sequence parallelism (`sequence`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from torch.distributed.fsdp import (
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import HeldModel
+from asyncrl.learner.experts import spread
 from asyncrl.learner.sequence import SequenceRanks
-from asyncrl.learner.sharding import data_mesh, dim_size
+from asyncrl.learner.sharding import data_mesh, dim_size, expert_data_mesh
 from asyncrl.learner.tensor import cut, plan_of
 
 
@@ -32,10 +33,13 @@ class FSDP2:
     on_host: bool = False
 
     def shard(self, model: HeldModel, compute: torch.dtype, before: Callable[[nn.Module], None] | None = None) -> None:
-        """One group of parameters per decoder layer, one for the rest (embedding, final norm, head)."""
+        """One group of parameters per decoder layer, one for the rest (embedding, final norm, head); one more for the
+        experts of a layer that ranks spread between them."""
         model.sequence, model.backend = SequenceRanks.here(), self
         plan = plan_of(model.hf) if dim_size(self.mesh, TENSOR) > 1 else {}
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        of_experts = replace(policy, cast_forward_inputs=False)  # weights that a router gives in float32 stay so
+        over, over_same_experts = data_mesh(self.mesh), expert_data_mesh(self.mesh)
         # Only memory that is pinned for a GPU is copied beside what it computes.
         home = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self.on_host else OffloadPolicy()
         layer_classes = set(model.hf._no_split_modules or ())
@@ -44,8 +48,10 @@ class FSDP2:
         for module in (*layers, model):
             if before is not None:
                 before(module)
+            for experts in spread(module, self.mesh):
+                fully_shard(experts, mesh=over_same_experts, mp_policy=of_experts, offload_policy=home)
             cut(module, self.mesh, plan)
-            fully_shard(module, mesh=data_mesh(self.mesh), mp_policy=policy, offload_policy=home)
+            fully_shard(module, mesh=over, mp_policy=policy, offload_policy=home)
         for name in model.entries:
             register_fsdp_forward_method(model, name)  # or it would compute with the shards alone
 
