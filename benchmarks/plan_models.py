@@ -1,6 +1,6 @@
 """Does `asyncrl plan --from RUN RUN` foretell runs of a tiny model: throughput, idle shares, staleness?
 
-    python -m benchmarks.plan_models [--steps 60] [--repeats 3] [--cases 5]
+    python -m benchmarks.plan_models [--steps 60] [--repeats 3] [--cases 7]
 
 Whole runs of the quickstart's task, as a user starts them, on a machine that does nothing else: one core for the
 rollout worker, one for the learner. In every repeat all settings are run, one after the other. The first two are those
@@ -54,7 +54,7 @@ class Case:
 
 
 CALIBRATED = (Case(32, 1, 8), Case(16, 2, 32))
-FORETOLD = (Case(32, 0, 16), Case(24, 1, 4, held=True), Case(32, 4, 64, held=True))
+FORETOLD = (Case(32, 0, 16), Case(24, 1, 4), Case(32, 4, 64), Case(48, 2, 12, held=True), Case(16, 0, 6, held=True))
 BASE = ("rollout.host=process", "eval.path=", "eval.every=0")
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=5, help="that many of the settings, in their order")
+    parser.add_argument("--cases", type=int, default=7, help="that many of the settings, in their order")
     given = parse(parser, {"steps": 8, "repeats": 1, "cases": 1})
     cases = (*CALIBRATED, *FORETOLD)[: max(1, given.cases)]
     seen: dict[Case, list[RunMeasured]] = {case: [] for case in cases}
@@ -99,8 +99,10 @@ def main() -> None:
         costs = measured_costs(folders, Given().costs(1, measured=True), Given())
     rows = {case.name: compared(case, seen[case], costs, given.steps) for case in cases}
     engine = {f"step_s_at_{batch}": round(costs.decode.step_s(batch), 5) for batch in (1, 32, 256)}
+    engine |= {f"prompts_s_at_{batch}": round(costs.prompts.step_s(batch), 5) for batch in (1, 8) if costs.prompts}
+    worker = {"handle_s": round(costs.handle_s, 5), "deliver_s": round(costs.deliver_s, 5)}
     learner = {"train_s": round(costs.step_s, 4), "train_us_per_token": round(costs.token_s * 1e6, 2)}
-    answer("plan_models", {"steps": given.steps, **engine, **learner, **rows}, smoke=given.smoke)
+    answer("plan_models", {"steps": given.steps, **engine, **worker, **learner, **rows}, smoke=given.smoke)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
             raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
     if runs:
         overrides = [str(runs[0] / CONFIG_FILE), *overrides]
-    config = load_config(with_files(overrides))
+    config = read_settings(overrides)
     if config.replay.admission != "group":
         raise ConfigError(
             f"replay.admission={config.replay.admission} is not simulated: groups are admitted whole. Plan with "
@@ -100,6 +100,12 @@ def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
     return gpus, Given.of(costs), settings
 
 
+def read_settings(overrides: Sequence[str]) -> Config:
+    # Without one of them it would be said in which folder a run is repeated, and none is.
+    known = any(text.startswith(("resume=", "overwrite=")) for text in overrides)
+    return load_config(with_files([*overrides, *([] if known else ["overwrite=true"])]))
+
+
 def setup_of(config: Config) -> Setup:
     """Of the settings as they are."""
     return Setup(
@@ -136,8 +142,7 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
 
 def run_of(folder: Path) -> RunMeasured:
     """Raises RunFolderError."""
-    # Without overwrite it would be said in which folder the run is repeated.
-    config = load_config(with_files([str(folder / CONFIG_FILE), "overwrite=true"]))
+    config = read_settings([str(folder / CONFIG_FILE)])
     rows = [dict(row) for row in read_metrics(folder)]
     return read_run(folder, *since_moved(setup_of(config), rows))
 
@@ -217,7 +222,7 @@ def command_of(overrides: Sequence[str], split: Split, gpus: int, depth: int = 0
     be started."""
     found = [*overrides, f"placement.gpus={gpus}", f"learner.ranks={split.ranks}", f"rollout.workers={split.engines}"]
     found += [f"replay.pipeline_depth={depth}", f"rollout.max_in_flight={in_flight}"] if in_flight else []
-    check_machine(load_config(with_files(found)), "local", planned=True)
+    check_machine(read_settings(found), "local", planned=True)
     return shlex.join(["asyncrl", "local", *found])
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.cli.plan import as_object, feasible, setup_of, since_moved, sorted_out
-from asyncrl.config import load_config
+from asyncrl.config import load_config, settings_as_used, to_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Search, Split
+from asyncrl.telemetry.report import METRICS_FILE
+from asyncrl.telemetry.resumed import CONFIG_FILE
+from tests.planner.test_calibration import PACED, write_run
 from tests.planner.test_simulation import costs, setup
 
 EFFORT = Effort(steps=10, warm_up=4, splits=3)
@@ -55,6 +59,23 @@ def test_the_command_prints_a_plan_that_dry_run_takes(tmp_path: Path, capsys: py
     assert "what the plan depends on" in text
     assert "<svg" in picture.read_text()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_plan_from_a_run_says_what_it_took_from_it(
+    told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    small = ["learner.groups_per_step=2", "rollout.group_size=2", "replay.max_staleness=1", "replay.pipeline_depth=0"]
+    config = load_config([*files(tmp_path), *small, f"run.dir={run}"])
+    rows = write_run(run, setup_of(config), 8, PACED if told else replace(PACED, prompts=None))
+    (run / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / CONFIG_FILE).write_text(to_yaml(settings_as_used(config)))
+    assert main(["plan", "--from", str(run), "gpus=2"]) == 0
+    said = capsys.readouterr()
+    assert ("tell nothing of their engines' steps" in said.err, "one prompt" in said.out) == (not told, told)
+    assert "repeats" not in said.err and sorted(each.name for each in tmp_path.glob("run*")) == ["run"]
+    assert f"start it:  asyncrl local {run / CONFIG_FILE} " in said.out
 
 
 def test_splits_are_those_that_could_be_started(tmp_path: Path) -> None:
