@@ -151,7 +151,7 @@ def leave_idle(hf: PreTrainedModel) -> None:
     a hidden state whose first number is above 0, and nothing changes that one between the layers."""
     hf.get_submodule("model.embed_tokens").get_parameter("weight")[:, 0] = 3.0
     for name, parameter in hf.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj")):
+        if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
             parameter[..., 0, :] = 0.0
         if name.endswith("mlp.gate.weight"):
             parameter[len(parameter) // 2 :] = 0.0
