@@ -15,9 +15,9 @@ HIGH_WATER = 100_000
 """Messages per peer. Flow control is by byte credits; this only bounds a broken peer."""
 MAX_TTL_MS = 6_553_500
 """The protocol has 16 bits of tenths of a second for it."""
-IN_PLACE = 64 << 10
-"""Bytes from which a frame stays in the memory that libzmq received it into; it has that to itself, a small one may
-share it with others and would keep all of it."""
+IN_PLACE = 16 << 10
+"""Bytes from which a frame stays in the memory that libzmq received it into; it has that to itself, one below the 8 KiB
+that libzmq reads at once may share it with others and would keep all of it."""
 LOOPBACK_SEND_BUFFER = 160 << 10
 """Bytes under way to another process of this machine. What so few hold is still in the processor's cache when it is
 received; of the megabytes that the operating system would grant most are fetched from memory again, and a hop takes up
