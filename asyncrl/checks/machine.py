@@ -135,7 +135,7 @@ def unfit_model(path: str, layout: Layout) -> Iterator[str]:
         or not_apart(settings, experts)
     )
     if settings and experts > 1 and not experts_in(settings):
-        problem = problem or f"it has no experts to spread (learner.expert_parallel={experts}). Set 1"
+        problem = problem or f"it has no experts, learner.expert_parallel={experts} spreads them. Set it to 1"
     if problem:
         yield f"model.path={path}: {problem}"
 
