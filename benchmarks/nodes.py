@@ -56,7 +56,7 @@ class Cluster:
             **{"RDZV_BACKEND": "c10d", "NNODES": "1:2", "RUN_ID": "nodes"},
             "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
         }
-        self._started: dict[str, psutil.Process] = {}
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
         self.start("replay", REPLAY)
@@ -71,16 +71,19 @@ class Cluster:
     def start(self, name: str, command: tuple[str, ...]) -> None:
         variables = os.environ | self._of_the_learner | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
         with self.log(name).open("wb") as log:
-            process = subprocess.Popen([*command, *self._settings], cwd=ROOT, env=variables, stdout=log, stderr=log)
-        self._started[name] = psutil.Process(process.pid)
+            self._started[name] = subprocess.Popen(
+                [*command, *self._settings], cwd=ROOT, env=variables, stdout=log, stderr=log
+            )
 
     def kill(self, name: str) -> None:
         """-9 to it and to all that it started, as a machine without power."""
-        process = self._started.pop(name)
+        started = self._started.pop(name)
         with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(started.pid)
             for each in [*process.children(recursive=True), process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
+        started.wait(60)
 
     def log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
@@ -99,7 +102,7 @@ class Cluster:
         """waits for: what the run writes; unblocked by: the first machine's end, or the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while not what():
-            if not self._started["first"].is_running() or time.monotonic() > deadline:
+            if self._started["first"].poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{self.log('first').read_text()[-4000:]}")
             time.sleep(0.1)
 

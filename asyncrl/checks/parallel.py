@@ -11,6 +11,8 @@ from asyncrl.checks.problem import Problems
 
 REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
 """Dimensions of the mesh of ranks, in its order: the last one's ranks are neighbours on a machine."""
+LAID_OUT_BY = ("replicas", "sequence_parallel", "expert_parallel", "tensor_parallel")
+"""Settings of the learner that lay out its ranks."""
 
 
 class Layout(Protocol):

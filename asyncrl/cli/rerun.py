@@ -26,7 +26,7 @@ from typing import Any
 from safetensors import safe_open
 
 from asyncrl.checks.learner import early_groups
-from asyncrl.checks.parallel import ParallelDims, problem_of
+from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
 from asyncrl.cli.commands import learner_command, written
 from asyncrl.cli.local import TURN_S, show_failure
 from asyncrl.cli.supervisor import Supervisor
@@ -164,8 +164,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "learner.keep_best_by": "max",
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
-        dims = ("replicas", "sequence_parallel", "expert_parallel", "tensor_parallel")
-        settings |= {f"learner.{name}": 1 for name in dims}
+        settings |= {f"learner.{name}": 1 for name in LAID_OUT_BY}
     config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])
     config.learner.save_every = 0  # nothing to resume, and nobody to commit to
     return config

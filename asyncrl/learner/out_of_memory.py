@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError, StepMemoryError
 from asyncrl.learner.ranks import text_of_rank_zero
@@ -35,11 +36,13 @@ def _note(run_dir: Path) -> Path:
 
 def _of(config: Config) -> list[object]:
     """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
-    checkpointing = [config.model.activation_checkpointing, config.model.checkpoint_every]
+    checkpointing: list[object] = [config.model.activation_checkpointing, config.model.checkpoint_every]
     if config.model.checkpoint_keep != "nothing":
         checkpointing.append(config.model.checkpoint_keep)
     if config.learner.offload != "none":
         checkpointing.append(config.learner.offload)
+    dims = {name: getattr(config.learner, name) for name in LAID_OUT_BY}
+    checkpointing += [f"{name}={size}" for name, size in dims.items() if size > 1]
     return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.errors import ConfigError, StepMemoryError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.launcher import HOPELESS
@@ -71,4 +73,7 @@ def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
     whole = _of(config)
     config.learner.offload = "all"
     assert _of(config) != whole
+    whole = _of(config)
+    for dim in LAID_OUT_BY:
+        assert _of(replace(config, learner=replace(config.learner, **{dim: 2}))) != whole, dim
     assert "more learner.ranks" in lowers_most(config)
