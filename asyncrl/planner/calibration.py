@@ -47,20 +47,24 @@ class RunMeasured:
     @property
     def generated_per_busy_s(self) -> float:
         """Tokens of one engine in a second in which its worker had a group."""
-        first, last = self.rows[0], self.rows[-1]
-        busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
-        tokens = last["goodput/generated_tokens"] - first["goodput/generated_tokens"]
+        tokens, busy = self.grown("goodput/generated_tokens"), self.grown("idle/rollout_busy_s")
         return max(tokens, 1.0) / max(busy, 1e-3)  # heartbeats bring both: of a run of a few seconds there may be none
+
+    def grown(self, name: str) -> float:
+        """By how much a sum grew over the rows. A replay server that was started again counts from 0."""
+        values = [row[name] for row in self.rows]
+        return sum(now if now < before else now - before for before, now in itertools.pairwise(values))
 
     def pace(self, kind: str) -> Pace:
         """Of its engines' steps; without any where they told nothing of them."""
-        return Pace.of(self.rows[-1], f"engine/{kind}") - Pace.of(self.rows[0], f"engine/{kind}")
+        paces = [Pace.of(row, f"engine/{kind}") for row in self.rows]
+        pairs = itertools.pairwise(paces)
+        return sum((now if now.steps < before.steps else now - before for before, now in pairs), Pace())
 
     def found(self) -> Measured:
         """In the terms of a simulation's outcome."""
-        first, last, seconds = self.rows[0], self.rows[-1], self.seconds
-        busy = last["idle/rollout_busy_s"] - first["idle/rollout_busy_s"]
-        idle = last["idle/rollout_s"] - first["idle/rollout_s"]
+        seconds = self.seconds
+        busy, idle = self.grown("idle/rollout_busy_s"), self.grown("idle/rollout_s")
         tokens = [row["perf/trained_tokens_per_s"] * row["time/step"] for row in self.rows]
         ages = sum(row["staleness/mean"] * count for row, count in zip(self.rows, tokens, strict=True))
         return Measured(

@@ -124,6 +124,19 @@ def test_a_delivery_that_is_given_is_kept(tmp_path: Path) -> None:
     assert shaped.prompts is None, "a speed that is given is all that an engine costs"
 
 
+def test_a_run_whose_replay_server_was_started_again_says_the_same(tmp_path: Path) -> None:
+    given = setup(2, engines=2)
+    rows = write_run(tmp_path / "one", given, true=PACED)
+    whole = read_run(tmp_path / "one", given, rows)
+    sums = [name for name in rows[0] if name.startswith(("engine/", "idle/", "goodput/"))]
+    later = [row | {name: row[name] - rows[24][name] for name in sums} for row in rows[25:]]
+    again = read_run(tmp_path / "one", given, [*rows[:25], *later])
+    assert again.generated_per_busy_s == pytest.approx(whole.generated_per_busy_s, rel=1e-9)
+    assert again.found().rollout_idle == pytest.approx(whole.found().rollout_idle, rel=1e-9)
+    for kind in ("decode", "prefill"):
+        assert again.pace(kind).line() == pytest.approx(whole.pace(kind).line(), rel=1e-6)
+
+
 def test_one_run_scales_the_speed_that_is_given(tmp_path: Path) -> None:
     given = setup(2, engines=2, max_in_flight=16)
     run = read_run(tmp_path / "one", given, write_run(tmp_path / "one", given))

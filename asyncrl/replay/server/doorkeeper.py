@@ -62,9 +62,7 @@ class Doorkeeper:
 
     def may_speak(self, connection: bytes, frames: int) -> bool:
         """Whether a message of so many frames is read at all."""
-        before, count = self._count(connection, frames > 1)
-        if before <= FLOOD < count:
-            log.warning("a connection (%s) sends more than is taken in: it is closed", self.speaks_for(connection))
+        count = self._count(connection, frames > 1)
         return count <= FLOOD and self._wrong.get(connection, 0) < MAX_MALFORMED
 
     def came_too(self, connection: bytes, payloads: Iterable[int]) -> None:
@@ -72,12 +70,14 @@ class Doorkeeper:
         for frames in payloads:
             self._count(connection, frames > 0)
 
-    def _count(self, connection: bytes, has_payload: bool) -> tuple[float, float]:
-        """`(before, with it)`."""
+    def _count(self, connection: bytes, has_payload: bool) -> float:
+        """What it comes to with this one."""
         speaker = self._seats.get(connection, connection)
         before = self._queued.get(speaker, 0)
-        self._queued[speaker] = before + (1 if has_payload else BARE)
-        return before, self._queued[speaker]
+        count = self._queued[speaker] = before + (1 if has_payload else BARE)
+        if before <= FLOOD < count:
+            log.warning("a connection (%s) sends more than is taken in: it is closed", self.speaks_for(connection))
+        return count
 
     def must_close(self, connection: bytes) -> bool:
         """Once for each connection that is heard no more; what it has sent already is still to be thrown away."""

@@ -164,7 +164,9 @@ def test_who_is_thrown_out_or_leaves_in_a_message_is_heard_no_further() -> None:
     assert "again" not in room.server.sessions and three.group_id not in room.core.state.buffer.waiting
 
 
-def test_requests_that_share_a_message_count_as_a_flood_as_if_they_came_alone() -> None:
+def test_requests_that_share_a_message_count_as_a_flood_as_if_they_came_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     room = Room()
     said, number = 1, 10
     while said:
@@ -173,6 +175,7 @@ def test_requests_that_share_a_message_count_as_a_flood_as_if_they_came_alone() 
         if not room.server.door.may_speak(b"w", 2):
             break
     assert number <= 10 + doorkeeper.FLOOD // doorkeeper.BARE + 2 * MOST
+    assert caplog.text.count("sends more than is taken in") == 1, "whatever the last one was"
 
 
 def test_the_clients_requests_are_what_is_packed() -> None:
