@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 """Between two looks at each server."""
+HEED = 0.05
+"""Share of a look in what is taken for the load by others: some 40 s of looks. Workers that went by the last one would
+all leave the same server together, and come back together."""
 SILENT_S = 30.0
 """A server that does not answer for so long is lost, though its connections stand."""
 REJECTED_S = 300.0
@@ -137,6 +140,7 @@ class ServerEngine(ABC):
             "routed": float(self._router.placed),
             "prefix_known": float(self._router.known),
             "prefix_hits": float(self._router.hits),
+            "others": sum(server.others for server in servers),
             **{name: float(count) for name, count in self._counts.items()},
             **self._seconds,
         }
@@ -221,6 +225,7 @@ class ServerEngine(ABC):
             idle = server.serves and not loading and not self._loading and server.version == version
             if idle and version_in(label, self._run) != version:
                 await self._lose(server, foreign(server.url, label))
+            await self._hear_of_others(server)
         except ConfigError as error:
             await self._lose(server, str(error))
             raise
@@ -230,6 +235,17 @@ class ServerEngine(ABC):
             server.why = str(error)
             if server.facts is not None and (now - server.silent_since > SILENT_S or "ConnectError" in server.why):
                 await self._lose(server, str(error))
+
+    async def _hear_of_others(self, server: Server) -> None:
+        """What it makes for other workers and clients counts where the least loaded is looked for."""
+        ours = server.queue.in_flight
+        try:
+            busy = await server.link.busy(LOOK_TIMEOUT_S)
+        except (ServerGoneError, ConfigError, GenerationError):
+            busy = 0.0  # it need not tell; whether it is there, others ask
+        seen = max(busy - max(ours, server.queue.in_flight), 0.0)
+        server.others += HEED * (seen - server.others)
+        self._router.tell(server.url, server.others)
 
     async def _lose(self, server: Server, why: str) -> None:
         if server.facts is None:

@@ -65,6 +65,11 @@ class Dialect(Protocol):
         """Of the weights that it serves. Raises as `ServerLink.get`."""
         ...
 
+    async def busy(self, timeout_s: float) -> float:
+        """Sequences that it makes or that wait there, whoever asked for them; 0 where it does not tell. Raises as
+        `ServerLink.get`."""
+        ...
+
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
         """Chunks of a sequence, until its end. `label`: of the weights that it should be of.
 
@@ -117,6 +122,16 @@ class ServerLink:
             GenerationError: it refuses.
         """
         return self.part(await self.ask("GET", path, timeout_s=timeout_s), part)
+
+    async def text(self, path: str, timeout_s: float) -> str:
+        """Of an answer that is no JSON. Raises as `get`."""
+        try:
+            answer = await self._client.get(path, timeout=httpx.Timeout(timeout_s))
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        if answer.status_code != httpx.codes.OK:
+            self._refuse(answer, path)
+        return answer.text
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **parameters: str) -> Any:
         """Raises as `get`."""

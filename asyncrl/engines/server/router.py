@@ -20,7 +20,7 @@ REMEMBERED = 1 << 16
 SKEW = 1.15
 SLACK = 8
 """A server whose load would be above SKEW times the mean, and by SLACK sequences above the least, is passed over though
-it holds the prompt."""
+it holds the prompt. What it makes for others counts."""
 
 
 @dataclass(slots=True)
@@ -29,8 +29,14 @@ class _Held:
 
     load: float = 0.0
     """Sequences that it was given and that have not ended."""
+    others: float = 0.0
+    """Those that somebody else gave it."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Digests of beginnings that it has seen."""
+
+    @property
+    def busy(self) -> float:
+        return self.load + self.others
 
     def begins(self, digests: Sequence[int]) -> int:
         """How many of them, from the first on, it has seen."""
@@ -57,6 +63,10 @@ class Router:
     def load(self, name: str) -> float:
         return self._servers[name].load
 
+    def tell(self, name: str, others: float) -> None:
+        """How many sequences it makes for others than us."""
+        self._servers[name].others = others
+
     def begin(self, token_ids: NDArray[np.int32], sequences: int, usable: Collection[str]) -> str:
         """The server for `sequences` completions of one prompt; the caller says when they have ended. Of servers that
         are alike the first in the order of `names` is taken.
@@ -70,11 +80,11 @@ class Router:
         digests = beginnings(token_ids)
         found = {name: held.begins(digests) for name, held in servers.items()}
         longest = max(found.values())
-        least = min(servers, key=lambda name: servers[name].load)
+        least = min(servers, key=lambda name: servers[name].busy)
         holders = (name for name, count in found.items() if count == longest)
-        holder = min(holders, key=lambda name: servers[name].load)
-        mean = (sum(held.load for held in servers.values()) + sequences) / len(servers)
-        crowded = servers[holder].load + sequences > max(SKEW * mean, servers[least].load + max(SLACK, sequences))
+        holder = min(holders, key=lambda name: servers[name].busy)
+        mean = (sum(held.busy for held in servers.values()) + sequences) / len(servers)
+        crowded = servers[holder].busy + sequences > max(SKEW * mean, servers[least].busy + max(SLACK, sequences))
         chosen = holder if longest and not crowded else least
         self.placed += 1
         self.known += longest > 0

@@ -111,6 +111,10 @@ class SglangLink(ServerLink):
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/model_info", "weight_version", timeout_s))
 
+    async def busy(self, timeout_s: float) -> float:
+        """Not asked: only with --enable-metrics it would say."""
+        return 0.0
+
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
         sampling = sibling.request.sampling
         return self.chunks(

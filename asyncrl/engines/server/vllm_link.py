@@ -2,6 +2,7 @@
 
 /inference/v1/generate           tokens in, tokens out (needs --enable-scale-out; guarded by the server's key)
 /inference/v1/abort_requests     likewise
+/metrics                         its gauges for Prometheus, which no key guards
 /pause /resume /update_weight_version /weight_info /server_info /collective_rpc
                                  developer mode (VLLM_SERVER_DEV_MODE=1), which no key guards
 """
@@ -22,6 +23,8 @@ from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import ConfigError, GenerationError
 
 GENERATE = "/inference/v1/generate"
+GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+"""Of each engine process one; `vllm:num_requests_waiting_by_reason` says the second once more."""
 
 
 class VllmLink(ServerLink):
@@ -47,6 +50,13 @@ class VllmLink(ServerLink):
 
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/weight_info", "weight_version", timeout_s))
+
+    async def busy(self, timeout_s: float) -> float:
+        lines = (await self.text("/metrics", timeout_s)).splitlines()
+        try:
+            return float(sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(GAUGES)))
+        except (IndexError, ValueError, OverflowError) as error:
+            raise GenerationError(f"{self.url} has gauges that are not vLLM's: {error}") from error
 
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
         return self.chunks(GENERATE, generation_body(sibling, name, label), name)

@@ -16,6 +16,16 @@ from asyncrl.engines.vllm.names import PROTOCOL
 from asyncrl.engines.vllm.receiver import SEAT
 from tests.engines.server.test_terms import SETTINGS
 
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="m"}} {running}.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting}.0
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="m",reason="capacity"}} {waiting}.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
+"""
+
 
 class ContractServer:
     """Answers on a port of its own until `stop`; `start` takes the same port again, as another process would."""
@@ -26,6 +36,8 @@ class ContractServer:
         """By path, what is answered in place of the right answer."""
         self.hangs = ""
         """The path that is not answered until `stop`."""
+        self.running, self.waiting = 0, 0
+        """What it says that it has to do, whoever asked for it."""
         self.refuses = False
         """Sequences, as one that was given another key."""
         self.start()
@@ -81,6 +93,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         contract = self.contract
         self._hang()
+        if self.path == "/metrics":
+            return self.say_text(METRICS.format(running=contract.running, waiting=contract.waiting))
         answers = {
             "/server_info": {"vllm_config": SETTINGS},
             "/version": {"version": "0.32.0"},
@@ -88,6 +102,13 @@ class Handler(BaseHTTPRequestHandler):
             **contract.instead,
         }
         self.say(answers[self.path.partition("?")[0]])
+
+    def say_text(self, text: str) -> None:
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def _hang(self) -> None:
         while self.path.partition("?")[0] == self.contract.hangs and not self.contract.gone:

@@ -86,6 +86,17 @@ def test_each_server_is_given_a_version_and_tokens_carry_it(folder, pair):
     asyncio.run(engine.close())
 
 
+def test_what_a_server_makes_for_others_counts_where_the_least_loaded_is_looked_for(folder, pair):
+    engine = made(folder, *pair)
+    load(engine, 0)
+    pair[0].running, pair[0].waiting = 40, 20
+    wait_until(lambda: engine.stats()["others"] > 10.0)
+    for number in range(3):
+        asyncio.run(engine.generate(request(PROMPT + number, new=3)))
+    assert (len(pair[0].begun), len(pair[1].begun)) == (0, 3)
+    asyncio.run(engine.close())
+
+
 def test_a_group_stays_together_and_groups_are_spread(folder, pair):
     engine = made(folder, *pair)
     load(engine, 0)
