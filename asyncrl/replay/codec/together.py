@@ -22,8 +22,9 @@ from asyncrl.replay.codec.wire import Envelope
 SEVERAL = "several"
 MOST = 64
 """Requests in one message."""
-MOST_BYTES = 1 << 20
-"""Payload of a message from which no further request joins it: of large groups each has its own."""
+MOST_BYTES = 256 << 10
+"""Payload of a message from which no further request joins it. It arrives as a whole: of several large groups the
+server would no longer find the first in the processor's cache."""
 
 
 class Asking(Protocol):
