@@ -23,6 +23,8 @@ KEPT = (
     *FAILED.values(), *LOST.values(), *PACES,
 )  # fmt: skip
 """Statistics that are read here. A worker that invents names fills no memory."""
+REMEMBERED = 1024
+"""Workers that are gone and may come back."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +58,8 @@ class Workers:
         self.moves = 0
         """Grows with every arrival of a worker and every heartbeat that tells of progress."""
         self._past_stats: dict[str, float] = {}
+        self._gone: dict[str, dict[str, float]] = {}
+        """By incarnation: what of it is in `_past_stats`. One that was silent tells its sums since its start again."""
 
     def hello(self, name: str, incarnation: str, served: int, now: float) -> Worker | None:
         """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released."""
@@ -68,7 +72,9 @@ class Workers:
             self._retire(known)
         self.revision += 1
         self.moves += 1
-        self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now, moved=now)
+        stats = self._gone.pop(incarnation, {})
+        self._count_past(stats, -1)
+        self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now, moved=now, stats=stats)
         return known
 
     def get(self, name: str, incarnation: str) -> Worker | None:
@@ -79,6 +85,9 @@ class Workers:
     def remove(self, name: str) -> Worker:
         worker = self.live.pop(name)
         self.revision += 1
+        self._gone[worker.incarnation] = worker.stats
+        if len(self._gone) > REMEMBERED:
+            del self._gone[next(iter(self._gone))]
         self._retire(worker)
         return worker
 
@@ -119,8 +128,7 @@ class Workers:
             worker.moved = now
             self.moves += 1
         if counted_before and not worker.stats:
-            for name, value in stats.items():
-                self._past_stats[name] = self._past_stats.get(name, 0.0) - value
+            self._count_past(stats, -1)
         known = worker.stats.get("generated_tokens")
         if known is not None and now > worker.told:
             worker.pace = max(0.0, stats.get("generated_tokens", 0.0) - known) / (now - worker.told)
@@ -134,6 +142,9 @@ class Workers:
         return self.total("generated_tokens") + lately
 
     def _retire(self, worker: Worker) -> None:
-        for name, value in worker.stats.items():
-            self._past_stats[name] = self._past_stats.get(name, 0.0) + value
+        self._count_past(worker.stats, 1)
         worker.stats = {}
+
+    def _count_past(self, stats: dict[str, float], sign: int) -> None:
+        for name, value in stats.items():
+            self._past_stats[name] = self._past_stats.get(name, 0.0) + sign * value

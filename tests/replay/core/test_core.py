@@ -233,6 +233,22 @@ def test_rollout_rates_are_taken_over_some_heartbeats_and_held_in_between() -> N
     assert play.core.run.metrics()["perf/generated_tokens_per_s"] == 10.0
 
 
+def test_what_a_silent_worker_did_counts_once_when_it_comes_back() -> None:
+    play = Play()
+    play.core.heartbeat("w", "a", {"generated_tokens": 100.0, "busy_s": 5.0, "decode_steps": 7.0})
+    play.clock.now += 1000.0
+    assert play.core.expire() == ["w"]
+    assert play.core.run.metrics()["goodput/generated_tokens"] == 100.0
+    play.core.hello("w", "a")
+    assert play.core.run.metrics()["goodput/generated_tokens"] == 100.0, "it has not told anything again yet"
+    play.core.heartbeat("w", "a", {"generated_tokens": 130.0, "busy_s": 6.0, "decode_steps": 9.0})
+    row = play.core.run.metrics()
+    assert (row["goodput/generated_tokens"], row["idle/rollout_busy_s"], row["engine/decode_steps"]) == (130, 6, 9)
+    play.core.hello("w", "next")
+    play.core.heartbeat("w", "next", {"generated_tokens": 1.0})
+    assert play.core.run.metrics()["goodput/generated_tokens"] == 131.0
+
+
 def test_the_ledger_refuses_what_would_break_the_law() -> None:
     ledger = Ledger()
     entry = Entry(group_id=1, prompt_index=0)
