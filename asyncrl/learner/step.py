@@ -178,6 +178,10 @@ def update_policy(
     roles.note_norm(report, "policy", step)
     if roles.average is not None and report.applied:
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
+    if roles.hook is not None and not report.applied:
+        # Without gradients it changes nothing, and waits as each step does until nobody reads the weights: the hook may
+        # write to them, and a version that is being copied or sent would be of two.
+        roles.optimizer.step()
     measured.per_update |= told | roles.call_hook(AFTER, step, index, report)
     return report, measured
 

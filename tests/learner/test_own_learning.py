@@ -70,6 +70,11 @@ class Halve:
                     parameter.grad.mul_(0)
         return {"calls": len(self.calls)}
 
+def shifts(update):
+    if update.moment == "after":
+        with torch.no_grad():
+            next(update.model.parameters()).add_(1e-3)
+
 def fails(update):
     if update.moment == "after" and update.step == 1:
         update.model.no_such_thing
@@ -173,6 +178,35 @@ def test_the_hook_is_called_around_each_update_and_what_it_does_to_gradients_cou
     assert made.calls == expected  # pyright: ignore[reportFunctionMemberAccess]
     last = rows.rows[-1]
     assert last["hook/calls"] == pytest.approx((6 + 8) / 2) and last["optim/grad_norm"] == 0.0
+
+
+class ReadWeights(KeptWeights):
+    """Reads them, as a copy beside training does, until somebody waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[str, torch.Tensor] = {}
+        self.alike = list[bool]()
+
+    def publish(self, policy_version, tensors, canary=None):
+        self._live = dict(tensors)
+        return super().publish(policy_version, self._live.items(), canary)
+
+    def wait_copied(self) -> float:
+        live, self._live = self._live, {}
+        if live:
+            self.alike.append(all(torch.equal(tensor, self.newest[name]) for name, tensor in live.items()))
+        return 0.0
+
+
+def test_what_the_hook_writes_after_a_skipped_step_is_not_in_the_version_before(tmp_path: Path):
+    config = make_config(tmp_path, steps=3, groups_per_step=4)
+    config.learner.hook, config.loss, config.advantage = f"{tmp_path}/mine.py:shifts", LossConfig(), AdvantageConfig()
+    replay, kept = FedReplay(groups=4, size=4), ReadWeights()
+    replay.poisoned = {1}
+    _, rows = train_alone(config, replay, kept)
+    assert [row["optim/nonfinite_steps"] for row in rows.rows] == [0, 1, 1]
+    assert kept.versions == [0, 1, 2, 3] and kept.alike == [True] * 4
 
 
 def test_an_error_of_the_hook_names_setting_moment_and_line(tmp_path: Path):
