@@ -140,7 +140,7 @@ class ServerEngine(ABC):
             "routed": float(self._router.placed),
             "prefix_known": float(self._router.known),
             "prefix_hits": float(self._router.hits),
-            "others": sum(server.others for server in servers),
+            "others": sum(self._router.others(server.url) for server in servers),
             **{name: float(count) for name, count in self._counts.items()},
             **self._seconds,
         }
@@ -244,8 +244,8 @@ class ServerEngine(ABC):
         except (ServerGoneError, ConfigError, GenerationError):
             busy = 0.0  # it need not tell; whether it is there, others ask
         seen = max(busy - max(ours, server.queue.in_flight), 0.0)
-        server.others += HEED * (seen - server.others)
-        self._router.tell(server.url, server.others)
+        known = self._router.others(server.url)
+        self._router.tell(server.url, known + HEED * (seen - known))
 
     async def _lose(self, server: Server, why: str) -> None:
         if server.facts is None:

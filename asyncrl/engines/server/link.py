@@ -125,13 +125,7 @@ class ServerLink:
 
     async def text(self, path: str, timeout_s: float) -> str:
         """Of an answer that is no JSON. Raises as `get`."""
-        try:
-            answer = await self._client.get(path, timeout=httpx.Timeout(timeout_s))
-        except httpx.HTTPError as error:
-            raise self._gone(error) from error
-        if answer.status_code != httpx.codes.OK:
-            self._refuse(answer, path)
-        return answer.text
+        return await self.ask("GET", path, timeout_s=timeout_s, text=True)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **parameters: str) -> Any:
         """Raises as `get`."""
@@ -185,13 +179,15 @@ class ServerLink:
         timeout_s: float | None = None,
         text: bool = False,
     ) -> Any:
-        """The answer, of which nothing is read where it is `text`."""
+        """The answer; as it came where it is `text`, which need be no JSON."""
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         try:
             answer = await self._client.request(kind, path, json=body, params=parameters, timeout=timeout)
             if answer.status_code != httpx.codes.OK:
                 self._refuse(answer, path)
-            return answer.json() if answer.content and not text else None
+            if text:
+                return answer.text
+            return answer.json() if answer.content else None
         except (httpx.HTTPError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

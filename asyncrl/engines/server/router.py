@@ -63,6 +63,10 @@ class Router:
     def load(self, name: str) -> float:
         return self._servers[name].load
 
+    def others(self, name: str) -> float:
+        """As it was told last."""
+        return self._servers[name].others
+
     def tell(self, name: str, others: float) -> None:
         """How many sequences it makes for others than us."""
         self._servers[name].others = others

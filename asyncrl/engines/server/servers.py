@@ -21,8 +21,6 @@ class Server:
         self.facts: Facts | None = None
         self.serves = False
         self.version = NO_VERSION
-        self.others = 0.0
-        """Sequences that it makes for somebody else, by its own count."""
         self.arrivals = 0
         """How often it came: one that was started anew is another."""
         self.why = "it was not asked yet"
