@@ -29,6 +29,7 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
 from asyncrl.checks.learner import resolved_loss
 from asyncrl.checks.own_code import own_learning
+from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.checks.rewards import reward_terms
 from asyncrl.checks.sources import Source, sources
 from asyncrl.checks.whole import check_config
@@ -313,7 +314,7 @@ def begin_trace(config: Config, role: str) -> None:
 
 
 NOT_OF_THE_UPDATE = (
-    *("ranks", "replicas", "sequence_parallel", "expert_parallel", "tensor_parallel", "device"),
+    *("ranks", *LAID_OUT_BY, "device"),
     *("save_every", "async_save", "save_timeout_s"),
     *("keep_checkpoints", "keep_every", "keep_best", "keep_best_by", "export_every", "copy_to"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.checks.problem import divisors
+
 OF_LOGITS = (
     *("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling"),
     *("output_multiplier_scale", "lm_head_multiplier"),
@@ -127,7 +129,7 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
     heads, keys = heads // together, keys // together
     if heads % ranks or max(keys, ranks) % min(keys, ranks):
         each = f" (those of one of learner.tensor_parallel={together} ranks)" if together > 1 else ""
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and max(keys, n) % min(keys, n) == 0]
+        fits = [n for n in divisors(heads) if max(keys, n) % min(keys, n) == 0]
         return (
             f"learner.sequence_parallel={ranks} must divide its {heads} attention heads, and divide its {keys} "
             f"key-value heads or be a multiple of them{each}. Set it to one of {', '.join(map(str, fits))}"
@@ -162,6 +164,6 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
             "learner.expert_parallel=1: FSDP2 shards any model"
         )
     if experts % ranks:
-        fits = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+        fits = map(str, divisors(experts))
         return f"learner.expert_parallel={ranks} must divide its {experts} experts. Set it to one of {', '.join(fits)}"
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.parallel import proven_with, ranks_divide
-from asyncrl.checks.problem import Problems
+from asyncrl.checks.problem import Problems, divisors
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.table import figures_for
@@ -53,10 +53,10 @@ def batch_divides(config: Config) -> Problems:
     if updates < 1 or config.learner.ranks < 1:
         return  # refused by numbers_in_range
     if groups % updates:
-        fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]
+        fits = map(str, divisors(groups)[:12])
         yield (
             f"learner.groups_per_step must be a multiple of learner.updates_per_batch, so that each update gets whole "
-            f"groups and an equal share; got {groups} and {updates}. {groups} divides by {', '.join(fits[:12])}"
+            f"groups and an equal share; got {groups} and {updates}. {groups} divides by {', '.join(fits)}"
         )
     key = "rollout.min_group_size" if config.rollout.min_group_size else "rollout.group_size"
     sequences = groups * (config.rollout.min_group_size or config.rollout.group_size) // updates

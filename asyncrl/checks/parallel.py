@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.checks.problem import Problems
+from asyncrl.checks.problem import Problems, divisors
 
 REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
 """Dimensions of the mesh of ranks, in its order: the last one's ranks are neighbours on a machine."""
@@ -107,7 +107,7 @@ def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
     shards = ranks // (learner.replicas * learner.tensor_parallel)
     if shards % learner.expert_parallel == 0:
         return ""
-    fits = [str(n) for n in range(1, shards + 1) if shards % n == 0]
+    fits = map(str, divisors(shards))
     each = f", {shards} to a copy of the model," if shards < ranks else ""
     return (
         f"learner.expert_parallel={learner.expert_parallel} does not divide the ranks that FSDP2 cuts the model over "

@@ -5,3 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 Problems = Iterator[str]
+
+
+def divisors(number: int) -> list[int]:
+    """The ways out where a setting must divide it, the smallest first."""
+    return [each for each in range(1, number + 1) if number % each == 0]
