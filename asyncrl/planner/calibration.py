@@ -151,12 +151,17 @@ def calibrate(runs: Sequence[RunMeasured], given: Costs, *, steps: int = 40) -> 
 
 
 def engines_told(runs: Sequence[RunMeasured]) -> bool:
-    return any(run.pace("decode").steps for run in runs)
+    return pace_of(runs, "decode").steps > 0
+
+
+def pace_of(runs: Sequence[RunMeasured], kind: str) -> Pace:
+    """Of the engines of all of them."""
+    return sum((run.pace(kind) for run in runs), Pace())
 
 
 def with_paces(costs: Costs, runs: Sequence[RunMeasured]) -> Costs:
     """`decode` and `prompts` by what the engines told."""
-    decoded, prefilled = (sum((run.pace(kind) for run in runs), Pace()) for kind in KINDS)
+    decoded, prefilled = (pace_of(runs, kind) for kind in KINDS)
     most = max(run.setup.max_sequences for run in runs)
     prompts = Decode.of_line(*prefilled.line(), most) if prefilled.steps else None
     return replace(costs, decode=Decode.of_line(*decoded.line(), most), prompts=prompts)
@@ -166,7 +171,7 @@ def fit_host(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
     """`deliver_s` and `handle_s`, but for what is given."""
     if costs.deliver_s:
         return costs
-    decoded = sum((run.pace("decode") for run in runs), Pace())
+    decoded = pace_of(runs, "decode")
     made = costs.lengths.mean * decoded.s / decoded.steps
     guess = DELIVERED * made, HANDLED * made
     return fitted(runs, steps, guess, lambda both: replace(costs, deliver_s=both[0], handle_s=both[1]))
