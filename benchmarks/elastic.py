@@ -11,7 +11,6 @@ second before, with, and after the second pool, and what `asyncrl audit` says of
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -26,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from asyncrl.cli.commands import free_port
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_task
+from benchmarks.parts.rows import rows_so_far
 
 GROUPS_PER_STEP = 8
 PATIENCE_S = 300.0
@@ -54,8 +54,7 @@ class Job:
             )
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return rows_so_far(self.run_dir)
 
     def wait(self, what: Callable[[list[dict[str, Any]]], bool], why: str) -> None:
         """waits for: a row of metrics that says so; unblocked by: the run's end, or the deadline."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import statistics
@@ -32,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from asyncrl.cli.commands import free_port
 from benchmarks.parts.answer import ROOT, answer, parse
 from benchmarks.parts.model import tiny_task
+from benchmarks.parts.rows import rows_so_far
 
 PATIENCE_S = 600.0
 LEARNER, REPLAY = ("bash", "launchers/learner.sh"), ("bash", "launchers/replay.sh")
@@ -94,9 +94,7 @@ class Cluster:
         return [(int(ranks), int(step)) for ranks, step in re.findall(r"(\d+) ranks on .* from step (\d+)", said)]
 
     def steps(self) -> list[dict[str, Any]]:
-        """Rows of the metrics, but for one that is being written."""
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return rows_so_far(self.run_dir)
 
     def wait(self, what: Callable[[], bool], why: str) -> None:
         """waits for: what the run writes; unblocked by: the first machine's end, or the deadline."""
