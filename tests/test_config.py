@@ -637,7 +637,9 @@ def test_a_whole_model_folder_is_accepted(tmp_path: Path) -> None:
         ("model.safetensors", None, "has no weights"),
         ("model.safetensors", b"\x02", "half-written model.safetensors"),
         ("model.safetensors", b"\x02" + bytes(7) + b"{}" + bytes(5), "half-written model.safetensors"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "half-written model.safetensors"),
         ("config.json", b"{", "has a config.json that is no JSON"),
+        ("config.json", b"[1]", "has a config.json that is no object"),
         ("tokenizer.json", None, "has no tokenizer"),
     ],
 )

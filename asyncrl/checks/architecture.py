@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from asyncrl.checks.problem import divisors
 
@@ -44,13 +44,27 @@ GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank."""
 
 
+def of_its_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the part that reads text, which a model of several kinds of input keeps by themselves.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = settings.get("text_config")
+    return text if text and isinstance(text, Mapping) else settings
+
+
+def _counted(count: Any) -> TypeGuard[int]:
+    return isinstance(count, int) and count > 0
+
+
 def foreign_maths(settings: Mapping[str, Any]) -> str:
     """What the model computes and the learner does not; empty where nothing is known.
 
     Args:
         settings: of `config.json`. What it does not tell is found when the model is loaded (`learner/layout.py`).
     """
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
     logits = [name for name in OF_LOGITS if text.get(name) not in (None, 1.0)]
     if logits:
@@ -74,7 +88,7 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
     Args:
         settings: of `config.json`.
     """
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
     if ranks == 1:
         return ""
@@ -90,7 +104,7 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
         "numbers between the halves of its feed-forward layer (intermediate_size)": text.get("intermediate_size"),
     }
     # What config.json leaves to its class's default is looked at when the model is loaded.
-    known = {what: count for what, count in counts.items() if isinstance(count, int)}
+    known = {what: count for what, count in counts.items() if _counted(count)}
     for what, count in known.items():
         if count % ranks:
             return (
@@ -107,7 +121,7 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
         settings: of `config.json`.
         together: `learner.tensor_parallel`, which `not_together` has passed: each rank has so much fewer heads.
     """
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
     if ranks == 1:
         return ""
@@ -117,14 +131,14 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             "learner.sequence_parallel=1"
         )
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) in GUESSED_FROM_LENGTH:
+    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in GUESSED_FROM_LENGTH:
         return (
             f"its rotary embedding ({rope.get('rope_type', rope.get('type'))}) depends on the longest sequence it is "
             "given, and no rank is given a whole one. Set learner.sequence_parallel=1"
         )
     heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 has its own name for it
     keys = text.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(keys, int):
+    if not _counted(heads) or not _counted(keys):
         return ""  # what config.json leaves to its class's default is looked at when the model is loaded
     heads, keys = heads // together, keys // together
     if heads % ranks or max(keys, ranks) % min(keys, ranks):
@@ -143,7 +157,7 @@ def experts_in(settings: Mapping[str, Any]) -> int:
     Args:
         settings: of `config.json`.
     """
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     counts = (text.get(name) for name in EXPERT_COUNTS)
     return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
 
@@ -154,7 +168,7 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
     Args:
         settings: of `config.json`.
     """
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     kind, experts = text.get("model_type") or settings.get("model_type"), experts_in(settings)
     if ranks == 1 or not experts:
         return ""

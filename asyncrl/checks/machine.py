@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
-from asyncrl.checks.architecture import experts_in, foreign_maths, not_apart, not_shared, not_together
+from asyncrl.checks.architecture import (
+    experts_in,
+    foreign_maths,
+    not_apart,
+    not_shared,
+    not_together,
+    of_its_decoder,
+)
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
@@ -121,7 +128,8 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 def unfit_model(path: str, layout: Layout) -> Iterator[str]:
     """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out."""
     settings = model_settings(path)
-    classes = settings.get("architectures") or []
+    named = settings.get("architectures")
+    classes = [str(name) for name in named] if isinstance(named, list) else []
     if classes and not any(name.endswith(CAUSAL) for name in classes):
         yield (
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
@@ -143,15 +151,16 @@ def unfit_model(path: str, layout: Layout) -> Iterator[str]:
 def model_settings(path: str) -> dict[str, Any]:
     """`config.json`; empty for a model of the hub that cannot be looked at now, or one that is refused as broken."""
     try:
-        return json.loads(((described_in(path) or Path(path)) / "config.json").read_text())
+        settings = json.loads(((described_in(path) or Path(path)) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def positions_of(path: str) -> int | None:
     """How many tokens the model can tell apart by their place; None where its `config.json` does not say."""
     settings = model_settings(path)
-    text = settings.get("text_config") or settings
+    text = of_its_decoder(settings)
     positions = text.get("max_position_embeddings") or text.get("n_positions")
     return positions if isinstance(positions, int) else None
 
@@ -178,9 +187,12 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     """What would else be found only after the start of every process, by each of its restarts again."""
     try:
-        json.loads((folder / "config.json").read_text())
+        settings = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         yield f"has a config.json that is no JSON ({error}). Copy the model again"
+    else:
+        if not isinstance(settings, dict):
+            yield "has a config.json that is no object of settings by name. Copy the model again"
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if not weights:
         yield "has no weights. Give a folder with *.safetensors (an unfinished download or a tokenizer alone has none)"
@@ -200,10 +212,10 @@ def _is_whole(file: Path) -> bool:
             return False
         try:
             header = json.loads(data.read(length))
-        except ValueError:
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return 8 + length + max(ends, default=0) == file.stat().st_size
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError):
             return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0) == file.stat().st_size
 
 
 def missing_checkpoint(resume: str) -> Iterator[str]:

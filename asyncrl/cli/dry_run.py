@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
+from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import resolved_loss
-from asyncrl.checks.machine import check_machine
+from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.sampling import truncations
 from asyncrl.cli.commands import (
     learner_command,
@@ -62,9 +61,7 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
 def support_line(config: Config) -> str:
     """Of truncated sampling: what travels with every token. How many there are is known where the model is here."""
     given = " ".join(f"rollout.{name}={value:g}" for name, value in truncations(config.rollout).items())
-    file = Path(config.model.path) / "config.json"
-    model = json.loads(file.read_text()) if file.is_file() else {}
-    vocabulary = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+    vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
     most = f", at most {size(4 + math.ceil(vocabulary / 8))} (a bit per token of {vocabulary:,})" if vocabulary else ""
     return f"{given}: with each sampled token goes what it was drawn from, 4 bytes and 4 per token of it{most}"
 

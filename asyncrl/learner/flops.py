@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.memory_plan import Sizes
 
@@ -34,7 +35,7 @@ class Work:
     @classmethod
     def of(cls, hf: nn.Module, config: Mapping[str, Any], head: nn.Module) -> Work:
         """From the weights themselves, and for attention from the names that every Hugging Face config uses."""
-        model, linear = config.get("text_config") or config, 0.0
+        model, linear = of_its_decoder(config), 0.0
         experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
         sent_to = (model.get("num_experts_per_tok") or 0) / experts if experts else 0.0
         for module in hf.modules():

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.checks.architecture import of_its_decoder
+
 MASTER = 4
 """Bytes of a trained weight, its gradient and each of AdamW's two moments."""
 STEP_COUNT = 4
@@ -132,9 +134,9 @@ class Sizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
         """None where the config says otherwise than a plain decoder's does."""
-        model = config.get("text_config") or config
+        model = of_its_decoder(config)
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        if not all(isinstance(model.get(name), int) for name in names):
+        if not all(isinstance(model.get(name), int) and model[name] > 0 for name in names):
             return None
         layers, hidden, heads, vocabulary = (model[name] for name in names)
         width = model.get("head_dim") or hidden // heads

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from asyncrl.checks.architecture import not_apart, not_shared, not_together
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.checks.architecture import EXPERT_COUNTS, foreign_maths, not_apart, not_shared, not_together
 
 QWEN = {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
 
@@ -78,3 +82,26 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_arithmetic(change: d
     problem = not_apart(MIXTURE | change, ranks)
     assert said in problem and "Set " in problem
     assert not_apart({"model_type": "llava", "text_config": MIXTURE | change}, ranks) == problem
+
+
+ODD = st.sampled_from([None, "", "x", 0, -3, 1, 2.5, True, [], [1], {}, {"rope_type": 3}])
+NAMES = st.sampled_from(
+    [
+        *QWEN,
+        *EXPERT_COUNTS,
+        "text_config",
+        "rope_scaling",
+        "rope_parameters",
+        "final_logit_softcapping",
+        "num_experts_per_tok",
+    ]
+)
+
+
+@given(odd=st.dictionaries(NAMES, ODD, max_size=4), ranks=st.integers(1, 8), together=st.integers(1, 4))
+def test_odd_values_in_a_config_are_left_to_whoever_loads_the_model(odd: dict[str, Any], ranks: int, together: int):
+    """Here each function says a sentence or nothing; a traceback would hide what transformers says of the file."""
+    settings = QWEN | odd
+    if not not_together(settings, together):
+        assert isinstance(not_shared(settings, ranks, together), str)
+    assert isinstance(foreign_maths(settings), str) and isinstance(not_apart(settings, ranks), str)
