@@ -113,6 +113,13 @@ def test_it_ends_when_the_server_of_a_finished_run_is_silent_and_not_before() ->
     assert not told.take(None) and "the run is over" in into.getvalue()
 
 
+def test_a_server_that_was_lost_between_two_views_may_have_ended() -> None:
+    told, _ = shown(Clock())
+    assert told.last_seen() == ""
+    told.take(view(7))
+    assert "at step 7 when it last answered, and it goes when its run ends" in told.last_seen()
+
+
 def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -> None:
     clock = Clock()
     told, into = shown(clock, terminal=True)
@@ -140,6 +147,8 @@ def test_without_its_keys_it_says_which_and_a_server_that_is_not_there_is_named(
     for wrong in ("http://there", "tcp://there", "tcp://*:5577", "tcp://there:99999", "ipc://", "inproc://x"):
         assert main(["watch", wrong, "--keys", str(tmp_path / "keys")]) == 2
         assert "takes a run folder, tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--keys", str(tmp_path / "keys")]) == 2
+    assert "--keys is for a run's address" in capsys.readouterr().err
     address = free_address()
     assert main(["watch", address, "--keys", str(tmp_path / "keys")]) != 0
     assert f"{address} did not answer" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl import __version__
 from asyncrl.collector import load
-from asyncrl.errors import AsyncRLError, RunFolderError
+from asyncrl.errors import AsyncRLError, ConfigError, RunFolderError
 from asyncrl.plain_text import make_streams_plain
 
 EXIT_REFUSED = 2
@@ -276,6 +276,8 @@ def run(given: argparse.Namespace) -> int:
     if given.command == "watch":
         if "://" in given.run:
             return load("asyncrl.cli.watch_address").main(given.run, given.keys)
+        if given.keys:
+            raise ConfigError(f"--keys is for a run's address, and {given.run} is a folder. Leave one of the two out")
         return load("asyncrl.cli.watch").main(Path(given.run))
     if given.command == "trace":
         return load("asyncrl.cli.trace").main(given.run, given.to, group=given.group, version=given.version)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.checks.addresses import host_of, is_everywhere
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoProgress
 from asyncrl.replay.client.viewer import Viewer
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
@@ -58,8 +58,11 @@ def main(address: str, keys: str) -> int:
         raise ConfigError(f"asyncrl watch takes a run folder, tcp://HOST:PORT or ipc://PATH; got {address!r}")
     config = ReplayConfig(address=address, keys=keys, wait_timeout_s=PATIENCE_S)
     with closing(Viewer(config)) as viewer, AddressView(address, PlainConsole(highlight=False)) as shown:
-        while shown.take(viewer.view(TURN_S)):
-            pass
+        try:
+            while shown.take(viewer.view(TURN_S)):
+                pass
+        except NoProgress as error:
+            raise NoProgress(f"{error}{shown.last_seen()}") from error
     return 0
 
 
@@ -102,6 +105,15 @@ class AddressView:
         if self._live:
             self._live.update(Group(*self.drawn()), refresh=True)
         return True
+
+    def last_seen(self) -> str:
+        """For whoever lost the server: a run may end between two views."""
+        if self._view is None:
+            return ""
+        return (
+            f". It was at step {self._view.trained_steps} when it last answered, and it goes when its run ends: "
+            "`asyncrl watch RUN` on its machine says whether it did"
+        )
 
     def _keep_pace(self, before: View, view: View) -> None:
         """Views are kept in which a step has just ended: what lies between others is no whole number of steps."""
