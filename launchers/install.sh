@@ -26,6 +26,8 @@ asyncrl_install() { # EXTRAS, for example "" or "[dev]"; then "vllm", to have th
         echo "$wanted" >"$stamp"
     fi
     [ "$engine" != vllm ] || asyncrl_install_vllm "$venv"
+    # With PYTHONDONTWRITEBYTECODE, as images of containers set it, every process of a run would compile them anew.
+    "$PYTHON" -m compileall -qq asyncrl >/dev/null 2>&1 || true # where nothing can be written, it does
 }
 
 asyncrl_install_vllm() { # VENV; leaves a vLLM that is there already alone

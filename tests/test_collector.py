@@ -56,3 +56,14 @@ def test_command_replay_server_pool_and_reward_process_begin_without_what_they_d
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
     assert "asyncrl" in found and "zmq" in found
     assert not HEAVY & set(found)
+
+
+def test_a_worker_renders_messages_without_openai_which_whoever_uses_it_finds() -> None:
+    """Half a second of every start: `renderers` imports it for a client of its own."""
+    code = (
+        "import sys, asyncrl.chat.choice; begun = 'openai' in sys.modules;"
+        "import openai; print(begun, openai.AsyncOpenAI.__module__)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True).stdout
+    begun, module = found.split()
+    assert begun == "False" and module.startswith("openai")

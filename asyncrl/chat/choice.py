@@ -6,9 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from renderers.base import MODEL_RENDERER_MAP
-
 from asyncrl.chat.base import Message, ToolSpec
+from asyncrl.chat.library import MODEL_RENDERER_MAP
 from asyncrl.chat.names import AUTO, DEFAULT, candidates
 from asyncrl.chat.renderer import RendererChat, make_renderer
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from renderers import ParsedToolCall, Renderer, ToolCallParseStatus, create_renderer
-from renderers.configs import config_from_name
 
 from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable
+from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
 from asyncrl.chat.names import DEFAULT, why_single
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template

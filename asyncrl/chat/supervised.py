@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from renderers import Renderer
-
 from asyncrl.chat.base import ChatError, Message, ToolSpec
+from asyncrl.chat.library import Renderer
 
 ASSISTANT = "assistant"
 
