@@ -67,3 +67,13 @@ def test_a_worker_renders_messages_without_openai_which_whoever_uses_it_finds() 
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True).stdout
     begun, module = found.split()
     assert begun == "False" and module.startswith("openai")
+
+
+def test_the_command_that_starts_a_run_begins_without_the_replay_server_and_without_what_asks_others() -> None:
+    """A quarter of what it needs before anything is started: parts of `--dry-run`, of a resume and of engine=server."""
+    code = "import sys, asyncrl.cli.quickstart; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    begun = set(found.split())
+    assert "asyncrl.cli.local" in begun
+    later = {"asyncrl.cli.dry_run", "asyncrl.cli.folder_check", "asyncrl.replay.core", "asyncrl.replay.journal"}
+    assert not begun & (later | {"asyncrl.replay.server", "httpx"})

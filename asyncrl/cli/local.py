@@ -26,7 +26,6 @@ from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.cli.commands import RESTARTED, Command, local_commands, with_gpus
-from asyncrl.cli.folder_check import refuse_damaged
 from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.cli.supervisor import Role, Supervisor
 from asyncrl.collector import load
@@ -141,7 +140,7 @@ def check_resumed(config: Config, console: Console) -> None:
     """
     folder = Path(config.run.dir).resolve()
     if config.resume != "never" and not config.overwrite and owner_of(folder) is not None:
-        refuse_damaged(folder, lambda note: _say(console, note))
+        load("asyncrl.cli.folder_check").refuse_damaged(folder, lambda note: _say(console, note))
 
 
 def check_room(config: Config, folder: Path) -> None:

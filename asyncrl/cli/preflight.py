@@ -19,11 +19,11 @@ from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
 from asyncrl.checks.sources import sources
+from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
 from asyncrl.data.survey import Survey
 from asyncrl.drawing.curriculum import too_many
-from asyncrl.engines.server.look import look_at_servers
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
@@ -55,7 +55,7 @@ def look_ahead(config: Config) -> Preflight:
         ConfigError, DataError: the run could not work; the message names the row, or the server.
     """
     if config.engine.name in SERVERS:
-        look_at_servers(config)
+        load("asyncrl.engines.server.look").look_at_servers(config)
     limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
     model = str(described or config.model.path)
     train = [look_over(source, model, limit=limit) for source in sources(config.data)]

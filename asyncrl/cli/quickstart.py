@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli import dry_run
 from asyncrl.cli.commands import quoted
 from asyncrl.cli.local import run_local
+from asyncrl.collector import load
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
 from asyncrl.data.quick_agents import AGENTS, write_rows
 from asyncrl.data.warmup_recipe import AgentRecipe, RewardRecipe, WarmupRecipe
@@ -185,4 +185,4 @@ def main(overrides: Sequence[str]) -> int:
 
 def plan(overrides: Sequence[str]) -> int:
     """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
-    return dry_run.main("local", quickstart_overrides(prepare(recipe_of(overrides)), overrides))
+    return load("asyncrl.cli.dry_run").main("local", quickstart_overrides(prepare(recipe_of(overrides)), overrides))
