@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 from asyncrl.errors import ConfigError
 from asyncrl.exact import kernels
 from asyncrl.exact.model import valued
+from asyncrl.learner.sending import HOST, sent
 
 PACKED_ATTENTION = "asyncrl_packed"
 EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
@@ -115,7 +116,7 @@ def plan_packing(
     padded = np.concatenate(indices)
     real = np.concatenate([np.arange(length) < lengths[order[i]] for i, length in enumerate(_row_lengths(blocks))])
     return Packing(
-        cu_seqlens=torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)).to(device or "cpu"),
+        cu_seqlens=sent(torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)), device or HOST),
         max_length=int(lengths.max()),
         lengths=lengths,
         rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
@@ -143,8 +144,8 @@ def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, devi
     owner = np.empty(tokens, dtype=np.int64)
     slots = np.flatnonzero(real)[::-1]
     owner[index[slots]] = slots  # reversed: the first row of a shared prompt is written last
-    to = device or "cpu"
-    return Gather(index=torch.from_numpy(index).to(to), owner=torch.from_numpy(owner).to(to))
+    to = device or HOST
+    return Gather(index=sent(torch.from_numpy(index), to), owner=sent(torch.from_numpy(owner), to))
 
 
 def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Tensor, " tokens"]]:

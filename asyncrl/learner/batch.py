@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncrl.errors import EpisodeError, LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
+from asyncrl.learner.sending import sent
 from asyncrl.learner.support import Support, support_of
 from asyncrl.learner.topk import topk_of
 from asyncrl.replay.codec.reference import reference_fault
@@ -57,6 +58,10 @@ class MicroBatch:
     packing: Packing
     truncated: int
     """Trajectories that ended at the length limit."""
+    fresh: NDArray[np.int64]
+    """[B] tokens at `loss_positions` of each member, on the host."""
+    ages: tuple[int, ...]
+    """Each `staleness` among them, once."""
     support: Support | None = None
     """Of the tokens at `loss_positions`; None where all were drawn from the whole vocabulary."""
     topk_ids: Int[Tensor, "chosen k"] | None = None
@@ -139,11 +144,13 @@ def pack(
         ids, logprobs = topk_of(plan, packed_members, chosen)
         per_token |= {"topk_ids": ids[loss_rows].astype(np.int64), "topk_logprobs": logprobs[loss_rows]}
     return MicroBatch(
-        **{name: torch.from_numpy(array).to(device) for name, array in per_token.items()},
+        **{name: sent(torch.from_numpy(array), device) for name, array in per_token.items()},
         members=packed_members,
         groups=tuple(dict.fromkeys(plan.groups[g].group_id for g, _ in packed_members)),
         packing=plan_packing(layout.rows, layout.lengths, len(layout.source), device),
         truncated=sum(t.finish_reason == "length" for t in chosen),
+        fresh=np.bincount(layout.sequence[loss_positions], minlength=len(packed_members)),
+        ages=tuple(np.unique(staleness[loss_positions]).tolist()),
         support=support_of(chosen, loss_rows, device),
     )
 

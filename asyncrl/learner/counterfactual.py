@@ -89,8 +89,8 @@ def sequence_log_ratios(batch: MicroBatch, logprobs: Tensor, count: int) -> Tens
     places = batch.loss_positions
     recorded = batch.behavior_logprobs[places]
     # As in the losses: a log-prob that was not recorded counts with a ratio of 1.
-    ratios = torch.where(recorded.isfinite(), logprobs[places] - recorded, 0.0).double().cpu()
-    return torch.zeros(count, dtype=torch.float64).index_add_(0, batch.sequence_ids[places].cpu(), ratios)
+    ratios = torch.where(recorded.isfinite(), logprobs[places] - recorded, 0.0).double()
+    return ratios.new_zeros(count).index_add_(0, batch.sequence_ids[places], ratios).cpu()
 
 
 def batch_sums(log_ratios: Tensor, rewards: Sequence[float], batch: MicroBatch) -> Tensor:

@@ -176,7 +176,8 @@ def same_advantages(
     """Whether the whole batch gives the micro-batches of `begun` the advantages that they were trained with; else its
     gradients are given up. Collective."""
     pairs = [(mine.advantages, batch.advantages) for mine, batch in zip(begun.batches, batches, strict=False)]
-    same = all(mine is not None and now is not None and torch.equal(mine, now) for mine, now in pairs)
+    equal = [(mine == now).all() for mine, now in pairs if mine is not None and now is not None]
+    same = len(equal) == len(pairs) and bool(torch.stack(equal).all())
     if everywhere(same, device):
         return True
     give_up_gradients(roles, lease, device, f"step {begun.plan.step} has other advantages than its first groups alone")

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl.checks.learner import early_groups
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.group_ess import group_weights
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, Told
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.packed import set_gradient_sync
 from asyncrl.learner.ranks import gather_over_data
@@ -19,7 +19,7 @@ from asyncrl.learner.scoring import anchor_of, score_with_topk
 from asyncrl.losses import Denominators, LossInputs, policy_loss
 from asyncrl.losses.aggregate import divisor
 from asyncrl.losses.config import needs_first_pass
-from asyncrl.losses.inputs import Kept
+from asyncrl.losses.inputs import Bounds, Kept
 from asyncrl.losses.kept import first_pass
 from asyncrl.schema import Config
 from asyncrl.spans import span
@@ -34,6 +34,8 @@ class Accumulated:
     loss: Tensor
     """This rank's share."""
     measured: Measured = field(default_factory=Measured)
+    told: list[Told] = field(default_factory=list)
+    """What is to be added to it."""
     micro_batches: int = 0
 
 
@@ -57,6 +59,8 @@ def accumulate(
     sums = sums or Accumulated(loss=torch.zeros((), device=batches[0].input_ids.device))
     for i, batch in enumerate(batches[done:], done + 1):
         add_gradients(config, model, batch, counts, world, sums, last=i == len(batches), kept=kept)
+    sums.measured.add(Measured.of(*sums.told))
+    sums.told.clear()
     if undivided:
         divide(model, sums, divisor(config.loss, denominators))
     return sums.loss, sums.measured
@@ -85,15 +89,14 @@ def add_gradients(
     sums.micro_batches += 1
     for gradient in told:
         out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
-    numbers = Measured.of(out.sums, out.parts)
-    if config.replay.order == "ess":
-        numbers.group_weights = group_weights(inputs)
-    sequences = float(len(batch.packing.cu_seqlens) - 1) if len(batch.loss_positions) else 0.0
-    numbers.ratios["completion/truncated"] = float(batch.truncated), sequences
+    weights = group_weights(inputs, (g for g, _ in batch.members)) if config.replay.order == "ess" else {}
+    sums.told.append(Told(out.sums, out.parts, weights))
+    sequences = float(len(batch.packing.lengths)) if len(batch.loss_positions) else 0.0
+    known = {"completion/truncated": (float(batch.truncated), sequences)}
     if batch.support is not None:
         sizes = batch.support.drawn_from
-        numbers.ratios["completion/support_mean"] = float(sizes.sum()), float(len(sizes))
-    sums.measured.add(numbers)
+        known["completion/support_mean"] = float(sizes.sum()), float(len(sizes))
+    sums.measured.add(Measured(ratios=known))
 
 
 def gradients_told(inputs: LossInputs) -> list[Tensor]:
@@ -129,6 +132,7 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
     """Of a micro-batch, scored by `model`."""
     logprobs, entropy, topk = score_with_topk(config, model, batch)
     assert batch.advantages is not None
+    groups = 1 + max((g for g, _ in batch.members), default=0)
     return LossInputs(
         learner_logprobs=logprobs,
         behavior_logprobs=batch.behavior_logprobs,
@@ -142,6 +146,7 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
         staleness=batch.staleness,
         group_tokens=batch.group_tokens,
         topk=topk,
+        bounds=Bounds(sequences=max(1, len(batch.members)), groups=groups, ages=batch.ages),
     )
 
 

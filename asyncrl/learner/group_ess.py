@@ -9,28 +9,29 @@ update. 1: the policy is still the one that sampled the group; 1 / n: a single t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from asyncrl.losses import LossInputs
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT
 
-Weights = dict[str, tuple[float, ...]]
-"""Position of a group in the step's plan, as text -> (sum of ratios, of their squares, tokens)."""
-
 
 @torch.no_grad()
-def group_weights(inputs: LossInputs) -> Weights:
-    """Of the groups of a micro-batch."""
+def group_weights(inputs: LossInputs, groups: Iterable[int]) -> dict[str, Tensor]:
+    """Position of a group in the step's plan, as text -> float64 [3] sum of ratios, of their squares, tokens.
+
+    Args:
+        groups: those of the micro-batch.
+    """
     assert inputs.group_ids is not None
-    chosen = inputs.loss_mask
-    log_ratio = (inputs.learner_logprobs - inputs.behavior_logprobs)[chosen].double()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    groups, place = inputs.group_ids[chosen].unique(return_inverse=True)
-    terms = torch.stack([ratio, ratio.square(), torch.ones_like(ratio)], dim=1)
-    table = terms.new_zeros(len(groups), 3).index_add(0, place, terms).tolist()
-    return {str(group): (row[0], row[1], row[2]) for group, row in zip(groups.tolist(), table, strict=True)}
+    here, chosen = sorted(set(groups)), inputs.loss_mask
+    log_ratio = (inputs.learner_logprobs - inputs.behavior_logprobs).double()
+    ratio = torch.where(chosen, log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), 0.0)
+    terms = torch.stack([ratio, ratio.square(), chosen.double()], dim=1)
+    table = terms.new_zeros(max(here, default=0) + 1, 3).index_add(0, inputs.group_ids, terms)
+    return {str(group): table[group] for group in here}
 
 
 def ess_of_groups(weights: Mapping[str, tuple[float, ...]], groups: int) -> tuple[float, ...]:

@@ -22,6 +22,21 @@ Bins = tuple[list[float], list[float]]
 """Edges, one more than there are counts, and the counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Numbers of one micro-batch that are still on the device: to ask for them is to wait for all that it was told."""
+
+    sums: Sums
+    per_update: Mapping[str, Tensor] = field(default_factory=dict)
+    group_weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def parts(self) -> tuple[Mapping[str, Tensor], ...]:
+        """As `Measured.of` takes them apart again."""
+        means = {name: torch.stack([n.double(), d.double()]) for name, (n, d) in self.sums.means.items()}
+        sums = self.sums
+        return means, sums.tokens, sums.ages, sums.sequences, sums.maxima, self.per_update, self.group_weights
+
+
 @dataclass(slots=True, kw_only=True)
 class Measured:
     """Numbers of one rank in one step. Each stands where it says how it combines over micro-batches, updates and ranks;
@@ -48,25 +63,29 @@ class Measured:
     """See `asyncrl.learner.group_ess`; each added up, and no metric."""
 
     @classmethod
-    def of(cls, sums: Sums, per_update: Mapping[str, Tensor]) -> Measured:
-        """With one transfer from the device."""
-        means = {name: torch.stack([n.double(), d.double()]) for name, (n, d) in sums.means.items()}
-        parts = (means, sums.tokens, sums.ages, sums.sequences, sums.maxima, per_update)
-        tensors = [tensor.detach().double().reshape(-1) for part in parts for tensor in part.values()]
-        if not tensors:
-            return cls()
-        values = iter(torch.cat(tensors).tolist())
-        ratios, tokens, ages, sequences, maxima, updates = (
-            {name: tuple(itertools.islice(values, tensor.numel())) for name, tensor in part.items()} for part in parts
-        )
-        return cls(
-            ratios=ratios,
-            tokens=tokens,
-            ages=ages,
-            sequences=sequences,
-            maxima={name: value for name, (value,) in maxima.items()},
-            per_update={name: value for name, (value,) in updates.items()},
-        )
+    def of(cls, *told: Told) -> Measured:
+        """Together, with one transfer from the device."""
+        everything = [each.parts() for each in told]
+        tensors = [t.detach().double().reshape(-1) for parts in everything for part in parts for t in part.values()]
+        values: Iterator[float] = iter(torch.cat(tensors).tolist() if tensors else [])
+        together = cls()
+        for parts in everything:
+            ratios, tokens, ages, sequences, maxima, updates, weights = (
+                {name: tuple(itertools.islice(values, tensor.numel())) for name, tensor in part.items()}
+                for part in parts
+            )
+            together.add(
+                cls(
+                    ratios=ratios,
+                    tokens=tokens,
+                    ages=ages,
+                    sequences=sequences,
+                    maxima={name: value for name, (value,) in maxima.items()},
+                    per_update={name: value for name, (value,) in updates.items()},
+                    group_weights=weights,
+                )
+            )
+        return together
 
     def add(self, other: Measured) -> None:
         for name, value in other.maxima.items():

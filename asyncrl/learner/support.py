@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import LedgerError
+from asyncrl.learner.sending import sent
 from asyncrl.replay.codec.support import NAMES, support_fault
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 
@@ -41,11 +42,12 @@ class Support:
     def _inside(self, logits: Tensor, rows: slice, counts: NDArray[np.int64]) -> Bool[Tensor, "rows V"]:
         device, vocabulary = logits.device, logits.shape[-1]
         inside = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-        inside[torch.from_numpy(counts == 0).to(device)] = True
+        # Places, not masks: how many of these are set a GPU would be asked.
+        inside[sent(torch.from_numpy(np.flatnonzero(counts == 0)), device)] = True
         before = self.counts[: rows.start]
         first = int(before[before > 0].sum())
         listed = np.maximum(counts, 0)
-        places = torch.from_numpy(np.repeat(np.arange(len(counts)), listed)).to(device)
+        places = sent(torch.from_numpy(np.repeat(np.arange(len(counts)), listed)), device)
         inside[places, self.ids[first : first + int(listed.sum())]] = True
         wide = counts < 0
         if wide.any():
@@ -53,7 +55,7 @@ class Support:
             packed = self.bits[row : row + int(wide.sum())]
             eights = torch.arange(8, dtype=torch.uint8, device=device)
             unpacked = (packed[:, :, None] >> eights & 1).flatten(1).bool()
-            inside[torch.from_numpy(wide).to(device)] = unpacked[:, :vocabulary]
+            inside[sent(torch.from_numpy(np.flatnonzero(wide)), device)] = unpacked[:, :vocabulary]
         return inside
 
     def of(self, tokens: Int[Tensor, " some"]) -> Support:
@@ -89,8 +91,8 @@ def support_of(chosen: Sequence[Trajectory], rows: NDArray[np.int64], device: to
     place = np.repeat(starts[rows] - (np.cumsum(taken) - taken), taken) + np.arange(int(taken.sum()))
     return Support(
         counts=counts[rows].astype(np.int64),
-        ids=torch.from_numpy(ids[place].astype(np.int64)).to(device),
-        bits=torch.from_numpy(bits[row_of[rows][counts[rows] < 0]]).to(device),
+        ids=sent(torch.from_numpy(ids[place].astype(np.int64)), device),
+        bits=sent(torch.from_numpy(bits[row_of[rows][counts[rows] < 0]]), device),
     )
 
 

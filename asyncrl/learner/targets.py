@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -36,6 +38,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.metrics import Measured
 from asyncrl.learner.plan import Member
 from asyncrl.learner.ranks import sum_over_data
+from asyncrl.learner.sending import sent
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
@@ -43,57 +46,65 @@ Table = Float[Tensor, "B L"]
 """float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+NUMBERS = ("current_logprobs", "ref_logprobs", "values", "behavior_logprobs", "position_ids")
+"""Of each token of a micro-batch, that targets are made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """The trajectories of this rank's micro-batches, one row each, with their loss tokens in order."""
 
+    batches: Sequence[MicroBatch]
     members: tuple[Member, ...]
     mask: Bool[Tensor, "B L"]
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> Rows:
-        counts = [
-            torch.bincount(batch.sequence_ids[batch.loss_positions].cpu(), minlength=len(batch.members))
-            for batch in batches
-        ]
-        lengths = torch.cat([torch.zeros(0, dtype=torch.int64), *counts])
+        lengths = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(batch.fresh for batch in batches)]))
         columns = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))
-        return cls(
-            members=tuple(member for batch in batches for member in batch.members), mask=columns < lengths[:, None]
-        )
+        members = tuple(member for batch in batches for member in batch.members)
+        return cls(batches=batches, members=members, mask=columns < lengths[:, None])
 
-    def gather(self, batches: Sequence[MicroBatch], name: str) -> Table:
+    @cached_property
+    def _tokens(self) -> dict[str, Float[Tensor, " tokens"]]:
+        """What the batches have of `NUMBERS`, of all their loss tokens; of the device, which is waited for once."""
+        names = [name for name in NUMBERS if all(getattr(batch, name) is not None for batch in self.batches)]
+        parts = [
+            torch.stack([getattr(batch, name)[batch.loss_positions].double() for name in names])
+            for batch in self.batches
+        ]
+        return dict(zip(names, torch.cat(parts, 1).cpu(), strict=True)) if parts else {}
+
+    def gather(self, name: str) -> Table:
         """The field `name` of the batches; 0 beyond a row's end."""
-        parts = [batch.tensors()[name][batch.loss_positions].cpu().double() for batch in batches]
         table = torch.zeros(self.mask.shape, dtype=torch.float64)
-        table[self.mask] = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+        if self.batches:
+            table[self.mask] = self._tokens[name]
         return table
 
-    def turns(self, batches: Sequence[MicroBatch]) -> Int[Tensor, "B L"]:
+    def turns(self) -> Int[Tensor, "B L"]:
         """Which turn of its trajectory each token is of: a new one begins where the token before was not sampled."""
-        place = self.gather(batches, "position_ids")
+        place = self.gather("position_ids")
         begins = torch.ones_like(self.mask)
         begins[:, 1:] = place[:, 1:] != place[:, :-1] + 1
         return begins.cumsum(1)
 
-    def turn_numbers(self, batches: Sequence[MicroBatch], turns: Int[Tensor, " B"]) -> Int[Tensor, "B L"]:
+    def turn_numbers(self, turns: Int[Tensor, " B"]) -> Int[Tensor, "B L"]:
         """Which of all its trajectory's turns each token is of, from 0; counted from the end, since the first ones may
         be too old to be trained. 0 beyond a row's end.
 
         Args:
             turns: of each trajectory.
         """
-        here = self.turns(batches) * self.mask
+        here = self.turns() * self.mask
         return (turns[:, None] - here.amax(1, keepdim=True) + here - 1).clamp(min=0) * self.mask
 
-    def spread(self, table: Table, batches: Sequence[MicroBatch]) -> list[Float[Tensor, " tokens"]]:
+    def spread(self, table: Table, device: torch.device) -> list[Float[Tensor, " tokens"]]:
         """The inverse of `gather`: float32 [T] of each batch, on its device."""
-        shares = table[self.mask].float().split([len(batch.loss_positions) for batch in batches])
+        shares = sent(table[self.mask].float(), device).split([len(batch.loss_positions) for batch in self.batches])
         return [
-            torch.zeros(len(batch.input_ids), device=batch.input_ids.device).index_copy(
-                0, batch.loss_positions, share.to(batch.input_ids.device)
-            )
-            for batch, share in zip(batches, shares, strict=True)
+            torch.zeros(len(batch.input_ids), device=device).index_copy(0, batch.loss_positions, share)
+            for batch, share in zip(self.batches, shares, strict=True)
         ]
 
 
@@ -115,19 +126,19 @@ def with_targets(
     rows = Rows.of(batches)
     gap = None
     if config.kl_coef > 0:
-        gap = rows.gather(batches, "current_logprobs") - rows.gather(batches, "ref_logprobs")
+        gap = rows.gather("current_logprobs") - rows.gather("ref_logprobs")
     penalty = None if gap is None else kl_coef * gap
     per_sequence = config.estimator in ("group", "gdpo") or config.credits_turns
     if config.estimator == "own":
         advantages, targets = from_own(plan, rows, penalty, config, device), None
     elif config.credits_turns:
-        advantages, targets = against_turns(plan, rows, config, batches), None
+        advantages, targets = against_turns(plan, rows, config), None
     elif config.baseline == "greedy" and penalty is not None:
-        advantages, targets = against_greedy(plan, rows, penalty, batches), None
+        advantages, targets = against_greedy(plan, rows, penalty), None
     elif per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
         advantages, targets = against_siblings(plan, rows, penalty, config, device), None
     else:
-        advantages, targets = per_token(plan, rows, penalty, config, batches)
+        advantages, targets = per_token(plan, rows, penalty, config)
     if not per_sequence and config.std == "batch":
         moments = sum_over_data(whitening_moments(advantages, rows.mask), device)
         advantages = masked_whiten(advantages, rows.mask, moments=moments)
@@ -136,13 +147,13 @@ def with_targets(
         measured.ratios["kl/in_reward"] = float(gap.sum()), float(rows.mask.sum())
     value_targets: Sequence[Tensor | None] = [None] * len(batches)
     if targets is not None:
-        value_targets = rows.spread(targets, batches)
-        residual = targets - rows.gather(batches, "values")
+        value_targets = rows.spread(targets, device)
+        residual = targets - rows.gather("values")
         measured.spreads |= {
             "critic/target_": moments_of(targets, rows),
             "critic/residual_": moments_of(residual, rows),
         }
-    parts = zip(batches, rows.spread(advantages, batches), value_targets, strict=True)
+    parts = zip(batches, rows.spread(advantages, device), value_targets, strict=True)
     return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
 
 
@@ -203,7 +214,7 @@ def against_siblings(
     return torch.where(rows.mask, advantages[episode[place]][:, None], 0.0)
 
 
-def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig, batches: Sequence[MicroBatch]) -> Table:
+def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
     """One number per turn, for all its tokens; see `turn_advantages`. Rewards come from the headers of all ranks. The
     branches of an episode are looked at each by itself."""
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
@@ -225,7 +236,7 @@ def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig, batches: 
         same_number=config.estimator == "turns_by_number",
     )
     place = places(plan, rows)
-    number = rows.turn_numbers(batches, there.sum(1)[place])
+    number = rows.turn_numbers(there.sum(1)[place])
     return torch.where(rows.mask, advantages[place].gather(1, number), 0.0)
 
 
@@ -240,7 +251,7 @@ def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "
     return earned, there
 
 
-def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None, batches: Sequence[MicroBatch]) -> Table:
+def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
     """What each turn earned at its last token, and the KL's price at each token. Where nobody said what the turns
     earned it is the reward, at the last token. Turns of which no token is trained are in no return."""
     headers = [plan.groups[g].trajectories[t] for g, t in rows.members]
@@ -251,18 +262,18 @@ def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None, batches: 
     turns = there.sum(1)
     last = earned.gather(1, (turns - 1).clamp(min=0)[:, None])[:, 0]
     table = token_rewards(torch.where(turns > 0, last, whole), rows.mask, penalty)
-    number = rows.turn_numbers(batches, turns)
+    number = rows.turn_numbers(turns)
     ends = torch.zeros_like(rows.mask)
     ends[:, :-1] = rows.mask[:, 1:] & (number[:, 1:] != number[:, :-1])
     return table + torch.where(ends & (turns > 0)[:, None], earned.gather(1, number), 0.0)
 
 
-def against_greedy(plan: StepPlan, rows: Rows, penalty: Table, batches: Sequence[MicroBatch]) -> Table:
+def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
     """ReMax (2310.10505) with the KL in the reward: what each token and the later ones bring, less what the greedy
     completion earned. A token does not pay for the KL of those before it.
     """
     greedy = greedy_rewards([trajectory for group in plan.groups for trajectory in group.trajectories])
-    advantages = returns_to_go(earned_by_token(plan, rows, penalty, batches), rows.mask)
+    advantages = returns_to_go(earned_by_token(plan, rows, penalty), rows.mask)
     return torch.where(rows.mask, advantages - greedy[places(plan, rows)][:, None], 0.0)
 
 
@@ -327,16 +338,14 @@ def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
     return torch.tensor([trajectory.rewards[GREEDY_REWARD] for trajectory in headers], dtype=torch.float64)
 
 
-def per_token(
-    plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, batches: Sequence[MicroBatch]
-) -> tuple[Table, Table | None]:
+def per_token(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig) -> tuple[Table, Table | None]:
     """Advantages, and value targets with a critic, from what each token earned (`earned_by_token`)."""
-    rewards = earned_by_token(plan, rows, penalty, batches)
+    rewards = earned_by_token(plan, rows, penalty)
     if config.estimator == "reinforce_pp":
         return returns_to_go(rewards, rows.mask, config.gamma), None
-    values = rows.gather(batches, "values")
-    log_ratio = log_ratios(rows, batches) if config.uses_ratio else torch.zeros_like(values)
-    trace = segment_log_ratio(log_ratio, rows.mask, rows.turns(batches)) if config.by_turn else log_ratio
+    values = rows.gather("values")
+    log_ratio = log_ratios(rows) if config.uses_ratio else torch.zeros_like(values)
+    trace = segment_log_ratio(log_ratio, rows.mask, rows.turns()) if config.by_turn else log_ratio
     if config.estimator.startswith("vtrace"):
         return vtrace(
             *(rewards, values, log_ratio, rows.mask, config.gamma, config.lam),
@@ -355,11 +364,11 @@ def per_token(
     return traced(length_adaptive_lambda(rows.mask, config.lam_alpha).double())[0], traced(config.lam)[1]
 
 
-def log_ratios(rows: Rows, batches: Sequence[MicroBatch]) -> Table:
+def log_ratios(rows: Rows) -> Table:
     """log(learner/behavior) of each token."""
-    recorded = rows.gather(batches, "behavior_logprobs")
+    recorded = rows.gather("behavior_logprobs")
     # As in the losses: a token that the engine did not score counts with a ratio of 1.
-    return torch.where(recorded.isfinite(), rows.gather(batches, "current_logprobs") - recorded, 0.0)
+    return torch.where(recorded.isfinite(), rows.gather("current_logprobs") - recorded, 0.0)
 
 
 def moments_of(table: Table, rows: Rows) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -135,15 +136,23 @@ def age_sums(sums: Sums, tokens: Tokens, columns: Float[Tensor, "8 T"], log_rati
     """The edge E by token age: at which age does data stop helping? `columns`: the moments, mask, clipped."""
     assert tokens.raw.staleness is not None
     age = (tokens.raw.staleness.long() * tokens.mask).clamp(0, MAX_AGES)
-    ages = int(age.max()) + 1
+    bounds = tokens.raw.bounds
+    known = age[tokens.mask].unique().tolist() if bounds is None else {min(each, MAX_AGES) for each in bounds.ages}
+    ages = max(known, default=0) + 1
     table = columns.new_zeros(len(columns), ages).index_add(1, age, columns)
-    inner = log_ratio.new_tensor(LOG_RATIO_EDGES[1:-1])
+    inner = _inner_edges(log_ratio.dtype, log_ratio.device)
     bins = torch.bucketize(log_ratio, inner, right=True) + age * (len(inner) + 1)
     binned = columns.new_zeros(ages * (len(inner) + 1)).index_add(0, bins, columns[-2]).view(ages, -1)
     largest = log_ratio.new_full((ages,), -LOG_RATIO_LIMIT).scatter_reduce(0, age, log_ratio, "amax")
-    for index in (index for index, number in enumerate(table[-2].tolist()) if number):
+    for index in sorted(known):
         sums.ages[str(index)] = torch.cat([table[:, index], binned[index]])
         sums.maxima[f"staleness/age_{index}/max"] = largest[index].clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+@cache
+def _inner_edges(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Once: from the host they would be waited for at each call."""
+    return torch.tensor(LOG_RATIO_EDGES[1:-1], dtype=dtype).to(device, non_blocking=True)
 
 
 def summarize(sums: Sums) -> dict[str, Tensor]:

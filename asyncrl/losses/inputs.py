@@ -21,6 +21,18 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the host knows of the ids in `LossInputs`: who looks at those on a GPU waits for all that it was told."""
+
+    sequences: int
+    """All of `sequence_ids` are below."""
+    groups: int
+    """The same of `group_ids`."""
+    ages: tuple[int, ...]
+    """Each `staleness` that a loss token has, once."""
+
+
+@dataclass(frozen=True, slots=True)
 class LossInputs:
     """Packed tokens of one micro-batch. Gradient flows through `learner_logprobs`, and where said.
 
@@ -46,6 +58,8 @@ class LossInputs:
     """Loss tokens of the token's whole group; for `prompt_mean` where a group is split between micro-batches."""
     topk: TopK | None = None
     """For `loss.centering`. Gradient flows through its `learner_logprobs`, too."""
+    bounds: Bounds | None = None
+    """Where they are not given they are looked for among the ids."""
 
 
 @dataclass(frozen=True, slots=True)

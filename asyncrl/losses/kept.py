@@ -47,9 +47,8 @@ def first_pass(
         parts.append(_by_sequence(tokens, kept_tokens(tokens, config, rejections(tokens, config), held)))
     groups, kept = gather(torch.cat(parts).flatten()).view(-1, 2).unbind(1)
     group_tokens = torch.bincount(groups.long(), kept)
-    counts = Denominators(
-        tokens=float(kept.sum()), sequences=float((kept > 0).sum()), groups=float((group_tokens > 0).sum())
-    )
+    tokens, sequences, used = torch.stack([kept.sum(), (kept > 0).sum(), (group_tokens > 0).sum()]).tolist()
+    counts = Denominators(tokens=tokens, sequences=sequences, groups=used)
     return dataclasses.replace(whole, counts=counts, group_tokens=group_tokens)
 
 

@@ -48,10 +48,16 @@ class Segments:
         return values.index_select(0, self.index)
 
 
-def segments_of(ids: Int[Tensor, " T"], mask: Bool[Tensor, " T"], dtype: torch.dtype) -> Segments:
-    """Partition by `ids`; parts may be empty of loss tokens. Dense ids (the usual case) need no sort."""
-    if ids.numel() == 0:
-        return Segments(ids.long(), 1, mask, dtype)
+def segments_of(
+    ids: Int[Tensor, " T"], mask: Bool[Tensor, " T"], dtype: torch.dtype, above: int | None = None
+) -> Segments:
+    """Partition by `ids`; parts may be empty of loss tokens. Dense ids (the usual case) need no sort.
+
+    Args:
+        above: all ids are below it; None: they are looked at.
+    """
+    if above is not None or ids.numel() == 0:
+        return Segments(ids.long(), above or 1, mask, dtype)
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if high - low < 2 * ids.numel() + 1024:
         return Segments(ids.long() - low, high - low + 1, mask, dtype)
@@ -76,7 +82,8 @@ class Tokens:
 
     @property
     def sequences(self) -> Segments:
-        return self._part("sequences", self.raw.sequence_ids)
+        bounds = self.raw.bounds
+        return self._part("sequences", self.raw.sequence_ids, bounds and bounds.sequences)
 
     @property
     def groups(self) -> Segments:
@@ -84,7 +91,8 @@ class Tokens:
             raise ConfigError(
                 "loss.aggregation=prompt_mean needs group_ids in LossInputs; pass them, or use token_mean"
             )
-        return self._part("groups", self.raw.group_ids)
+        bounds = self.raw.bounds
+        return self._part("groups", self.raw.group_ids, bounds and bounds.groups)
 
     @property
     def turns(self) -> Segments:
@@ -94,13 +102,13 @@ class Tokens:
             starts = mask.clone()
             starts[1:] &= ~mask[:-1] | (ids[1:] != ids[:-1])
             index = (starts.long().cumsum(0) - 1).clamp(min=0)
-            count = int(index[-1]) + 1 if index.numel() else 1
-            self._parts["turns"] = Segments(index, count, mask, self.cur.dtype)
+            # As many parts as there can be: how many there are, a GPU would have to be waited for.
+            self._parts["turns"] = Segments(index, max(1, index.numel()), mask, self.cur.dtype)
         return self._parts["turns"]
 
-    def _part(self, name: str, ids: Tensor) -> Segments:
+    def _part(self, name: str, ids: Tensor, above: int | None) -> Segments:
         if name not in self._parts:
-            self._parts[name] = segments_of(ids, self.mask, self.cur.dtype)
+            self._parts[name] = segments_of(ids, self.mask, self.cur.dtype, above)
         return self._parts[name]
 
 

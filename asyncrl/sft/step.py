@@ -14,7 +14,7 @@ from asyncrl.evaluation.table import bootstrap_ratios
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.gradients import backward
 from asyncrl.learner.layout import Layout
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, Told
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.packed import set_gradient_sync
@@ -105,7 +105,7 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
         This rank's share of the loss, and its numbers.
     """
     total = torch.zeros((), device=batches[0].input_ids.device)
-    measured = Measured()
+    told: list[Told] = []
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
         logprobs, entropy = model(
@@ -114,9 +114,8 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
         loss = -logprobs.sum() / tokens  # 0 at all others
         backward(loss, world)
         total = total + loss.detach()
-        count = torch.tensor(float(len(batch.loss_positions)))
-        measured.add(Measured.of(Sums(means={"policy/entropy": (entropy.sum(), count.to(entropy.device))}), {}))
-    return total, measured
+        told.append(Told(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
+    return total, Measured.of(*told)
 
 
 @torch.no_grad()
@@ -125,7 +124,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss per learned token of held-out rows, and the share of tokens that greedy decoding would have written
     after the right ones before them, with intervals over the rows. Collective; the same on every rank."""
-    sums = torch.zeros((len(examples), 3), dtype=torch.float64)
+    sums = torch.zeros((len(examples), 3), dtype=torch.float64, device=device)
     for start, lease in _chunks(examples, rank, world):
         batches, _ = micro_batches(config, policy, lease, rank, device)
         for batch in batches:
@@ -133,9 +132,9 @@ def evaluate(
                 batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing
             )
             found = torch.stack([-logprobs.double(), likeliest.double(), torch.ones_like(logprobs).double()], dim=1)
-            sums.index_add_(0, start + batch.group_ids[batch.loss_positions].cpu(), found.cpu())
+            sums.index_add_(0, start + batch.group_ids[batch.loss_positions], found)
     policy.settle()
-    loss, right, tokens = sum_over_data(sums, device).cpu().numpy().T
+    loss, right, tokens = sum_over_data(sums.cpu(), device).cpu().numpy().T
     known = bootstrap_ratios({"loss": loss, "token_accuracy": right}, tokens, seed=0)
     return {
         **{f"{name}{end}": value for name, each in known.items() for end, value in each.with_ends()},

@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -154,7 +155,18 @@ def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:
         totals = measured.totals
         row = speed(totals[OPERATIONS], totals[PACKED_TOKENS], statistics.median(seconds), 1, peak_of(scale.device))
     assert row["perf/tflops_per_rank"] > 0 and 0 < row.get("perf/mfu", 0.5) < 1, row
-    return {"model": scale.model, "tokens": totals[PACKED_TOKENS], "step_s": statistics.median(seconds)} | row
+    found = {"model": scale.model, "tokens": totals[PACKED_TOKENS], "step_s": statistics.median(seconds)}
+    return found | {"waits": waits_of(step) if scale.device.type == "cuda" else None} | row
+
+
+def waits_of(step: Callable[[], object]) -> int:
+    """How often torch says that the host waited for the GPU; on a CPU `tests.learner.test_waits` counts."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in seen)
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from asyncrl.learner.group_ess import ess_of_groups, group_weights
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, Told
 from asyncrl.losses import LossInputs
+from asyncrl.losses.diagnostics import Sums
 
 GROUPS, TOKENS = 5, 400
 
@@ -44,7 +45,7 @@ def part(inputs: LossInputs, chosen: slice) -> LossInputs:
 def test_it_is_kish_s_over_the_tokens_of_a_group_however_they_are_split(edges: list[int]) -> None:
     inputs, together = some_inputs(), Measured()
     for start, stop in pairwise(edges):
-        together.add(Measured(group_weights=group_weights(part(inputs, slice(start, stop)))))
+        together.add(Measured.of(Told(Sums(), {}, group_weights(part(inputs, slice(start, stop)), range(GROUPS)))))
     found = ess_of_groups(together.group_weights, GROUPS)
     ratio = np.exp(inputs.learner_logprobs.numpy() - inputs.behavior_logprobs.numpy())
     for group in range(4):
@@ -57,4 +58,5 @@ def test_it_is_kish_s_over_the_tokens_of_a_group_however_they_are_split(edges: l
 def test_a_step_whose_numbers_are_not_finite_reports_something_that_can_be_used() -> None:
     inputs = some_inputs()
     bad = replace(inputs, learner_logprobs=torch.full_like(inputs.learner_logprobs, float("nan")))
-    assert ess_of_groups(group_weights(bad), GROUPS) == (1.0,) * GROUPS
+    weights = Measured.of(Told(Sums(), {}, group_weights(bad, range(GROUPS)))).group_weights
+    assert ess_of_groups(weights, GROUPS) == (1.0,) * GROUPS

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, Told
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
 from asyncrl.losses.config import needs_first_pass, proximal_source
 from asyncrl.losses.kept import first_pass
@@ -88,7 +88,7 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_whole() -> None:
     pieces = [policy_loss(to_inputs(take(batch, np.flatnonzero(batch.seq % 2 == k))), preset("ppo")) for k in (0, 1)]
     measured = Measured()
     for piece in pieces:
-        measured.add(Measured.of(piece.sums, {}))
+        measured.add(Measured.of(Told(piece.sums)))
     merged = measured.row()
     assert set(merged) == set(whole.metrics) - set(whole.parts)
     for name, value in merged.items():

@@ -17,7 +17,7 @@ from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.counterfactual import SUMS, estimates
 from asyncrl.learner.flops import speed
-from asyncrl.learner.metrics import Measured
+from asyncrl.learner.metrics import Measured, Told
 from asyncrl.learner.step_row import evaluation_metrics
 from asyncrl.losses import PRESETS, policy_loss
 from asyncrl.losses.config import needs_first_pass, resolve
@@ -108,7 +108,7 @@ def of_losses() -> Iterator[str]:
             config = resolve(LossConfig(preset=preset, **change))
             kept = first_pass([inputs], config) if needs_first_pass(config) else None
             out = policy_loss(inputs, config, kept=kept)
-            yield from Measured.of(out.sums, out.parts).row()
+            yield from Measured.of(Told(out.sums, out.parts)).row()
 
 
 def of_a_run(folder: Path) -> Iterator[str]:
