@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from asyncrl.standstill import watched_supervisors
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Environment variable, set by our torchrun: its pid. A rank imports for seconds before it can ask who its parent is,
 and of a torchrun that was killed in them it would take whoever adopted it for the one that started it."""
+AHEAD = "ASYNCRL_AHEAD"
+"""Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
 HOPELESS = (
     *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
     *(OwnCodeError, RewardError, RunFolderError),
@@ -80,6 +83,27 @@ class Launcher:
         return True
 
 
+def told() -> None:
+    """In a rank: returns when its variables are those that torchrun sets.
+
+    waits for: its torchrun, which imports torch meanwhile; unblocked by: the variables, or its end, and then this
+    process ends
+    """
+    if os.environ.pop(AHEAD, "") != "1":
+        return
+    die_with_parent(int(os.environ[LAUNCHER]))
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1 << 16)
+        if not data:
+            sys.exit(1)
+        line += data
+    os.environ.update(json.loads(line))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
 def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:
     """Exit code 0, once `work` is done and what it put into the stack is closed.
 
@@ -106,6 +130,7 @@ def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) ->
         main: called with what is to be called with the error that ends it, before it closes anything.
         name: of the module, for the error.
     """
+    told()
     launcher = Launcher.of(os.environ)
     if launcher.start:
         # Nobody would start it again, or stop it: it would train on beside the next run in its folder.
