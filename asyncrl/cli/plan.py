@@ -126,8 +126,8 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
     runs = [run_of(folder) for folder in folders]
     if not (engines_told(runs) or given.tokens_per_s):
         print(
-            "note: these runs tell nothing of their engines' steps (the built-in engine's do, of this version): what a "
-            "step takes is fitted to the throughput, and is less sure",
+            "note: these runs tell nothing of their engines' steps (the built-in engine's and vLLM's do, of this "
+            "version): what a step takes is fitted to the throughput, and is less sure",
             file=sys.stderr,
         )
     found = calibrate(runs, costs)

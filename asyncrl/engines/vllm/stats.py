@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.engines.vllm.admission import KvLoad
+from asyncrl.pace import Pace
 
 
 class EngineMeter:
@@ -17,7 +18,9 @@ class EngineMeter:
         self.generated_tokens = 0
         self.prefill_tokens = 0
         self.cached_tokens = 0
-        self.steps = 0
+        self.decoded, self.prefilled = Pace(), Pace()
+        self.stood_still = False
+        """Since the last step, for an update: the next one seems to have taken that long more."""
         self.preemptions = 0
         self.running = 0
         self.usage = 0.0
@@ -30,10 +33,25 @@ class EngineMeter:
             self.prefill_tokens += iteration.prompt_token_stats.computed
             self.cached_tokens += iteration.prompt_token_stats.cached_tokens
             self.preemptions += iteration.num_preempted_reqs
+            self._time(iteration.inter_token_latencies_iter, len(iteration.time_to_first_tokens_iter))
         if scheduler is not None:
-            self.steps += 1
             self.running, self.usage = scheduler.num_running_reqs, scheduler.kv_cache_usage
             self._on_step(KvLoad(usage=self.usage, preemptions=self.preemptions))
+
+    def _time(self, since: Sequence[float], prompts: int) -> None:
+        """`since`: seconds from the token before, of each sequence beyond its first; the shortest is the step's, for
+        others may have been preempted. What a step with prompts takes longer is their prefill."""
+        if not since:
+            return
+        stood_still, self.stood_still = self.stood_still, False
+        if stood_still:
+            return
+        seconds = min(since)
+        if not prompts:
+            self.decoded.add(len(since), seconds)
+        elif self.decoded.steps:
+            fixed, each = self.decoded.line()
+            self.prefilled.add(prompts, seconds - fixed - each * len(since))
 
 
 class MeterLogger(StatLoggerBase):
