@@ -18,6 +18,7 @@ from asyncrl.checks.learner import early_groups, why_not_early
 from asyncrl.config import disk_patience, learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.building import said_of_attention
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.errands import Errands
 from asyncrl.learner.hook import Hook
@@ -142,6 +143,8 @@ def assemble(
     try_own(config.loss, config.advantage, config.learner)
     kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)
+    if place.rank == 0:
+        log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))
     agree_on_reduction(roles, config.learner, backend)
     if config.learner.hook:
         roles.hook = Hook(config.learner, rank=place.rank, world=place.world)

@@ -7,8 +7,8 @@ attention works once on them, and attention reads them from each sibling's row.
     pack    [p0 p1 | a0 a1 a2 | b0]        T = 6       prompt, completion a, completion b
     rows    [p0 p1 a0 a1 a2], [p0 p1 b0]   5 + 3 tokens
 
-On a GPU in half precision the rows go to one variable-length flash call. Elsewhere rows of similar length form
-[B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
+On a GPU in half precision the rows go to one variable-length flash call (`attention_kernel`). Elsewhere rows of similar
+length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 from asyncrl.errors import ConfigError
 from asyncrl.exact import kernels
 from asyncrl.exact.model import valued
+from asyncrl.learner.attention_kernel import kernel_of
 from asyncrl.learner.sending import HOST, sent
 
 PACKED_ATTENTION = "asyncrl_packed"
@@ -89,9 +90,9 @@ class Packing:
     """Where given, every layer's attention tells it the sliding window that it is called with. A set would be copied on
     its way: FSDP2 makes every container anew that it hands to a layer."""
 
-    def slots(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Tokens that attention holds queries, keys and values of, padding counted."""
-        return len((self.rows if takes_any_length(device, dtype) else self.padded).index)
+    def slots(self, *, any_length: bool) -> int:
+        """Tokens that attention holds queries, keys and values of, padding counted; see `Kernel.any_length`."""
+        return len((self.rows if any_length else self.padded).index)
 
 
 def plan_packing(
@@ -162,11 +163,6 @@ def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Ten
     return packing.rows.index[place], slot[packing.rows.owner]
 
 
-def takes_any_length(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether rows go to one variable-length flash call, which knows half precision alone; else to padded blocks."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads tokens head_dim"],
@@ -196,7 +192,7 @@ def packed_attention(
         packing.note_window(sliding_window)
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
-    flash = takes_any_length(query.device, query.dtype)
+    flash = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1])).any_length
     gather = packing.rows if flash else packing.padded
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
     attend = _flash if flash else partial(_blockwise, exact=exact)

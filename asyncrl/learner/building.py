@@ -21,6 +21,8 @@ from asyncrl.checks.architecture import not_apart, not_shared, not_together
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.parallel import EXPERT, TENSOR
 from asyncrl.errors import ConfigError
+from asyncrl.learner.attention import EXACT_PACKED_ATTENTION
+from asyncrl.learner.attention_kernel import kernel_of, widest_head
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
@@ -160,6 +162,16 @@ def take_over(model: PackedModel, read: PackedModel, home: torch.device) -> None
 def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
     where, _, own = name.rpartition(".")
     model.get_submodule(where)._buffers[own] = buffer
+
+
+def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
+    """By what it is computed, and why."""
+    if model.layout is not Layout.PACKED:
+        return "transformers' own, each sequence in a row"
+    if model.hf.config._attn_implementation == EXACT_PACKED_ATTENTION:
+        return "the kernels of engine.exact on rows of like length"
+    width = widest_head(model.hf.config.get_text_config(decoder=True))
+    return kernel_of(model.device, compute_dtype(settings.dtype, model.device), width).why
 
 
 def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:

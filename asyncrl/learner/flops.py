@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from asyncrl.checks.architecture import of_its_decoder
+from asyncrl.learner.attention_kernel import kernel_of
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.memory_plan import Sizes
 
@@ -91,7 +92,7 @@ def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtyp
         packing, there = batch.packing, bool(batch.members)  # who has no trajectory computes for the others' sake
         rows, tokens = len(packing.lengths) * packing.max_length, len(batch.input_ids)
         real = int(packing.lengths.sum())
-        slots = rows if in_rows else packing.slots(batch.input_ids.device, compute)
+        slots = rows if in_rows else packing.slots(any_length=kernel_of(batch.input_ids.device, compute).any_length)
         computed, useful = (rows, real) if in_rows else (tokens, tokens)
         of_layers = of_layers[0] + computed - useful * there, of_layers[1] + computed
         of_attention = of_attention[0] + slots - real * there, of_attention[1] + slots

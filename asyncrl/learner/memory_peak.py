@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.learner.accumulation import held_by
+from asyncrl.learner.attention_kernel import kernel_of
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.building import compute_dtype
 from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
@@ -32,9 +33,10 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
     passing = max(whole_bytes(model, width, several=several) for model in roles.models())
     every, keep = config.checkpoint_every if config.activation_checkpointing else 0, config.checkpoint_keep
     shared = 1 if roles.policy.sequence is None else roles.policy.sequence.size
+    any_length = kernel_of(device, compute).any_length
 
     def kept_of(batch: MicroBatch) -> int:
-        tokens, slots = len(batch.input_ids), batch.packing.slots(device, compute)
+        tokens, slots = len(batch.input_ids), batch.packing.slots(any_length=any_length)
         return sizes.activations(-(-tokens // shared), -(-slots // shared), width, every, keep)
 
     kept = max(map(kept_of, batches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.assembly import open_checkpoints
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.building import said_of_attention
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.place import Place
@@ -24,6 +26,8 @@ from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import RowLog, SftTraining, Start, resumed
+
+log_of_start = logging.getLogger(__name__)
 
 
 class ClosableLog(RowLog, Protocol):
@@ -69,6 +73,8 @@ def assemble(
     opened.callback(data.close)
     held_out = held_out_examples(given, encoder)
     policy = build_model(config, place.device, backend)
+    if place.rank == 0:
+        log_of_start.info("attention: %s", said_of_attention(policy, config.model))
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     agree_on_reduction(roles, config.learner, backend)
     start = resumed(kept.checkpoints, roles, kept.resume_from)
