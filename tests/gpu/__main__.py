@@ -1,9 +1,9 @@
-"""The learner on one GPU, in a few minutes:
+"""The learner on one GPU, alone and beside an engine, in a few minutes:
 
     python -m tests.gpu [--device cuda|cpu] [--model 0.6b|1.7b|4b] [--length TOKENS] [--only CHECK ...]
 
 Prints a JSON line for each check. Needs torch, transformers and what the learner imports (hydra-core, msgpack, xxhash,
-jaxtyping, fsspec), and nothing of pytest, vLLM, Ray or ZeroMQ. Without a GPU the same code runs in tiny.
+jaxtyping, fsspec) and psutil, and nothing of pytest, vLLM, Ray or ZeroMQ. Without a GPU the same code runs in tiny.
 
 Larger models, or longer sequences, take their time: `--model 4b --length 16384 --only mfu memory`.
 """
@@ -24,8 +24,10 @@ import torch
 
 from asyncrl.learner.place import joined_ranks, prepare_process
 from asyncrl.schema import Config
-from tests.gpu.checks import CHECKS
+from tests.gpu import checks, together
 from tests.gpu.scale import LARGE, QWEN3, TINY, Scale
+
+CHECKS = checks.CHECKS | together.CHECKS
 
 
 def run(scale: Scale, only: list[str]) -> int:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from tests.forked import forked_from
-from tests.gpu.__main__ import run
-from tests.gpu.checks import CHECKS
+from tests.gpu import together
+from tests.gpu.__main__ import CHECKS, run
 from tests.gpu.scale import LARGE, TINY
 
 NOT_THERE = (
@@ -44,7 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu")
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=[pytest.mark.slow] if name in together.CHECKS else []) for name in CHECKS]
+)
 def test_a_check_of_a_gpu_runs_without_one(check: str, backend, folder: Path):
     CHECKS[check](TINY, folder, backend)
 
@@ -62,9 +65,10 @@ def import_without() -> None:
     sys.modules |= dict.fromkeys(NOT_THERE)  # pyright: ignore[reportArgumentType]
     for name in ("fed_replay", "feed"):
         sys.modules.pop(f"tests.learner.{name}", None)
-    for name in ("checks", "scale"):
-        sys.modules.pop(f"tests.gpu.{name}", None)
-    importlib.import_module("tests.gpu.checks")
+    for name in [name for name in sys.modules if name.startswith(("tests.gpu.", "tests.weights."))]:
+        del sys.modules[name]
+    for name in ("__main__", "look"):
+        importlib.import_module(f"tests.gpu.{name}")
 
 
 def test_they_need_little_to_be_installed():

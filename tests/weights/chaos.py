@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 from tests.forked import forked_from
@@ -86,19 +87,24 @@ class Kind:
         return kind + (" by ipc" if self.ipc else "") + (" in place" if self.in_place else "")
 
 
+def context_of(device: str, module: str) -> Any:
+    """Of processes that compute on `device`: after a fork CUDA is of no use where it was asked for before."""
+    return get_context("spawn") if device.startswith("cuda") else forked_from(module)
+
+
 class Cluster:
-    def __init__(self, board: Any, kind: Kind, limit_s: float) -> None:
-        self.board, self._limit_s = board, limit_s
+    def __init__(self, board: Any, kind: Kind, limit_s: float, device: str = "cpu") -> None:
+        self.board, self._limit_s, self._device = board, limit_s, device
         self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "gloo"
         self._in_place, self._ranks = kind.in_place, 2 if kind.shared else 1
-        self._context = forked_from("tests.weights.chaos_processes")
+        self._context = context_of(device, "tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
         for name in STEADY:
             self.start_worker(name, "1", None)
 
     def start_worker(self, name: str, incarnation: str, injection: Injection | None) -> Any:
-        return self._start(worker_process, self.board, name, incarnation, injection)
+        return self._start(worker_process, self.board, name, incarnation, injection, self._device)
 
     def start_learner(self, injection: Injection | None) -> list[Any]:
         """All its ranks; those that it had are killed, as torchrun does when one ends."""
@@ -109,8 +115,8 @@ class Cluster:
         self.learner = []
         for rank in range(self._ranks):
             met = len(self.board.notes("meeting"))
-            args = (self.board, first, injection, self._delta, self._backend, self._in_place, rank, self._ranks)
-            self.learner.append(self._start(learner_process, *args))
+            how = (self._delta, self._backend, self._in_place, rank, self._ranks, self._device)
+            self.learner.append(self._start(learner_process, self.board, first, injection, *how))
             if rank == 0:
                 self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
         return self.learner
@@ -189,9 +195,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(kind: Kind, limit_s: float) -> Iterator[Cluster]:
+def cluster(kind: Kind, limit_s: float, device: str) -> Iterator[Cluster]:
     with BoardManager() as manager:
-        running = Cluster(manager.Board(), kind, limit_s)  # pyright: ignore[reportAttributeAccessIssue]
+        running = Cluster(manager.Board(), kind, limit_s, device)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             running.wait_newer(STEADY, time.time(), 120.0)
             yield running
@@ -199,11 +205,19 @@ def cluster(kind: Kind, limit_s: float) -> Iterator[Cluster]:
             running.close()
 
 
-def run(injections: tuple[Injection, ...], report: Callable[[dict[str, Any]], None], limit_s: float = LIMIT_S) -> None:
-    """Raises AssertionError for the first that does not recover within `limit_s`."""
+def run(
+    injections: tuple[Injection, ...],
+    report: Callable[[dict[str, Any]], None],
+    limit_s: float = LIMIT_S,
+    device: str = "cpu",
+) -> None:
+    """`device` is that of learner and workers, who share it.
+
+    Raises AssertionError for the first that does not recover within `limit_s`.
+    """
     for kind in dict.fromkeys(Kind.of(injection) for injection in injections):
         limit_s = max(limit_s, SHARED_LIMIT_S if kind.shared else 0.0)
-        with cluster(kind, limit_s) as running:
+        with cluster(kind, limit_s, device) as running:
             for number, injection in enumerate(each for each in injections if Kind.of(each) == kind):
                 took = running.inject(injection, number)
                 report({"injection": injection.name, "recovered_s": round(took, 2), "limit_s": limit_s})

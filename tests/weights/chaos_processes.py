@@ -33,9 +33,9 @@ PROBES = random_probes(1000, seed=0)
 _OF_A_JOIN = ("hello", "accept", "invite", "go", "sender")
 
 
-def weights(version: int) -> dict[str, torch.Tensor]:
+def weights(version: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Several buckets; every number tells its version and layer, and a delta is most of a row."""
-    tensors = {f"layers.{i}.w": torch.full((40, 25), float(i)) for i in range(LAYERS)}
+    tensors = {f"layers.{i}.w": torch.full((40, 25), float(i), device=device) for i in range(LAYERS)}
     for tensor in tensors.values():
         tensor[:, 0] = float(version)
     return tensors
@@ -56,8 +56,8 @@ def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
 class Engine:
     """A table of tensors, swapped under a lock, and a thread that looks at it all the time as a decode step would."""
 
-    def __init__(self, board: Any, worker: str, trap: Trap) -> None:
-        self._board, self._worker, self._trap = board, worker, trap
+    def __init__(self, board: Any, worker: str, trap: Trap, device: str) -> None:
+        self._board, self._worker, self._trap, self._device = board, worker, trap, device
         self._tensors: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._look, daemon=True).start()
@@ -69,7 +69,7 @@ class Engine:
             for i, (name, tensor) in enumerate(tensors.items()):
                 if i == LAYERS // 2:
                     self._trap.at("mid load")
-                self._tensors[name] = tensor.clone()
+                self._tensors[name] = tensor.to(self._device, copy=True)
         self._trap.at("after load")
 
     def score(self, sequences: Any) -> list[np.ndarray]:
@@ -99,8 +99,9 @@ class ArmedWhen:
             self._trap.arm(injection.action, injection.phase, lambda: self._board.note("fired", time.time()))
 
 
-def worker_process(board: Any, worker: str, incarnation: str, injection: Injection | None) -> None:
+def worker_process(board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu") -> None:
     torch.set_num_threads(1)
+    torch.zeros(1, device=device)  # CUDA begins before anybody waits for this process
     trap = Trap()
     armed = ArmedWhen(board, trap, injection)
     broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
@@ -112,7 +113,7 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
         hashed(fingerprint, piece)
 
     Fingerprint.update = update
-    engine = Engine(board, worker, trap)
+    engine = Engine(board, worker, trap, device)
     board.join(worker, incarnation)
     subscriber = BroadcastSubscriber(
         WorkerRendezvous(board, worker),
@@ -120,6 +121,7 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
         worker=worker,
         incarnation=incarnation,
         timeout_s=TIMEOUT_S,
+        receiver=staging.Staging(None if device == "cpu" else torch.device(device)),
         proof=Proof(score=engine.score, engine_dtype="float32", verify_every=1),
     )
     while not board.notes(f"stop/{worker}"):
@@ -159,7 +161,15 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
 
 
 def learner_process(
-    board: Any, first: int, injection: Injection | None, delta: str, backend: str, in_place: bool, rank: int, ranks: int
+    board: Any,
+    first: int,
+    injection: Injection | None,
+    delta: str,
+    backend: str,
+    in_place: bool,
+    rank: int,
+    ranks: int,
+    device: str = "cpu",
 ) -> None:
     """A rank of the learner; with several, each holds all weights and sends its part of them. `in_place`: it has them
     once, and writes each version over the one before."""
@@ -172,13 +182,14 @@ def learner_process(
         bucket_bytes=1 << 12,
         wait_s=60 * TIMEOUT_S,
         idle_s=0.005,
+        device=device,
         shared=backend == "ipc",
         ranks=(rank, ranks) if ranks > 1 else None,
         copied=not in_place,
     )
-    version, own = first, weights(first)
+    version, own = first, weights(first, device)
     while not board.notes("stop/learner"):
-        tensors = weights(version)
+        tensors = weights(version, device)
         if in_place:
             for _ in publisher.copied():
                 pass
