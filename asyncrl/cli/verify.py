@@ -77,7 +77,7 @@ def main(path: str, overrides: Sequence[str]) -> int:
     transformers_logging.disable_progress_bar()
     config, policy = load_policy(path, overrides)
     probes = probes_of(policy, config.seed)
-    canary = canary_of(policy, probes, CPU, "float32", "float32")
+    canary = canary_of(policy, probes, CPU, "float32", "float32", with_noise=True)
     print(f"{path}: {len(probes)} probes of {len(probes[0])} tokens, learner in float32\n{HEADER}")
     rows = []
     for engine in installed_engines():

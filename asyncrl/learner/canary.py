@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +19,11 @@ from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
-from asyncrl.weights.canary import Canary, random_probes
+from asyncrl.weights.canary import SPACING, Canary, random_probes
+
+PROBES, PROBE_TOKENS = 16, 24
+"""Sequences and their length: the mean over so many is within a tenth of what it is over more."""
+DISTURBED = 8.0
 
 
 class ProvingPublisher:
@@ -31,6 +39,8 @@ class ProvingPublisher:
         self._device = device
         chosen = with_dtypes(config, learner=device.type)
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
+        # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
+        self._look = not is_routed(model) and "bfloat16" in (*self._dtypes, chosen.engine.dtype)
         self._probes = probes_of(model, config.seed)
         self._stats: dict[str, float] = {}
 
@@ -39,7 +49,7 @@ class ProvingPublisher:
     ) -> PublishStats:
         started = time.perf_counter()
         if canary is None:
-            canary = canary_of(self._model, self._probes, self._device, *self._dtypes)
+            canary = canary_of(self._model, self._probes, self._device, *self._dtypes, with_noise=self._look)
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
         stopped = time.perf_counter()
@@ -69,7 +79,8 @@ def is_routed(model: PolicyModel) -> bool:
 def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:
     """Probe tokens of a run: within the model's vocabulary, and its longest sequence."""
     settings = model.hf.config.get_text_config(decoder=True)
-    return random_probes(int(settings.vocab_size), seed, length=min(24, int(settings.max_position_embeddings)))
+    longest = int(settings.max_position_embeddings)
+    return random_probes(int(settings.vocab_size), seed, count=PROBES, length=min(PROBE_TOKENS, longest))
 
 
 @torch.no_grad()
@@ -79,10 +90,12 @@ def canary_of(
     device: torch.device,
     learner_dtype: str,
     wire_dtype: str,
+    *,
+    with_noise: bool = False,
 ) -> Canary:
     """Of [T] token ids each: log-probs of tokens 1.. at temperature 1, as the forward that training uses gives them.
 
-    Collective over the ranks; every one computes the same.
+    Collective over the ranks; every one computes the same. `with_noise` computes them twice, see `Canary.noise`.
     """
     lengths = np.array([len(ids) for ids in sequences])
     total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -92,6 +105,11 @@ def canary_of(
     arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
     ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
     logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
+    noise = math.inf
+    if with_noise:
+        with disturbed(model):
+            others, _ = model.probed(ids, positions, chosen, predictors, packing)
+        noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
     model.settle()
     return Canary(
         sequences=tuple(sequences),
@@ -100,4 +118,27 @@ def canary_of(
         wire_dtype=wire_dtype,
         routed=is_routed(model),
         largest_logit=float(largest.max()),
+        noise=noise,
     )
+
+
+@contextmanager
+def disturbed(model: PolicyModel) -> Iterator[None]:
+    """Meanwhile each number that a layer gives is off by up to DISTURBED times half of bfloat16's spacing: as many
+    times the rounding that is asked about, or that of the computation itself would be most of what is seen."""
+    kinds = set(model.hf._no_split_modules or ())  # FSDP2 puts a class of its own before that of what it shards
+    layers = [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
+    hooks = [layer.register_forward_hook(partial(_disturb, number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _disturb(number: int, layer: Any, given: Any, out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (_disturb(number, layer, given, out[0]), *out[1:])
+    drawn = torch.Generator(out.device).manual_seed(number)
+    relative = DISTURBED * SPACING * (torch.rand(out.shape, generator=drawn, device=out.device) - 0.5)
+    return (out.float() * (1 + relative)).to(out.dtype)

@@ -1,0 +1,82 @@
+"""What the learner finds of rounding in its own model, and whom the bound that follows from it lets pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncrl.learner.backends.fsdp2 import FSDP2
+from asyncrl.learner.canary import canary_of, probes_of
+from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
+from asyncrl.weights.canary import Canary, compare
+from tests.learner.feed import tiny_checkpoint, tiny_model
+
+CPU = torch.device("cpu")
+DEEP: dict[str, Any] = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
+
+
+@pytest.fixture
+def backend() -> Iterator[FSDP2]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield FSDP2(init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+def policy_of(folder: Path, family: str, dtype: str, backend: FSDP2, **sizes: Any) -> PolicyModel:
+    path = tiny_checkpoint(folder / family, family, **sizes)
+    model = ModelConfig(path=str(path), dtype=dtype)
+    return build_model(Config(model=model, run=RunConfig(dir=str(folder)), data=DataConfig(path="none")), CPU, backend)
+
+
+@torch.no_grad()
+def scored(engine: torch.nn.Module, canary: Canary) -> list[np.ndarray]:
+    ids = torch.from_numpy(np.stack(canary.sequences)).long()
+    logprobs = engine(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    return list(logprobs.gather(-1, ids[:, 1:, None])[..., 0].numpy())
+
+
+def exchanged(engine: Any, one: int, other: int) -> Any:
+    """With the weights of two layers in each other's place."""
+    wrong = copy.deepcopy(engine)
+    first, second = (copy.deepcopy(wrong.model.layers[layer].state_dict()) for layer in (one, other))
+    wrong.model.layers[one].load_state_dict(second)
+    wrong.model.layers[other].load_state_dict(first)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_of_24_layers_in_bfloat16_even_the_last_two_exchanged_are_found(
+    family: str, dtype: str, backend: FSDP2, tmp_path: Path
+):
+    policy = policy_of(tmp_path, family, dtype, backend, **DEEP)
+    canary = canary_of(policy, probes_of(policy, 0), CPU, dtype, "bfloat16", with_noise=True)
+    allowed = Canary.from_wire(canary.to_wire()).tolerance("bfloat16")
+    engine = tiny_model(family, **DEEP).bfloat16().eval()
+    honest = compare(canary, scored(engine, canary), allowed.max)
+    assert allowed.admits(honest) and honest.mean < allowed.mean / 2, (honest, allowed)
+    for layers in ((22, 23), (11, 12), (0, 1)):
+        found = compare(canary, scored(exchanged(engine, *layers), canary), allowed.max)
+        assert not allowed.admits(found) and found.mean > 1.1 * allowed.mean, (layers, found, allowed)
+
+
+def test_what_the_learner_scores_is_the_same_after_it_was_disturbed(backend: FSDP2, tmp_path: Path):
+    policy = policy_of(tmp_path, "qwen2", "float32", backend)
+    probes = probes_of(policy, 0)
+    before, noisy, after = (
+        canary_of(policy, probes, CPU, "float32", "float32", with_noise=looked) for looked in (False, True, False)
+    )
+    assert before.noise == after.noise == np.inf and 0 < noisy.noise < 0.1
+    for canary in (noisy, after):
+        assert all(map(np.array_equal, canary.logprobs, before.logprobs))
+    assert canary_of(policy, probes, CPU, "float32", "float32", with_noise=True).noise == noisy.noise
