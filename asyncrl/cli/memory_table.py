@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.checks.placement import placement_of
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.cli.model_size import ModelSize, model_size
+from asyncrl.cli.placement_table import gpus_to_plan
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.learner.memory_plan import (
     MASTER,
@@ -22,6 +24,7 @@ from asyncrl.learner.memory_plan import (
     whole_numbers,
 )
 from asyncrl.losses.config import required_inputs
+from asyncrl.placement import Placement
 from asyncrl.rollout.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 
@@ -80,6 +83,8 @@ def memory_lines(config: Config) -> list[str]:
             f"learner, per rank: {size(saved)} of host memory for the copy that "
             "checkpoints are written from (learner.async_save)"
         )
+    if config.weights.copies != "none":
+        lines.append(copies_line(config, copies_bytes(config, model)))
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
     width = BYTES[config.engine.dtype]
@@ -97,6 +102,36 @@ def rank_bytes(config: Config, model: ModelSize) -> float:
     """Of all models and activations of the fullest learner rank, without what `learner.offload` has in host memory."""
     return sum(count for count, _ in learner_rows(config, model)) + sum(
         count for count, _ in role_rows(config, model.parameters)
+    )
+
+
+def copies_bytes(config: Config, model: ModelSize) -> int:
+    """Of its weights, by the rank that sends them, or the fullest of those: one copy is filled while another is on its
+    way, and where deltas are sent the version before is kept."""
+    if config.weights.copies == "none":
+        return 0
+    kept = 2 if config.weights.delta == "never" else 3
+    count = model.trained(config.model.lora_rank, config.model.lora_targets)
+    senders = config.learner.ranks if config.weights.senders == "all" else 1
+    return kept * BYTES[config.weights.wire_dtype] * math.ceil(count / senders)
+
+
+def copies_on_gpu(config: Config, placement: Placement) -> bool:
+    """Whether they lie where the learner computes (`weights.factory.backend_of`), or in host memory."""
+    if not placement.learner or config.weights.transport != "broadcast":
+        return False
+    if config.weights.backend != "auto":
+        return config.weights.backend != "gloo"
+    return bool(placement.engines) and not placement.shared
+
+
+def copies_line(config: Config, count: int) -> str:
+    there = copies_on_gpu(config, placement_of(config, len(gpus_to_plan(config))))
+    who = "per rank" if config.weights.senders == "all" else "rank 0"
+    kept = "two" if config.weights.delta == "never" else "three"
+    return (
+        f"learner, {who}: {size(count)}{'' if there else ' of host memory'} for {kept} copies of its weights in "
+        f"{config.weights.wire_dtype}, on their way to the engines (weights.copies=none: none)"
     )
 
 

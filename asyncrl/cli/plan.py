@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import placement_of, visible_gpus
-from asyncrl.cli.memory_table import engine_bytes, rank_bytes, size
+from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.cli.settings_file import with_files
 from asyncrl.collector import load
@@ -206,11 +206,11 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     except ConfigError as error:
         return str(error)
     room = WHOLE_SHARE * gpu_gb * 1e9
-    if model is not None and rank_bytes(config, model) > room:
-        return (
-            f"with learner.ranks={config.learner.ranks} a rank holds {size(rank_bytes(config, model))}, and has "
-            f"{size(room)}"
-        )
+    held = 0.0
+    if model is not None:
+        held = rank_bytes(config, model) + (copies_bytes(config, model) if copies_on_gpu(config, placement) else 0)
+    if held > room:
+        return f"with learner.ranks={config.learner.ranks} a rank holds {size(held)}, and has {size(room)}"
     each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel
     if each > placement.engine_memory * gpu_gb * 1e9:
         return f"an engine needs {size(each)} per GPU, and has {size(placement.engine_memory * gpu_gb * 1e9)}"

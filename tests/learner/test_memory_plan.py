@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.cli.memory_table import host_rows, learner_rows, policy_held, rank_bytes
+from asyncrl.checks.placement import placement_of
+from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, host_rows, learner_rows, policy_held, rank_bytes
 from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -36,7 +38,19 @@ from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.sharding import numbers_computed_with, shards_of
-from asyncrl.schema import AdvantageConfig, Config, EngineConfig, LearnerConfig, ModelConfig
+from asyncrl.schema import (
+    AdvantageConfig,
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutConfig,
+    WeightsConfig,
+)
+from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.factory import backend_of
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -183,6 +197,48 @@ def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int,
     assert there["optimizer"] == policy_held(config, model).optimizer + critic / 2
     base = 2 * held(model.shapes.values(), 2).weights / 4 if lora else 0
     assert there["all"] == policy_held(config, model).total + base + critic + 4 * model.parameters / 2
+
+
+@pytest.mark.parametrize(("delta", "kept"), [("never", 2), ("always", 3)])
+def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: int, tmp_path: Path):
+    hf = tiny_model("qwen2")
+    hf.save_pretrained(tmp_path)
+    model = model_size(tmp_path)
+    assert model is not None
+    weights = WeightsConfig(wire_dtype="bfloat16", delta=delta)
+    config = Config(model=ModelConfig(path=str(tmp_path)), weights=weights, learner=LearnerConfig(ranks=2))
+    sender = SimpleNamespace(
+        keeps_previous=DeltaChoice(delta).possible, send=lambda *_: None, idle=lambda _: None, close=lambda: None
+    )
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=60.0)  # pyright: ignore[reportArgumentType]
+    manifest = publisher._manifest_of([(name, each.detach()) for name, each in hf.named_parameters()])
+    publisher.close()
+    assert sum(map(local_bytes, (buffer for held in publisher._free for buffer in held))) == kept * manifest.nbytes
+    planned = copies_bytes(config, model)
+    assert planned == kept * 2 * hf.num_parameters() and planned == pytest.approx(kept * manifest.nbytes, rel=0.02)
+    assert copies_bytes(replace(config, weights=replace(weights, senders="all")), model) == planned / 2
+    assert copies_bytes(replace(config, weights=replace(weights, copies="none")), model) == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "gpus", "there"),
+    [
+        ({}, 0, False),
+        ({}, 1, False),
+        ({"backend": "ipc"}, 1, True),
+        ({}, 2, True),
+        ({"backend": "gloo"}, 2, False),
+        ({"transport": "files"}, 2, False),
+    ],
+)
+def test_copies_lie_on_the_gpu_that_nobody_shares_or_whose_memory_engines_open(weights, gpus: int, there: bool):
+    config = Config(weights=WeightsConfig(**weights), rollout=RolloutConfig(workers=1))
+    placement = placement_of(config, gpus)
+    assert copies_on_gpu(config, placement) == there
+    if gpus:  # what the learner that is started so does
+        told = replace(config, placement=PlacementConfig(mode="colocated" if placement.shared else "dedicated"))
+        on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) != "gloo"
+        assert on_device == there
 
 
 def write_headers(folder: Path, config: PreTrainedConfig, hf: PreTrainedModel) -> None:
