@@ -135,9 +135,9 @@ slow_rest=("tests/integration" "tests --ignore=tests/integration")
 for path in $with_ray $engines_and_chaos; do slow_rest=("${slow_rest[@]/%/ --ignore=$path}"); done
 unhurried_tests=(
     "tests/test_benchmarks.py"
+    "tests/integration"
     "tests --ignore=tests/learner --ignore=tests/test_benchmarks.py --ignore=tests/integration"
     "tests/learner"
-    "tests/integration"
 )
 # Of the fast ones, what judges results of arithmetic by a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
