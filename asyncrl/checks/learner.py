@@ -317,6 +317,18 @@ def best_is_measured(config: Config) -> Problems:
         )
 
 
+def moments_have_a_place(config: Config) -> Problems:
+    yield from of_moments(config.learner.offload, config.learner.optimizer)
+
+
+def of_moments(offload: str, optimizer: str) -> Problems:
+    if offload == "optimizer" and optimizer == "adamw_8bit":
+        yield (
+            "learner.offload=optimizer moves moments of float32, and learner.optimizer=adamw_8bit has others. Set one "
+            "of the two; learner.offload=all goes with both"
+        )
+
+
 def hook_has_a_path(config: Config) -> Problems:
     learner = config.learner
     if learner.hook and ":" not in learner.hook:
@@ -360,6 +372,7 @@ RULES = (
     critic_has_a_use,
     adapters_have_a_use,
     best_is_measured,
+    moments_have_a_place,
     hook_has_a_path,
     profile_names_steps,
     checkpointing_is_on,

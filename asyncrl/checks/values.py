@@ -49,6 +49,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.checkpoint_keep": ("nothing", "attention", "matmul"),
     "learner.keep_best_by": ("max", "min"),
     "learner.offload": ("none", "optimizer", "all"),
+    "learner.optimizer": ("adamw", "adamw_8bit"),
     "learner.reduce_gradients": ("auto", "last", "each"),
     "learner.schedule": ("constant", "linear", "cosine"),
 }

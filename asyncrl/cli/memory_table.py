@@ -20,6 +20,7 @@ from asyncrl.learner.memory_plan import (
     head_bytes,
     head_rows,
     held,
+    moment_bytes,
     on_one_of,
     whole_numbers,
 )
@@ -29,12 +30,11 @@ from asyncrl.rollout.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
-WIDTHS = {"master weights": 4, "gradients": 4, "Adam moments": 8}
-"""Bytes of each, of a parameter."""
+OF_TRAINED = ("master weights", "gradients", "Adam moments")
 OFFLOADED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": (tuple(WIDTHS), ()),
+    "none": (OF_TRAINED, ()),
     "optimizer": (("master weights", "gradients"), ("Adam moments",)),
-    "all": ((), tuple(WIDTHS)),
+    "all": ((), OF_TRAINED),
 }
 """With `learner.offload`: what is where the learner computes, and what in host memory."""
 
@@ -75,7 +75,7 @@ def memory_lines(config: Config) -> list[str]:
     lines += [f"learner, per rank: {size(count)} of host memory: {what}" for count, what in host_rows(config, model)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
-        others = 12 * model.parameters * config.advantage.uses_critic
+        others = (MASTER + moment_bytes(config.learner.optimizer)) * model.parameters * config.advantage.uses_critic
         others += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         mine = policy_held(config, model)
         saved = mine.weights + mine.optimizer + others / (dims.shards * dims.tensor)
@@ -172,7 +172,9 @@ def policy_shapes(config: Config, model: ModelSize) -> dict[str, Shape]:
 
 
 def policy_held(config: Config, model: ModelSize) -> Held:
-    return held(policy_shapes(config, model).values(), ParallelDims.of(config.learner, config.learner.ranks).shards)
+    learner = config.learner
+    shards = ParallelDims.of(learner, learner.ranks).shards
+    return held(policy_shapes(config, model).values(), shards, optimizer=learner.optimizer)
 
 
 def policy_rows(config: Config, model: ModelSize) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
@@ -262,21 +264,21 @@ def role_rows(config: Config, parameters: int, *, on_host: bool = False) -> list
     """
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     ranks = dims.shards * dims.tensor
-    trained = 16 if config.advantage.uses_critic else 0
+    widths = {"master weights": MASTER, "gradients": MASTER, "Adam moments": moment_bytes(config.learner.optimizer)}
     in_loss = "ref_logprobs" in required_inputs(config.loss)
     no_model = config.reference.from_rollout or (config.model.lora_rank > 0 and not config.reference.path)
-    frozen = 4 if (in_loss or config.advantage.kl_coef > 0) and not no_model else 0
+    reference = (in_loss or config.advantage.kl_coef > 0) and not no_model
     rows = []
-    for role, path, width in (
-        ("critic", config.critic.path, trained),
-        ("reference", config.reference.path, frozen),
-        ("averaged policy", "", 4 if config.learner.proximal_ema > 0 else 0),
+    for role, path, there in (
+        ("critic", config.critic.path, config.advantage.uses_critic),
+        ("reference", config.reference.path, reference),
+        ("averaged policy", "", config.learner.proximal_ema > 0),
     ):
         own = model_size(Path(path)) if path else None
         count = own.parameters if own else parameters
         names = OFFLOADED[config.learner.offload][on_host]
-        kept = {name: WIDTHS[name] for name in names if width == 16 or name == "master weights"}
-        if width and kept:
+        kept = {name: widths[name] for name in names if role == "critic" or name == "master weights"}
+        if there and kept:
             rows.append((sum(kept.values()) * count / ranks, f"{' + '.join(kept)} of the {role}"))
     return rows
 

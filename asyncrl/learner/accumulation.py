@@ -10,6 +10,7 @@ import logging
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.eight_bits import EightBits
 from asyncrl.learner.host_moments import HOST, HostMoments
 from asyncrl.learner.memory_plan import MASTER, held
 from asyncrl.learner.place import ROOM, memory_of
@@ -37,14 +38,17 @@ def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> boo
 
 def held_by(roles: Roles) -> int:
     """Bytes of the shards of the fullest rank on the device that computes, of all models."""
-    total, moved = 0, {id(model) for _, model, optimizer in roles.trained() if isinstance(optimizer, HostMoments)}
+    total, optimizers = 0, {id(model): optimizer for _, model, optimizer in roles.trained()}
     for model in roles.models():
+        optimizer = optimizers.get(id(model))
+        moved, kind = isinstance(optimizer, HostMoments), "adamw_8bit" if isinstance(optimizer, EightBits) else "adamw"
         device = model.device.type
         for parameter in model.parameters():
             width, trained = parameter.element_size(), parameter.requires_grad
-            each = held([tuple(parameter.shape)], shards_of(parameter), width=width, trained=trained)
+            shape, shards = tuple(parameter.shape), shards_of(parameter)
+            each = held([shape], shards, width=width, trained=trained, optimizer=kind)
             if parameter.device.type == device:
-                total += each.total - (each.optimizer if id(model) in moved and device != HOST.type else 0)
+                total += each.total - (each.optimizer if moved and device != HOST.type else 0)
     return total
 
 

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncrl.errors import CheckpointMismatchError
+from asyncrl.learner.eight_bits import SCALE, in_fewer_bits
+from asyncrl.learner.one_by_one import MOMENTS
 from asyncrl.learner.roles import Roles
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -61,6 +63,7 @@ def check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
     parts = {name.partition(".")[0] for name in saved}
     rows = (
         ("a critic", "critic" in parts, roles.critic is not None, "advantage.estimator"),
+        ("an optimizer of 8 bits", _in_fewer_bits(saved), in_fewer_bits(roles.optimizer), "learner.optimizer"),
         ("an averaged policy", "average" in parts, roles.average is not None, "learner.proximal_ema"),
     )
     for what, there, wanted, key in rows:
@@ -71,6 +74,10 @@ def check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
                 f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with"
                 + (f", or start a new run with {exported}" if exported else "")
             )
+
+
+def _in_fewer_bits(saved: Shapes) -> bool:
+    return any(name.endswith(MOMENTS[0] + SCALE) for name in saved)
 
 
 def _exported(path: Path, *, critic: bool) -> str:

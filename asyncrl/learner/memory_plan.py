@@ -15,9 +15,12 @@ from typing import Any
 from asyncrl.checks.architecture import of_its_decoder
 
 MASTER = 4
-"""Bytes of a trained weight, its gradient and each of AdamW's two moments."""
+"""Bytes of a trained weight, its gradient and, as a rule, each of AdamW's two moments."""
 STEP_COUNT = 4
 """Bytes of AdamW's count of steps, for each parameter tensor."""
+BLOCK = 32
+"""With `learner.optimizer=adamw_8bit`: neighbours in a row, whose moments of a byte each share a scale in fp32. Tensor
+parallelism cuts the rows of the usual widths by 8 into whole blocks."""
 HEAD_ELEMENTS = 1 << 19
 """fp32 logits of one chunk of the head (`logprobs`): 2 MiB, so that it stays in cache with a small vocabulary..."""
 HEAD_MIN_ROWS = 512
@@ -43,18 +46,33 @@ def share(shape: Shape, ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:]) if len(shape) else 1
 
 
-def held(shapes: Iterable[Shape], ranks: int, *, width: int = MASTER, trained: bool = True) -> Held:
+def in_eight_bits(shape: Shape) -> bool:
+    """Whether `learner.optimizer=adamw_8bit` does so with the moments of a parameter: norms and biases, and rows of
+    other widths, keep them in fp32."""
+    return len(shape) > 1 and shape[-1] % BLOCK == 0
+
+
+def moment_bytes(optimizer: str) -> float:
+    """Of AdamW's two, for a number of a parameter that is `in_eight_bits`."""
+    return 2 * (1 + MASTER / BLOCK) if optimizer == "adamw_8bit" else 2 * MASTER
+
+
+def held(
+    shapes: Iterable[Shape], ranks: int, *, width: int = MASTER, trained: bool = True, optimizer: str = "adamw"
+) -> Held:
     """Exact, of all parameters of one kind; `gradients` are those that have met over the ranks.
 
     Args:
         width: bytes of a weight.
+        optimizer: `learner.optimizer`.
     """
     kept = list(shapes)
     numbers = sum(share(shape, ranks) for shape in kept)
     if not trained:
         return Held(weights=width * numbers, gradients=0, optimizer=0)
-    moments = 2 * MASTER * numbers + STEP_COUNT * len(kept)
-    return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=moments)
+    moments = sum(share(shape, ranks) * moment_bytes(optimizer if in_eight_bits(shape) else "adamw") for shape in kept)
+    state = int(moments) + STEP_COUNT * len(kept)
+    return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=state)
 
 
 BY_COLUMNS = ("o_proj", "down_proj")

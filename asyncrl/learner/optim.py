@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.eight_bits import EightBits, check_blocks
 from asyncrl.learner.host_moments import HostMoments
 from asyncrl.learner.ranks import data_ranks
 from asyncrl.learner.sharding import local, shards_of
@@ -27,13 +28,20 @@ log = logging.getLogger(__name__)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW in one fused call per step; weight decay on matrices only, not on norms and biases."""
+    """AdamW in fused calls; weight decay on matrices only, not on norms and biases.
+
+    Raises:
+        ConfigError: `learner.optimizer` cannot be on this layout.
+    """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
         if parameter.requires_grad:
             groups[parameter.ndim >= 2].append(parameter)
     decayed: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
     made = HostMoments if config.offload == "optimizer" else torch.optim.AdamW
+    if config.optimizer == "adamw_8bit":
+        check_blocks(groups[True])
+        made = EightBits
     optimizer = made(
         [group for group in decayed if group["params"]],
         lr=config.lr,

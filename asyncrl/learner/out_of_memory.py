@@ -41,6 +41,8 @@ def _of(config: Config) -> list[object]:
         checkpointing.append(config.model.checkpoint_keep)
     if config.learner.offload != "none":
         checkpointing.append(config.learner.offload)
+    if config.learner.optimizer != "adamw":
+        checkpointing.append(config.learner.optimizer)
     dims = {name: getattr(config.learner, name) for name in LAID_OUT_BY}
     checkpointing += [f"{name}={size}" for name, size in dims.items() if size > 1]
     return [str(checkpointing), config.learner.ranks, config.model.lora_rank]

@@ -113,6 +113,9 @@ class LearnerConfig(CheckpointSettings):
     epochs: float = 0.0
     """Above 0, for `asyncrl local`: passes over the rows, whatever `steps` says. It counts the rows and sets `steps` to
     as many as train so many groups; a group that is dropped is not one of them."""
+    optimizer: str = "adamw"
+    """`adamw_8bit` keeps AdamW's moments of matrices in 8 bits: 2.25 bytes of a parameter instead of 8. See
+    docs/parallel.md."""
     lr: float = 1e-6
     """Peak rate of AdamW."""
     schedule: str = "constant"

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.checks import values
 from asyncrl.checks.hints import join_problems, nearest
-from asyncrl.checks.learner import of_checkpoints
+from asyncrl.checks.learner import of_checkpoints, of_moments
 from asyncrl.checks.machine import (
     missing_checkpoint,
     missing_extras,
@@ -110,7 +110,12 @@ def exports_have_checkpoints(given: SftConfig) -> Problems:
     yield from of_checkpoints(given.learner.export_every, given.learner.save_every)
 
 
+def moments_have_a_place(given: SftConfig) -> Problems:
+    yield from of_moments(given.learner.offload, given.learner.optimizer)
+
+
 RULES = (
+    moments_have_a_place,
     exports_have_checkpoints,
     known_words,
     numbers_in_range,

@@ -90,6 +90,8 @@ class SftLearnerConfig(CheckpointSettings):
     offload: str = "none"
     """What lies in host memory instead of a GPU's: `optimizer` (AdamW's moments) or `all` (weights and gradients, too),
     see docs/parallel.md."""
+    optimizer: str = "adamw"
+    """`adamw_8bit` keeps AdamW's moments of matrices in 8 bits, see docs/parallel.md."""
     lr: float = 1e-5
     """Peak rate of AdamW."""
     schedule: str = "cosine"

@@ -23,14 +23,14 @@ from tests.learner.feed import tiny_model
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
 
 
-def learner(seed: int, updates: int = 0, offload: str = "none", **changes: Any) -> Roles:
+def learner(seed: int, updates: int = 0, offload: str = "none", optimizer: str = "adamw", **changes: Any) -> Roles:
     hf = tiny_model(seed=seed, **changes)
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    optimizer = make_optimizer(model.parameters(), LearnerConfig(lr=0.01, offload=offload))
+    made = make_optimizer(model.parameters(), LearnerConfig(lr=0.01, offload=offload, optimizer=optimizer))
     for _ in range(updates):
-        update(model, optimizer)
-    return Roles(policy=model, optimizer=optimizer)
+        update(model, made)
+    return Roles(policy=model, optimizer=made)
 
 
 def update(model: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
@@ -44,11 +44,12 @@ def state(step: int) -> LearnerState:
     return LearnerState(step=step, policy_version=step + 3, skipped_steps=1)
 
 
-def test_a_resumed_learner_goes_on_exactly_like_the_saved_one(tmp_path: Path):
-    roles = learner(0, updates=3)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_resumed_learner_goes_on_exactly_like_the_saved_one(optimizer: str, tmp_path: Path):
+    roles = learner(0, updates=3, optimizer=optimizer)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
     checkpoints.save(state(4), roles, SNAPSHOT)
-    other = learner(1)
+    other = learner(1, optimizer=optimizer)
     newest = checkpoints.newest()
     assert newest is not None
     assert checkpoints.load(newest, other) == (state(4), SNAPSHOT)
@@ -71,6 +72,16 @@ def test_moments_in_host_memory_are_the_same_bits_saved_and_loaded_too(saved: st
         moments = without.optimizer.state[mine], other.optimizer.state[theirs]
         assert moments[0].keys() == moments[1].keys()
         assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "found"), [("adamw", "adamw_8bit", "without"), ("adamw_8bit", "adamw", "with")]
+)
+def test_moments_of_another_optimizer_are_refused_by_its_setting(saved: str, loaded: str, found: str, tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    path = checkpoints.save(state(4), learner(0, updates=1, optimizer=saved), SNAPSHOT)
+    with pytest.raises(CheckpointMismatchError, match=f"saved {found} an optimizer of 8 bits.*learner.optimizer"):
+        checkpoints.load(path, learner(1, optimizer=loaded))
 
 
 def test_a_checkpoint_of_another_run_is_refused_unless_it_is_named(tmp_path: Path):

@@ -25,7 +25,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
-from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, host_rows, learner_rows, policy_held, rank_bytes
+from asyncrl.cli.memory_table import (
+    copies_bytes,
+    copies_on_gpu,
+    host_rows,
+    learner_rows,
+    policy_held,
+    rank_bytes,
+    role_rows,
+)
 from asyncrl.cli.model_size import model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -172,6 +180,26 @@ def test_adapters_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_t
         assert planned.optimizer == 2 * planned.weights + 4 * len(trained)
         config = Config(model=settings, learner=LearnerConfig(ranks=6, tensor_parallel=2))
         assert policy_held(config, read) == planned
+
+
+def test_moments_in_8_bits_are_planned_by_their_bytes_critic_and_copy_too(tmp_path: Path):
+    config = Config(
+        model=ModelConfig(path=str(tmp_path)),
+        learner=LearnerConfig(ranks=2, optimizer="adamw_8bit"),
+        advantage=AdvantageConfig(estimator="gae", baseline="none"),
+    )
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
+    write_headers(tmp_path, qwen("7b in 2 layers"), hf)
+    model = model_size(tmp_path)
+    assert model is not None
+    matrices = sum(each.numel() for each in hf.parameters() if each.ndim == 2)
+    rest = sum(each.numel() for each in hf.parameters() if each.ndim == 1)
+    mine = policy_held(config, model)
+    assert mine.optimizer == 2.25 * matrices / 2 + 8 * rest / 2 + 4 * len(list(hf.parameters()))
+    ((critic, said),) = role_rows(config, model.parameters)
+    assert said == "master weights + gradients + Adam moments of the critic"
+    assert critic == pytest.approx(10.25 * model.parameters / 2)
 
 
 @pytest.mark.parametrize("lora", [0, 4])

@@ -77,6 +77,35 @@ def test_what_is_offloaded_learns_the_same_is_saved_and_goes_on_without(folder: 
     is_exported(folder, "offload")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param({"ranks": 2, "offload": "all"}, {"ranks": 4, "tensor_parallel": 2}, id="to compute together"),
+        pytest.param({"ranks": 4, "tensor_parallel": 2}, {"ranks": 1}, id="computing together", marks=pytest.mark.long),
+        pytest.param({"ranks": 4, "replicas": 2}, {"ranks": 3}, id="uneven", marks=pytest.mark.long),
+    ],
+)
+def test_moments_in_8_bits_are_read_by_any_layout_to_the_bit(
+    folder: Path, before: dict[str, Any], after: dict[str, Any], request: pytest.FixtureRequest
+):
+    """Codes and scales; then each goes on training."""
+    wide = tiny_checkpoint(folder / "wide", hidden_size=64, intermediate_size=128, num_key_value_heads=2)
+
+    def given(**learner: Any) -> Config:
+        config = make_config(folder, f"8 bits, {request.node.callspec.id}", optimizer="adamw_8bit", **learner)
+        return replace(config, model=ModelConfig(path=str(wide)))
+
+    train_on_ranks(given(steps=2, **before), before["ranks"])
+    saved = load_file(folder / given().run.dir / "moments.safetensors")
+    train_on_ranks(given(**after), after["ranks"], resume=True)
+    read = load_file(folder / given().run.dir / "begun_moments.safetensors")
+    assert sum(name.endswith("exp_avg_scale") for name in saved) > 5
+    assert saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
+    learned = load_file(folder / given().run.dir / "learned.safetensors")
+    begun = load_file(folder / given().run.dir / "begun.safetensors")
+    assert largest_difference(learned, begun) > 0
+
+
 def test_an_export_of_sharded_weights_is_whole(folder: Path):
     is_exported(folder, "two")
 
