@@ -27,9 +27,9 @@ from benchmarks.parts.results import PAGE, figure, page, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_"))
-LONG = {"nodes", "trl"}
-"""`nodes` waits for torchrun's own deadlines; `trl` makes an environment with another framework in it: minutes, and a
-network."""
+LONG = {"deaths", "nodes", "trl"}
+"""`deaths` starts every role of a run again, `nodes` waits for torchrun's own deadlines; `trl` makes an environment
+with another framework in it: minutes, and a network."""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,11 +61,17 @@ INJECTIONS = (
     *(Injection(action, "worker", "bucket 3", shared=True, in_place=True) for action in ("kill", "stop")),
     Injection("kill", "sender", "bucket 1", shared=True, in_place=True),
     Injection("kill", "worker", "bucket 3", ipc=True, in_place=True),
+    *(Injection("kill", "worker", phase, pull=True) for phase in ("block 3", "mid load")),
+    Injection("stop", "worker", "block 3", pull=True),
+    Injection("kill", "learner", "mid file", pull=True),
+    Injection("kill", "worker", "block 0", pull=True, delta=True),
+    Injection("kill", "learner", "mid file", pull=True, delta=True),
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
     "kill@worker: bucket 3 (delta)", "kill@sender: bucket 1 (two senders)",
     "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", "kill@worker: bucket 3 (two senders) (in place)",
+    "kill@worker: block 3 (pull)", "kill@learner: mid file (pull)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
 
@@ -76,15 +84,21 @@ class Kind:
     shared: bool
     ipc: bool
     in_place: bool
+    pull: bool
 
     @classmethod
     def of(cls, injection: Injection) -> Kind:
-        return cls(injection.delta, injection.shared, injection.ipc, injection.in_place)
+        return cls(injection.delta, injection.shared, injection.ipc, injection.in_place, injection.pull)
 
     @property
     def name(self) -> str:
         kind = "delta" if self.delta else "shares" if self.shared else "full"
-        return kind + (" by ipc" if self.ipc else "") + (" in place" if self.in_place else "")
+        return (
+            kind
+            + (" by ipc" if self.ipc else "")
+            + (" in place" if self.in_place else "")
+            + (" pulled" if self.pull else "")
+        )
 
 
 def context_of(device: str, module: str) -> Any:
@@ -97,6 +111,7 @@ class Cluster:
         self.board, self._limit_s, self._device = board, limit_s, device
         self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "gloo"
         self._in_place, self._ranks = kind.in_place, 2 if kind.shared else 1
+        self._folder = tempfile.mkdtemp() if kind.pull else ""
         self._context = context_of(device, "tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
@@ -104,7 +119,7 @@ class Cluster:
             self.start_worker(name, "1", None)
 
     def start_worker(self, name: str, incarnation: str, injection: Injection | None) -> Any:
-        return self._start(worker_process, self.board, name, incarnation, injection, self._device)
+        return self._start(worker_process, self.board, name, incarnation, injection, self._device, bool(self._folder))
 
     def start_learner(self, injection: Injection | None) -> list[Any]:
         """All its ranks; those that it had are killed, as torchrun does when one ends."""
@@ -115,7 +130,7 @@ class Cluster:
         self.learner = []
         for rank in range(self._ranks):
             met = len(self.board.notes("meeting"))
-            how = (self._delta, self._backend, self._in_place, rank, self._ranks, self._device)
+            how = (self._delta, self._backend, self._in_place, rank, self._ranks, self._device, self._folder)
             self.learner.append(self._start(learner_process, self.board, first, injection, *how))
             if rank == 0:
                 self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
@@ -192,6 +207,8 @@ class Cluster:
         for process in self.processes:
             process.kill()
             process.join(10)
+        if self._folder:
+            shutil.rmtree(self._folder)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,12 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import Meeting, ShareSender
 from asyncrl.weights.canary import Canary, Proof, random_probes
+from asyncrl.weights.files.sender import FilesSender
+from asyncrl.weights.files.server import FilesServer
+from asyncrl.weights.files.shelf import FolderShelf
+from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
 from tests.weights.board import WorkerRendezvous
 from tests.weights.trap import Injection, Trap
 
@@ -99,7 +104,9 @@ class ArmedWhen:
             self._trap.arm(injection.action, injection.phase, lambda: self._board.note("fired", time.time()))
 
 
-def worker_process(board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu") -> None:
+def worker_process(
+    board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu", pull: bool = False
+) -> None:
     torch.set_num_threads(1)
     torch.zeros(1, device=device)  # CUDA begins before anybody waits for this process
     trap = Trap()
@@ -115,15 +122,20 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     Fingerprint.update = update
     engine = Engine(board, worker, trap, device)
     board.join(worker, incarnation)
-    subscriber = BroadcastSubscriber(
-        WorkerRendezvous(board, worker),
-        engine.load,
-        worker=worker,
-        incarnation=incarnation,
-        timeout_s=TIMEOUT_S,
-        receiver=staging.Staging(None if device == "cpu" else torch.device(device)),
-        proof=Proof(score=engine.score, engine_dtype="float32", verify_every=1),
-    )
+    proof = Proof(score=engine.score, engine_dtype="float32", verify_every=1)
+    if pull:
+        trap.blocks()
+        subscriber = FilesSubscriber(WorkerRendezvous(board, worker), engine.load, proof, timeout_s=TIMEOUT_S)
+    else:
+        subscriber = BroadcastSubscriber(
+            WorkerRendezvous(board, worker),
+            engine.load,
+            worker=worker,
+            incarnation=incarnation,
+            timeout_s=TIMEOUT_S,
+            receiver=staging.Staging(None if device == "cpu" else torch.device(device)),
+            proof=proof,
+        )
     while not board.notes(f"stop/{worker}"):
         try:
             subscriber.check()
@@ -135,7 +147,12 @@ def worker_process(board: Any, worker: str, incarnation: str, injection: Injecti
     subscriber.close()
 
 
-def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap: Trap) -> BroadcastSender | ShareSender:
+def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap: Trap, folder: str) -> Sender:
+    if folder:
+        trap.files()
+        shelf = FolderShelf(Path(folder), FilesServer(Path(folder), "127.0.0.1"))
+        board.note("meeting", folder)
+        return FilesSender(board, Path(folder), delta=delta, shelf=shelf)
     if rank == 0:
         broadcast_publisher.post = trap.post
         broadcast_publisher.WeightGroup = trap.group()
@@ -170,14 +187,15 @@ def learner_process(
     rank: int,
     ranks: int,
     device: str = "cpu",
+    folder: str = "",
 ) -> None:
     """A rank of the learner; with several, each holds all weights and sends its part of them. `in_place`: it has them
-    once, and writes each version over the one before."""
+    once, and writes each version over the one before. `folder`: it puts them there, and serves them."""
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)
     publisher = BackgroundPublisher(
-        sender_of(board, rank, ranks, delta, backend, trap),
+        sender_of(board, rank, ranks, delta, backend, trap, folder),
         wire_dtype=torch.float32,
         bucket_bytes=1 << 12,
         wait_s=60 * TIMEOUT_S,

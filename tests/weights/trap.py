@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.protocol import post
+from asyncrl.weights.files import fetching, server
+from asyncrl.weights.files.items import Item
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -24,12 +27,15 @@ class Injection:
     """`worker` (the process that owns the engine), `core` (vLLM's own process), `learner` (its rank 0) or `sender`,
     another rank of it."""
     phase: str
-    """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`..."""
+    """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`...; of `pull` also
+    `block N` (a worker has read so many of a file) and `mid file` (the learner has sent the first of one)."""
     delta: bool = False
     shared: bool = False
     """Two learner ranks send, each its share."""
     ipc: bool = False
     """Workers copy out of the learner's memory."""
+    pull: bool = False
+    """Workers read versions from the learner's server (`weights=pull`)."""
     in_place: bool = False
     """The weights are sent without a copy, and written to in the same memory (`weights.copies=none`)."""
 
@@ -37,6 +43,7 @@ class Injection:
     def name(self) -> str:
         kind = f"{' (delta)' if self.delta else ''}{' (two senders)' if self.shared else ''}"
         kind += f"{' (ipc)' if self.ipc else ''}{' (in place)' if self.in_place else ''}"
+        kind += " (pull)" if self.pull else ""
         return f"{self.action}@{self.who}: {self.phase}{kind}"
 
 
@@ -79,3 +86,41 @@ class Trap:
                 return super().broadcast(buffer)
 
         return TrappedGroup
+
+    def blocks(self) -> None:
+        """In the reading of files over HTTP, of which a block is small from now on."""
+        trap, blocks = self, fetching.HttpSource.blocks
+        fetching._BLOCK = 1000
+
+        def counted(source: fetching.HttpSource, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
+            for number, block in enumerate(blocks(source, item, start)):
+                trap.at(f"block {number}")
+                yield block
+
+        fetching.HttpSource.blocks = counted
+
+    def files(self) -> None:
+        """In the sending of files over HTTP."""
+        trap, send = self, server._Answers._send
+
+        def in_two(answers: Any, path: Path) -> None:
+            answers.connection = InTwo(answers.connection, trap)
+            send(answers, path)
+
+        server._Answers._send = in_two
+
+
+class InTwo:
+    """A connection over which a file goes in two parts; the trap lies between them."""
+
+    def __init__(self, connection: Any, trap: Trap) -> None:
+        self._connection, self._trap = connection, trap
+
+    def sendfile(self, file: BinaryIO, start: int) -> None:
+        first = self._connection.sendfile(file, start, 1000)
+        self._trap.at("mid file")
+        if os.fstat(file.fileno()).st_size > start + first:
+            self._connection.sendfile(file, start + first)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)

@@ -1,0 +1,147 @@
+"""How long does training wait after a process of each role is killed with -9, by the size of the model?
+
+    python -m benchmarks.deaths [--millions 1 10 100] [--steps 6] [--repeats 1] [key=value ...]
+
+`asyncrl local` with random weights, one rank and one worker, and every process of it killed in turn. A death costs the
+seconds from the kill until so many more steps are trained than ever before, less what as many took just before it:
+steps that are trained again from the last checkpoint (every tenth) count, and batches that were ready do. Prints one
+JSON line: by millions of weights and role the seconds that were lost and those of a step, and what the audit says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+from asyncrl.cli.commands import free_port
+from asyncrl.family import ProcessId
+from asyncrl.standstill import kind_of
+from benchmarks.parts.answer import answer, parse
+from benchmarks.parts.model import tiny_model, tiny_task
+from benchmarks.parts.rows import rows_so_far
+
+PATIENCE_S = 600.0
+ROLES = ("a rollout worker", "the rollout pool", "the replay server", "a learner rank", "torchrun")
+WIDTHS = {1: (128, 4), 10: (384, 4), 100: (1024, 6)}
+"""Hidden size and layers, by millions of weights."""
+
+
+class Run:
+    """`asyncrl local`, to be ended with it."""
+
+    def __init__(self, folder: Path, millions: int, overrides: list[str]) -> None:
+        self.run_dir, self._log = folder / "run", folder / "local.log"
+        task, (width, layers) = tiny_task(folder), WIDTHS[millions]
+        model = tiny_model(
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // 64
+        )
+        model.save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
+        self.weights = sum(each.numel() for each in model.parameters())
+        settings = [
+            *(*task, f"run.dir={self.run_dir}", f"replay.address=tcp://127.0.0.1:{free_port()}"),
+            "reward.function=asyncrl.rewards.exact_match:exact_match",
+            *("rollout.host=process", "rollout.workers=1", "rollout.group_size=2", "rollout.max_new_tokens=8"),
+            *("data.max_prompt_tokens=32", "learner.groups_per_step=2", "learner.max_tokens_per_microbatch=512"),
+            *(
+                "learner.steps=1000000",
+                "learner.save_every=10",
+                "learner.max_restarts=100",
+                "learner.keep_checkpoints=1",
+            ),
+            *("learner.lr=1e-6", "rollout.max_in_flight=6", "replay.pipeline_depth=1", *overrides),
+        ]
+        with self._log.open("wb") as log:
+            command = [sys.executable, "-m", "asyncrl.cli", "local", *settings]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def step(self) -> int:
+        """The newest that is trained; of steps that are trained again, those too."""
+        rows = rows_so_far(self.run_dir)
+        return rows[-1]["step"] if rows else 0
+
+    def wait(self, what: Callable[[], Any], why: str) -> Any:
+        """waits for: what the run writes; unblocked by: its end, or the deadline."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := what()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{self._log.read_text()[-4000:]}")
+            time.sleep(0.02)
+        return found
+
+    def trained(self, steps: int) -> float:
+        """Seconds until so many more are trained than so far."""
+        wanted, began = self.step() + steps, time.monotonic()
+        self.wait(lambda: self.step() >= wanted, f"step {wanted}")
+        return time.monotonic() - began
+
+    def process(self, role: str) -> psutil.Process | None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(self._process.pid).children(recursive=True):
+                known = kind_of((ProcessId.of(each.pid) or ProcessId(0, "")).command())
+                if known is not None and known.name == role:
+                    return each
+        return None
+
+    def lost(self, role: str, steps: int) -> dict[str, float]:
+        """Of a death of this role: seconds that it cost, and those of a step before it."""
+        self.trained(steps // 2)  # the death before this one is over
+        usual = self.trained(steps)
+        self.wait(lambda: self.process(role), f"there is {role}").kill()
+        return {"lost_s": self.trained(steps) - usual, "step_s": usual / steps}
+
+    def end(self) -> int:
+        """The exit code of its audit."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        command = [sys.executable, "-m", "asyncrl.cli", "audit", str(self.run_dir)]
+        return subprocess.run(command, capture_output=True).returncode
+
+
+def measured(millions: int, steps: int, repeats: int, overrides: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run, found = Run(Path(folder), millions, overrides), dict[str, list[dict[str, float]]]()
+        try:
+            run.trained(steps)  # what is loaded and made once
+            for _ in range(repeats):
+                for role in ROLES:
+                    found.setdefault(role, []).append(run.lost(role, steps))
+        finally:
+            audit = run.end()
+    medians = {
+        role: {name: round(statistics.median(each[name] for each in deaths), 2) for name in deaths[0]}
+        for role, deaths in found.items()
+    }
+    return {"weights": run.weights, **medians, "audit_exit_code": audit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", choices=list(WIDTHS), default=list(WIDTHS))
+    parser.add_argument("--steps", type=int, default=6, help="more than are ready at a death")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parse(parser, {"millions": [1], "steps": 2})
+    found = {
+        f"{millions} M": measured(millions, given.steps, given.repeats, given.overrides) for millions in given.millions
+    }
+    answer("deaths", found, smoke=given.smoke)
+
+
+if __name__ == "__main__":
+    main()
