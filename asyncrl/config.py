@@ -261,13 +261,13 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "environment": [Path(config.environment.name).name, config.reference.from_rollout],
         "reward": _reward_of(config),
         "rollout": [
-            config.rollout.group_size,
-            config.rollout.min_group_size,
+            *(config.rollout.group_size, config.rollout.min_group_size),
             *(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k, config.rollout.min_p),
             config.rollout.max_new_tokens,
         ],
         "replay": {key: value for key, value in asdict(config.replay).items() if key not in OWN_TO_A_PROCESS},
         "engine": [config.engine.record_topk, "exact"] if config.engine.exact else config.engine.record_topk,
+        **({"routing": True} if config.learner.router_replay else {}),
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         # The dtype on the wire, once the second of these, is the learner's to choose: each version says its own.
         "weights": [config.weights.transport, "float32"],

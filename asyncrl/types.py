@@ -44,6 +44,28 @@ TOPK_LOGPROBS = "topk_logprobs"
 """float32 [N, k], their log-probs in it (not renormalised over the k); -inf where it has fewer."""
 
 
+ROUTED_EXPERTS = "routed_experts"
+"""Of `Trajectory.extras` with `learner.router_replay`: [S, layers, k], of each of the S tokens before the last sampled
+one the experts that every mixture's layer sent it to when it was sampled from (see `Routers`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """Those of a mixture of experts."""
+
+    layers: int
+    """That have experts."""
+    chosen: int
+    """Experts of a layer that a token goes to."""
+    experts: int
+    """Of a layer."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of `ROUTED_EXPERTS`: the smallest that holds an expert's number."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
+
+
 class DropReason(str, Enum):
     """Why a group left the ledger without being trained."""
 
@@ -123,6 +145,8 @@ class SamplingParams:
 
     record_topk: int = 0
     """So many of the likeliest tokens are recorded at each step (`TOPK_IDS`); 0 is none."""
+    record_routing: bool = False
+    """Whether the experts of each token are recorded (`ROUTED_EXPERTS`)."""
 
     @property
     def truncated(self) -> bool:
@@ -145,7 +169,8 @@ class Completion:
     trainable: bool = True
     """False where it was sampled at another temperature than the run's: the learner would compute other log-probs."""
     recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Named arrays whose first axis grows with the tokens: what `Trajectory.extras` of that name is joined from."""
+    """Named arrays whose first axis grows with the tokens: what `Trajectory.extras` of that name is joined from. That
+    of `ROUTED_EXPERTS` begins with the prompt, and ends before the last token: nothing was sampled from that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +206,8 @@ class Trajectory:
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Named arrays of any shape that an environment attaches: log-probs of a teacher, an image, routed experts. They
     are stored and travel with the trajectory to the rank that trains it; the replay server looks into none but
-    `ref_logprobs` and the `support_*` and `topk_*` that an engine recorded. Large ones are sent without a copy: nobody
-    writes to an array once it is attached."""
+    `ref_logprobs` and the `support_*`, `topk_*` and `routed_experts` that an engine recorded. Large ones are sent
+    without a copy: nobody writes to an array once it is attached."""
 
     @property
     def prompt_length(self) -> int:

@@ -63,6 +63,11 @@ REFUSED = [
     ([*SERVER, "weights.senders=all"], ["weights.senders=all with engine=server", "weights.senders=rank0"]),
     ([*SERVER, "model=lora"], ["model.lora_rank=16 with engine=server", "engine=vllm"]),
     ([*SERVER, "engine.record_topk=4"], ["engine.record_topk needs engine=transformers or engine=vllm"]),
+    (
+        [*SERVER, "learner.router_replay=true"],
+        ["router_replay=true needs engine=transformers", "engine=server records"],
+    ),
+    (["engine=vllm", "learner.router_replay=true"], ["router_replay=true needs engine=transformers", "Set"]),
     ([*SERVER, "rollout.top_k=4"], ["a vLLM server does not say what a token was drawn from"]),
     (["engine=sglang"], ["engine=sglang needs the addresses", "engine.urls=[http://127.0.0.1:8000]"]),
     (

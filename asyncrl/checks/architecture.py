@@ -40,6 +40,9 @@ EXPERTS_APART = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose experts several ranks may spread between them: what is proven there."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What transformers' configs call the number of experts."""
+ROUTERS_FOLLOW = EXPERTS_APART
+"""Model types whose routers may be told what to choose: the formula of their weights is proven
+(`tests/learner/test_routing.py`)."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank."""
 
@@ -181,3 +184,21 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
         fits = map(str, divisors(experts))
         return f"learner.expert_parallel={ranks} must divide its {experts} experts. Set it to one of {', '.join(fits)}"
     return ""
+
+
+def not_replayed(settings: Mapping[str, Any]) -> str:
+    """Why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = of_its_decoder(settings)
+    kind = text.get("model_type") or settings.get("model_type")
+    if kind in ROUTERS_FOLLOW:
+        return ""
+    why = (
+        f"proven for {', '.join(ROUTERS_FOLLOW)}, and this is {kind}"
+        if experts_in(settings)
+        else (f"for mixtures, and {kind} has no experts to choose")
+    )
+    return f"learner.router_replay=true is {why}. Set it to false"

@@ -78,6 +78,14 @@ def likeliest_tokens_are_recorded(config: Config) -> Problems:
         yield "engine.record_topk needs engine=transformers or engine=vllm. Set engine.record_topk=0"
 
 
+def experts_are_recorded(config: Config) -> Problems:
+    if config.learner.router_replay and config.engine.name != "transformers":
+        yield (
+            f"learner.router_replay=true needs engine=transformers, which records the experts of each token; engine="
+            f"{config.engine.name} records none here. Set learner.router_replay=false, or engine=transformers"
+        )
+
+
 NO_SAME_BITS = {
     "vllm": "its batch-invariant kernels need a GPU and have not been tried here, and they are not the learner's",
     "server": "vLLM's kernels are not the learner's",
@@ -276,6 +284,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_has_the_setting,
     servers_can_be_used,
     likeliest_tokens_are_recorded,
+    experts_are_recorded,
     wide_heads_have_a_use,
     exact_engines_can_be,
     adapters_keep_their_keys,

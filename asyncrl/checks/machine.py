@@ -14,6 +14,7 @@ from asyncrl.checks.architecture import (
     experts_in,
     foreign_maths,
     not_apart,
+    not_replayed,
     not_shared,
     not_together,
     of_its_decoder,
@@ -54,6 +55,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
     if role in ("local", "learner", "rollout"):
         problems += missing_model("model.path", config.model.path)
         problems += unfit_model(config.model.path, config.learner)
+        problems += _no_routers(config)
         problems += _too_few_positions(config)
     if role in ("local", "learner"):
         reference = "" if config.reference.from_rollout else config.reference.path
@@ -119,6 +121,12 @@ def missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
         yield f"{key}={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
     elif folder.is_dir():
         yield from (f"{key}={path} {problem}" for problem in _broken_model(folder, tokenizer))
+
+
+def _no_routers(config: Config) -> Iterator[str]:
+    settings = model_settings(config.model.path) if config.learner.router_replay else {}
+    if settings and (problem := not_replayed(settings)):
+        yield f"model.path={config.model.path}: {problem}"
 
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

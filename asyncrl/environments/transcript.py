@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.rewards.score import RewardScore
-from asyncrl.types import NO_VERSION, Completion, Prompt, Trajectory
+from asyncrl.types import NO_VERSION, ROUTED_EXPERTS, Completion, Prompt, Trajectory
 
 
 class Transcript:
@@ -142,9 +142,26 @@ class Transcript:
     def _recorded(self) -> dict[str, NDArray[Any]]:
         """What the engine recorded of all sampled turns."""
         turns = [completion.recorded for completion in self._completions if completion is not None]
-        return {
+        joined = {
             name: np.concatenate([turn[name] for turn in turns])
             for name in (turns[0] if turns else ())
             # What a turn lacks cannot be said of the whole; where the learner needs it, the worker finds it missing.
-            if all(name in turn for turn in turns)
+            if all(name in turn for turn in turns) and name != ROUTED_EXPERTS
         }
+        return joined | self._routed()
+
+    def _routed(self) -> dict[str, NDArray[Any]]:
+        """`ROUTED_EXPERTS`: of every token as it was when what follows it was sampled. A later turn reads the earlier
+        ones again, with newer weights perhaps: what it says of those is left out."""
+        rows: list[NDArray[Any]] = []
+        start = told = 0
+        for ids, completion in zip(self._ids, self._completions, strict=True):
+            start += len(ids)
+            if completion is None or not len(ids):
+                continue
+            given = completion.recorded.get(ROUTED_EXPERTS)
+            if given is None or len(given) != start - 1:  # it was generated from another prompt than these tokens
+                return {}
+            rows.append(given[told:])
+            told = start - 1
+        return {ROUTED_EXPERTS: np.concatenate(rows)} if rows else {}

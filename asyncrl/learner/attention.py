@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int16
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -84,6 +84,8 @@ class Packing:
     blocks: tuple[tuple[int, int], ...]
     """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
     padded: Gather
+    routing: Int16[Tensor, "tokens layers k"] | None = None
+    """The experts that routers have to choose (`routing.py`), -1 for their own choice; None: of all tokens."""
     sequence: Exchange | None = None
     """Where the ranks of a group have each some of the tokens: how they come together for attention."""
     note_window: Callable[[int | None], None] | None = None

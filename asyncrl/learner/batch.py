@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 from asyncrl.errors import EpisodeError, LedgerError
 from asyncrl.learner.attention import Packing, plan_packing
 from asyncrl.learner.plan import Member
+from asyncrl.learner.routing import routing_of
 from asyncrl.learner.sending import sent
 from asyncrl.learner.support import Support, support_of
 from asyncrl.learner.topk import topk_of
 from asyncrl.replay.codec.reference import reference_fault
 from asyncrl.replay.protocol import Lease
-from asyncrl.types import NO_VERSION, REF_LOGPROBS, StepPlan, Trajectory
+from asyncrl.types import NO_VERSION, REF_LOGPROBS, Routers, StepPlan, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +95,24 @@ PLACEHOLDER = Trajectory(
 
 
 def pack(
-    lease: Lease, members: Sequence[Member], device: torch.device, *, reference: bool = False, topk: bool = False
+    lease: Lease,
+    members: Sequence[Member],
+    device: torch.device,
+    *,
+    reference: bool = False,
+    topk: bool = False,
+    routers: Routers | None = None,
 ) -> MicroBatch:
     """Pack `members` of the lease; with none, one masked token, so that this rank still joins the collectives.
 
     Args:
         reference: the log-probs of the reference come with the trajectories.
         topk: so do the likeliest tokens (`engine.record_topk`), and they are wanted.
+        routers: of a policy that has to choose the experts that come with the trajectories (`learner.router_replay`).
 
     Raises:
         LedgerError: the arrays of a trajectory do not have the fresh tokens that its header promised.
-        EpisodeError: a trajectory has not got the log-probs of the reference, or the likeliest tokens.
+        EpisodeError: a trajectory has not got the log-probs of the reference, the likeliest tokens, or the experts.
     """
     chosen = [lease.trajectories[member] for member in members] or [PLACEHOLDER]
     plan, packed_members, members = lease.plan, tuple(members), members or [(0, 0)]
@@ -143,11 +151,15 @@ def pack(
     if topk:
         ids, logprobs = topk_of(plan, packed_members, chosen)
         per_token |= {"topk_ids": ids[loss_rows].astype(np.int64), "topk_logprobs": logprobs[loss_rows]}
+    packing = plan_packing(layout.rows, layout.lengths, len(layout.source), device)
+    if routers is not None:
+        routed = packed(routing_of(plan, packed_members, chosen, routers))
+        packing = replace(packing, routing=sent(torch.from_numpy(routed), device))
     return MicroBatch(
         **{name: sent(torch.from_numpy(array), device) for name, array in per_token.items()},
         members=packed_members,
         groups=tuple(dict.fromkeys(plan.groups[g].group_id for g, _ in packed_members)),
-        packing=plan_packing(layout.rows, layout.lengths, len(layout.source), device),
+        packing=packing,
         truncated=sum(t.finish_reason == "length" for t in chosen),
         fresh=np.bincount(layout.sequence[loss_positions], minlength=len(packed_members)),
         ages=tuple(np.unique(staleness[loss_positions]).tolist()),

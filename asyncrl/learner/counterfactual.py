@@ -73,7 +73,7 @@ class Probe:
         in_rows = self._policy.layout is Layout.ROWS
         for minibatch in plan_minibatches(lease.plan, rank=self._rank, updates=1, budget=budget, in_rows=in_rows):
             for members in minibatch.micro_batches:
-                batch = pack(lease, members, self._device)
+                batch = pack(lease, members, self._device, routers=self._policy.routers)
                 logprobs, _ = score(self._config, self._policy, batch)  # empty ones too: ranks meet in the forward
                 rewards = [lease.plan.groups[g].trajectories[t].reward for g, t in members]
                 sums += batch_sums(sequence_log_ratios(batch, logprobs, len(members)), rewards, batch)

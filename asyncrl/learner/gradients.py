@@ -89,6 +89,8 @@ def add_gradients(
     sums.micro_batches += 1
     for gradient in told:
         out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
+    if model.replay is not None and (choices := model.replay.told()) is not None:
+        out.sums.means["router/changed"] = choices
     weights = group_weights(inputs, (g for g, _ in batch.members)) if config.replay.order == "ess" else {}
     sums.told.append(Told(out.sums, out.parts, weights))
     sequences = float(len(batch.packing.lengths)) if len(batch.loss_positions) else 0.0

@@ -28,10 +28,12 @@ from asyncrl.learner.loading import REFUSALS, Recipe
 from asyncrl.learner.logprobs import judged_logprobs, largest_logits, token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.packed import PackedModel
+from asyncrl.learner.routing import RouterReplay
 from asyncrl.learner.scores import refuse_scores
 from asyncrl.learner.support import Support
 from asyncrl.learner.tensor import whole
 from asyncrl.schema import Config, ModelConfig
+from asyncrl.types import Routers
 
 WRAPPER_PREFIX = "hf."
 
@@ -49,6 +51,8 @@ class PolicyModel(PackedModel):
 
     fp32_head: bool = False
     """As `model.fp32_head`."""
+    replay: RouterReplay | None = None
+    """With `learner.router_replay`: its routers choose what `Packing.routing` says."""
 
     def forward(
         self,
@@ -87,6 +91,11 @@ class PolicyModel(PackedModel):
         chosen = found if candidates is None else found[:, 0]
         of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
         return of_tokens if candidates is None else (*of_tokens, found[:, 1:])
+
+    @property
+    def routers(self) -> Routers | None:
+        """Those that follow; None where they choose for themselves."""
+        return None if self.replay is None else self.replay.routers
 
     @cached_property
     def work(self) -> Work:

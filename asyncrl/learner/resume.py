@@ -15,6 +15,7 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE
+from asyncrl.replay.codec.routing import ROUTERS, row_of_routers
 from asyncrl.replay.core.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
@@ -81,7 +82,7 @@ def begin(
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         reference = FROM_ROLLOUT if roles.reference_comes else ""
         board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early}
-        replay.announce(board)
+        replay.announce(board | {ROUTERS: row_of_routers(roles.policy.routers)})
         fresh = restored.next_version
         if fresh <= known_version:
             fresh = known_version + 2  # the next one may have been published, and nobody left to write it down

@@ -15,6 +15,7 @@ from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.optim import UpdateReport, make_optimizer
 from asyncrl.learner.packed import PackedModel
+from asyncrl.learner.routing import RouterReplay
 from asyncrl.learner.spikes import Spikes
 from asyncrl.losses.config import required_inputs, resolve
 from asyncrl.losses.kl import AdaptiveKL
@@ -111,6 +112,9 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
         roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True, exact=exact)
     if ema > 0:
         roles.average = build_model(config, device, backend, frozen=True, exact=exact)
+    if config.learner.router_replay:
+        for model in filter(None, (policy, roles.average)):
+            model.replay = RouterReplay(model, f"model.path={config.model.path}")
     policy.through_entropy = bool(resolve(config.loss).entropy_coef)
     if config.learner.skip_spikes > 0:
         roles.spikes = {name: Spikes(config.learner.skip_spikes) for name, _, _ in roles.trained()}

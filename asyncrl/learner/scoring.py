@@ -95,7 +95,7 @@ def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> 
     if roles.base_is_reference:
         assert roles.policy.adapters is not None
         with roles.policy.adapters.off():
-            reference = logprobs_under(roles.policy)
+            reference = _pass(roles.policy, lambda batch: score(config, roles.policy, unrouted(batch))[0], batches)
     values: Sequence[Tensor | None] = nothing
     if roles.critic is not None:
         critic = roles.critic.model
@@ -110,12 +110,16 @@ def scored_batches(
     config: Config, roles: Roles, lease: Lease, members: Sequence[Sequence[Member]], device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches of these trajectories, packed and scored. Collective."""
+    wanted = {"reference": roles.reference_comes, "topk": needs_topk(config)}
     with span("pack"):
-        packed = [
-            pack(lease, each, device, reference=roles.reference_comes, topk=needs_topk(config)) for each in members
-        ]
+        packed = [pack(lease, each, device, **wanted, routers=roles.policy.routers) for each in members]
     with span("score"):
         return with_scores(config, roles, packed)
+
+
+def unrouted(batch: MicroBatch) -> MicroBatch:
+    """For the reference: it is a policy of its own, whose routers choose for themselves."""
+    return replace(batch, packing=replace(batch.packing, routing=None))
 
 
 @torch.no_grad()

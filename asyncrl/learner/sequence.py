@@ -62,9 +62,10 @@ class SequenceRanks:
         return _Told.apply(whole, self.group)  # pyright: ignore[reportReturnType]
 
     def apart(self, packing: Packing) -> Packing:
-        """`packing` of tokens that lie by the rank that has them, as `to_heads` leaves them."""
+        """`packing` of tokens that lie by the rank that has them, as `to_heads` leaves them; experts of `own` alone."""
         rows, padded = self._by_rank(packing.rows), self._by_rank(packing.padded)
-        return replace(packing, rows=rows, padded=padded, sequence=self)
+        routing = None if packing.routing is None else self.own(packing.routing)
+        return replace(packing, rows=rows, padded=padded, routing=routing, sequence=self)
 
     def _by_rank(self, gather: Gather) -> Gather:
         each = -(-len(gather.owner) // self.size)

@@ -79,6 +79,10 @@ class LearnerConfig(CheckpointSettings):
     """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
     same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see
     docs/parallel.md."""
+    router_replay: bool = False
+    """Of a mixture of experts: the built-in engine records the experts of every token, and the policy sends it to the
+    same ones when it is trained (Rollout Routing Replay, R3, arXiv 2510.11370): layers * experts per token bytes more
+    per token in the replay. Of Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and DeepSeek-V3; see docs/losses.md."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
     groups_per_step: int = 32

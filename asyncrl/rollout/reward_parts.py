@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, RewardError
 from asyncrl.replay.codec.reference import reference_fault
+from asyncrl.replay.codec.routing import routing_fault
 from asyncrl.replay.codec.support import support_fault
 from asyncrl.replay.codec.topk import topk_fault
 from asyncrl.schema import AdvantageConfig
@@ -35,6 +36,8 @@ class RewardParts:
 
     topk: bool = False
     """Whether the engine records the likeliest tokens of each step (`engine.record_topk`)."""
+    routing: bool = False
+    """Whether it records the experts of each token (`learner.router_replay`)."""
 
     @classmethod
     def of(cls, config: AdvantageConfig, sampling: SamplingParams, *, reference: bool = False) -> RewardParts:
@@ -46,6 +49,7 @@ class RewardParts:
             turns=config.credits_turns,
             support=sampling.truncated,
             topk=sampling.record_topk > 0,
+            routing=sampling.record_routing,
         )
 
     def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
@@ -73,6 +77,12 @@ class RewardParts:
                 raise EpisodeError(
                     f"trajectory {place}: {fault}. With engine.record_topk every trajectory brings them: one made with "
                     "Transcript does by itself, any other joins Completion.recorded of its turns"
+                )
+            fault = routing_fault(trajectory) if self.routing else ""
+            if fault:
+                raise EpisodeError(
+                    f"trajectory {place}: {fault}. With learner.router_replay=true every trajectory brings them: one "
+                    "made with Transcript does by itself, if each turn is generated from all that is in it so far"
                 )
             lacking = [name for name in self.required if name not in trajectory.rewards]
             if lacking:

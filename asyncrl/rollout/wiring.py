@@ -195,6 +195,7 @@ def evaluation_sampling(texts: Texts, settings: EvalConfig) -> SamplingParams:
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
+        record_routing=False,
     )
 
 
@@ -284,6 +285,7 @@ def load_texts(config: Config) -> Texts:
         max_new_tokens=config.rollout.max_new_tokens,
         stop_token_ids=stop_token_ids(config.model.path, tokenizer, chat.stop_token_ids),
         record_topk=config.engine.record_topk,
+        record_routing=config.learner.router_replay,
     )
     return Texts(
         tokenizer=tokenizer,

@@ -96,6 +96,7 @@ _LEARNER = (
         "centering/covered", "share", "probability of the recorded tokens that a centred loss is centred over", HIGHER
     ),
     Metric("centering/removed", "1", "what centring takes off a token's loss"),
+    Metric("router/changed", "share", "of the experts' choices replayed, those the learner's routers would not make"),
     Metric("sat/gated", "share", "of the loss tokens, those whose step the surrogate `sat` contracts"),
     Metric("sat/contraction", "1", "by which factor, in the mean"),
     Metric("own/<name>", "1", "a number that a loss of the user's returned, mean over the loss tokens"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,7 +20,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.replay.codec.routing import routed_tokens
+from asyncrl.routers import gates_of
 from asyncrl.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from asyncrl.types import ROUTED_EXPERTS, Routers, TrajectoryGroup
 from tests.learner.feed import VOCABULARY, make_lease, make_step
 
 SIZES: dict[str, Any] = {
@@ -129,10 +135,53 @@ def build(name: str, folder: Path) -> PolicyModel:
     return build_model(settings_for(folder), torch.device("cpu"), None)
 
 
-def siblings() -> MicroBatch:
-    """Two groups of three, their prompts shared."""
+def siblings(routers: Routers | None = None) -> MicroBatch:
+    """Two groups of three, their prompts shared.
+
+    Args:
+        routers: of a mixture that is told what to choose, at random; of what follows the last sampled token nothing.
+    """
     plan, groups = make_step(3, groups=2, size=3, max_staleness=4)
-    return pack(make_lease(plan, groups), plan.shards[0], torch.device("cpu"))
+    rng = np.random.default_rng(1)
+    made = [group if routers is None else routed(group, routers, rng) for group in groups]
+    return pack(make_lease(plan, made), plan.shards[0], torch.device("cpu"), routers=routers)
+
+
+def routed(group: TrajectoryGroup, routers: Routers, rng: np.random.Generator) -> TrajectoryGroup:
+    """With experts drawn at random, the same for the prompt that its trajectories share."""
+    prompt = drawn(group.trajectories[0].prompt_length, routers, rng)
+    rest = [drawn(routed_tokens(each) - len(prompt), routers, rng) for each in group.trajectories]
+    extras = [{ROUTED_EXPERTS: np.concatenate([prompt, each])} for each in rest]
+    pairs = zip(group.trajectories, extras, strict=True)
+    return replace(group, trajectories=tuple(replace(each, extras=given) for each, given in pairs))
+
+
+def drawn(tokens: int, routers: Routers, rng: np.random.Generator) -> np.ndarray:
+    """[tokens, layers, k] experts as no router would choose them."""
+    table = rng.random((tokens, routers.layers, routers.experts)).argsort(-1)[..., : routers.chosen]
+    return table.astype(routers.dtype)
+
+
+def told_what_to_choose(hf: PreTrainedModel, routing: Tensor) -> None:
+    """[T, layers, k] of one sequence; by the formulas of the papers, in the dtype of the model."""
+
+    def forward(place: int, gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+        own = logits.topk(gate.top_k, -1).indices
+        chosen = torch.where(routing[:, place] < 0, own, routing[:, place].long())
+        mask = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
+        if hf.config.model_type in ("deepseek_v3", "glm4_moe"):
+            gates = mask / (1 + (-logits).exp())
+        else:
+            gates = mask * logits.exp()  # eq. 6 of R3
+            if not getattr(gate, "norm_topk_prob", True):
+                gates = mask * logits.exp() / logits.exp().sum(-1, keepdim=True)
+        if getattr(gate, "norm_topk_prob", True):
+            gates = gates / gates.sum(-1, keepdim=True)
+        return logits, gates.gather(-1, chosen) * getattr(gate, "routed_scaling_factor", 1.0), chosen
+
+    for place, (_, gate) in enumerate(gates_of(hf)):
+        gate.forward = MethodType(lambda gate, hidden, place=place: forward(place, gate, hidden), gate)
 
 
 def trained_logprobs(model: PolicyModel, batch: MicroBatch) -> Tensor:
@@ -153,7 +202,10 @@ def scores_alone(hf: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor
     for first, last in pairwise(edges):
         places = index[first:last]
         ids = batch.input_ids[places]
-        logits = hf(input_ids=ids[None], use_cache=False).logits[0].float()
+        if batch.packing.routing is not None:
+            told_what_to_choose(hf, batch.packing.routing[places])
+        logits = hf(input_ids=ids[None], use_cache=False).logits[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         table, wanted = logits[:-1].log_softmax(-1), batch.loss_mask[places][1:]
         parts.append(table.gather(-1, ids[1:, None])[:, 0][wanted])
         entropies.append(-(table.exp() * table).sum(-1)[wanted])

@@ -24,6 +24,7 @@ from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.place import Place, backend_of
 from asyncrl.learner.reading import Checkpoint
+from asyncrl.learner.routing import RouterReplay
 from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import Config
 from tests.forked import forked_from
@@ -45,6 +46,8 @@ class Cell:
     offload: str = "none"
     idle: bool = False
     """The second half of the experts gets no token."""
+    routed: bool = False
+    """Routers are told what to choose."""
     keep: str = ""
     """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
@@ -57,6 +60,7 @@ class Cell:
             *(["LoRA"] * bool(self.lora)),
             *(["critic"] * self.critic),
             *(["half of them idle"] * self.idle),
+            *(["routed"] * self.routed),
             *([f"offload {self.offload}"] * (self.offload != "none")),
         ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
@@ -68,7 +72,11 @@ class Cell:
     def build(self, folder: Path, backend: Backend | None) -> PackedModel:
         """As a run would."""
         config = self.config(folder)
-        return build_critic(config, CPU, backend) if self.critic else build_model(config, CPU, backend)
+        if self.critic:
+            return build_critic(config, CPU, backend)
+        model = build_model(config, CPU, backend)
+        model.replay = RouterReplay(model, self.name) if self.routed else None
+        return model
 
     def config(self, folder: Path) -> Config:
         config = settings_for(self.source(folder))
@@ -171,7 +179,7 @@ def _noted(opened: list[Checkpoint]):
 def outcome(model: PackedModel, number: int, data: int) -> dict[str, Tensor]:
     """Log-probs and entropies of the trained tokens, of a critic its values, and the gradient of their sum in random
     directions, whole. The loss of each of `data` ranks is that of its own tokens, as if it had no others."""
-    batch = siblings()
+    batch = siblings(model.routers if isinstance(model, PolicyModel) else None)
     given = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
     if isinstance(model, PolicyModel):
         model.through_entropy = True

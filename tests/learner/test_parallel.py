@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from asyncrl.checks.architecture import EXPERTS_APART, SHARED
+from asyncrl.routers import routers_of
 from tests.learner.families import FAMILIES, scores_alone, siblings, values_alone
 from tests.learner.layouts import Cell, Found, compute, in_a_direction, outcome
 from tests.learner.test_families import REFUSED
@@ -26,8 +27,8 @@ CELLS = [
     Cell(family="Qwen3", tensor=2, keep="matmul"),
     Cell(family="Llama", sequence=2, tensor=2),
     Cell(family="Qwen3", sequence=2, keep="matmul"),
-    Cell(family="Qwen3-MoE", sequence=4),
-    Cell(family="Qwen3-MoE", experts=2, keep="matmul"),
+    Cell(family="Qwen3-MoE", sequence=4, routed=True),
+    Cell(family="Qwen3-MoE", experts=2, keep="matmul", routed=True),
     Cell(family="Qwen3-MoE", experts=2, sequence=2, idle=True),
     Cell(family="Qwen3-MoE", experts=2, replicas=2, offload="all"),
     Cell(family="Mistral", sequence=2, replicas=2, lora=2),
@@ -51,7 +52,7 @@ def alone(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         return outcome(cell.build(folder, None), 0, 1)
     kind = AutoModelForTokenClassification if cell.critic else AutoModelForCausalLM
     hf = kind.from_pretrained(cell.source(folder), attn_implementation="eager").eval()
-    batch = siblings()
+    batch = siblings(routers_of(hf) if cell.routed else None)
     # In the pack siblings stand behind each other, as they do alone.
     if cell.critic:
         found = {"values": values_alone(hf, batch)}

@@ -162,6 +162,7 @@ ELSEWHERE = {
     "tests/learner/test_errands.py": ("checkpoint/copies", "checkpoint/copies_failed"),
     "tests/learner/test_centering.py": ("centering/covered", "centering/removed"),
     "tests/learner/test_own_learning.py": ("hook/",),
+    "tests/learner/test_routing.py": ("router/changed",),
     "tests/learner/test_saving.py": ("checkpoint/copy_wait_s",),
     "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward"),
     "tests/learner/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.hf.requests import Pending
 from asyncrl.engines.noise import mix, uniforms
 from asyncrl.engines.stop_text import ended_by_text
-from asyncrl.types import NO_VERSION, TOPK_IDS, TOPK_LOGPROBS, Completion
+from asyncrl.types import NO_VERSION, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, Completion
 
 _NO_STOP = -1
 
@@ -42,6 +42,8 @@ class RunningBatch:
         self.any_truncated = False
         self.any_text = False
         """Whether a row ends by what it says."""
+        self.any_routed = False
+        """Whether a row wants its experts recorded."""
 
     def add(self, pending: Pending) -> None:
         """Append the request's `n` rows, prompt prefilled, nothing sampled yet."""
@@ -119,6 +121,18 @@ class RunningBatch:
             stopped |= np.array([self._ended_by_text(row) for row in rows.tolist()], bool)
         return rows[stopped | (self.produced[rows] >= self.limit[rows])]
 
+    def route(self, routed: Sequence[NDArray[Any]], start: int = 0) -> None:
+        """Append the experts of what rows `[start, rows)` were fed.
+
+        Args:
+            routed: of each [tokens, layers, k], padded on the right; empty where nobody wants them.
+        """
+        for row, each in enumerate(routed, start):
+            request = self.owners[row][0].request
+            if request.sampling.record_routing:
+                fed = 1 if self.produced[row] else len(request.prompt_ids)
+                self.recorded[row].setdefault(ROUTED_EXPERTS, []).append(each[:fed])
+
     def completion(self, row: int) -> Completion:
         count = int(self.produced[row])
         stopped = bool((self.tokens[row, count - 1] == self.stops[row]).any()) or self._ended_by_text(row)
@@ -156,6 +170,7 @@ class RunningBatch:
         self.topk = max((owner.request.sampling.record_topk for owner, _ in self.owners), default=0)
         self.any_truncated = any(owner.request.sampling.truncated for owner, _ in self.owners)
         self.any_text = any(owner.request.sampling.stop for owner, _ in self.owners)
+        self.any_routed = any(owner.request.sampling.record_routing for owner, _ in self.owners)
 
     def _widen(self, columns: int) -> None:
         have = self.tokens.shape[1]

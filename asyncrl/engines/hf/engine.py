@@ -248,7 +248,9 @@ class TransformersEngine:
         """Prefill each prompt once, give its keys to all siblings, and sample their first tokens."""
         started = time.perf_counter()
         runner, batch, first = self._runner, self._batch, self._batch.rows
-        cache, logits = runner.prefill([pending.request.prompt_ids for pending in chunk])
+        wanted = any(pending.request.sampling.record_routing for pending in chunk)
+        with runner.routing(wanted, len(chunk)) as routed:
+            cache, logits = runner.prefill([pending.request.prompt_ids for pending in chunk])
         for pending in chunk:
             batch.add(pending)
         repeats = [pending.request.n for pending in chunk]
@@ -257,13 +259,16 @@ class TransformersEngine:
         runner.slots.fill(cache, source, first)
         self._stats["requests"] += len(chunk)
         self._stats["prefill_tokens"] += sum(len(pending.request.prompt_ids) for pending in chunk)
+        batch.route([each for each, n in zip(routed, repeats, strict=False) for _ in range(n)], first)
         self._sample(logits[source], first)
         self._prefilled.add(len(chunk), time.perf_counter() - started)
 
     def _decode(self) -> None:
         started, batch = time.perf_counter(), self._batch
         rows = batch.rows
-        logits = self._runner.decode(batch.last_tokens(), batch.length[:rows])
+        with self._runner.routing(batch.any_routed, rows) as routed:
+            logits = self._runner.decode(batch.last_tokens(), batch.length[:rows])
+        batch.route(routed)
         batch.length[:rows] += 1
         self._sample(logits, 0)
         self._decoded.add(rows, time.perf_counter() - started)

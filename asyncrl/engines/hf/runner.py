@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import EXACT_ATTENTION, make_exact
 from asyncrl.exact.wide_head import widen
+from asyncrl.routers import Recorder
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
 _ROUND_COLUMNS = 8
@@ -67,6 +69,7 @@ class ModelRunner:
         self.max_sequences = max_sequences
         self.slots = SlotCache(self.num_layers, max_sequences, device)
         self.parameters = AdapterTable(self.model) if adapters else ParameterTable(self.model)
+        self._recorder: Recorder | None = None
         self.exact = make_exact(self.model, device, keep=True) if exact else None
         if exact:
             self.model.config._attn_implementation = EXACT_ATTENTION
@@ -131,6 +134,18 @@ class ModelRunner:
             use_cache=True,
         )
         return output.logits[:, -1]
+
+    @contextmanager
+    def routing(self, wanted: bool, rows: int) -> Iterator[list[NDArray[Any]]]:
+        """Around a `prefill` or `decode` of `rows`; afterwards the list has the experts of each row's tokens, [T,
+        layers, k]. It stays empty where none are `wanted`."""
+        told: list[NDArray[Any]] = []
+        if not wanted:
+            yield told
+            return
+        self._recorder = self._recorder or Recorder(self.model)
+        with self._recorder.on(rows, told):
+            yield told
 
     def sample(
         self,

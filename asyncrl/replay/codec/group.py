@@ -20,9 +20,10 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
 from asyncrl.replay.codec.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
 from asyncrl.replay.codec.reference import brings_reference, reference_fault
+from asyncrl.replay.codec.routing import routing_fault
 from asyncrl.replay.codec.support import brings_support, support_fault
 from asyncrl.replay.codec.topk import brings_topk, topk_fault
-from asyncrl.types import MAX_LOGPROB, GroupHeader, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
+from asyncrl.types import MAX_LOGPROB, GroupHeader, Routers, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
 
 MAX_VOCABULARY = 1 << 31
 """Of a model that nobody has announced yet."""
@@ -114,26 +115,28 @@ def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
     return StoredGroup(frames[0], columns, side_frames_of(side, frames[end:]))
 
 
-def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int) -> None:
+def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int, routers: Routers | None = None) -> None:
     """What the learner will rely on, found out at the door: the arrays agree with the header that the gates judge, and
     every value is one that can be trained on. Nothing is copied or kept.
 
     Args:
         vocabulary: token ids are below it.
+        routers: whose choices every trajectory brings; None: none.
 
     Raises:
         WireError: names what is wrong.
     """
     decode_texts(stored.texts)
     check_columns(header.trajectories, stored.columns, vocabulary)
-    if stored.side is None:
+    if stored.side is None and routers is None:
         return
     scored, narrowed, likeliest = brings_reference(header), brings_support(header), brings_topk(header)
-    read = any(scored) or any(narrowed) or any(likeliest)
+    read = any(scored) or any(narrowed) or any(likeliest) or routers is not None
     for place, trajectory in enumerate(stored.trajectories(header.trajectories) if read else ()):
         fault = reference_fault(trajectory) if scored[place] else ""
         fault = fault or (support_fault(trajectory, vocabulary) if narrowed[place] else "")
         fault = fault or (topk_fault(trajectory, vocabulary=vocabulary) if likeliest[place] else "")
+        fault = fault or (routing_fault(trajectory, routers) if routers is not None else "")
         if fault:
             raise WireError(f"trajectory {place} of group {header.group_id}: {fault}")
 

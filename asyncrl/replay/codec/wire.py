@@ -19,7 +19,7 @@ import msgpack
 from asyncrl.errors import WireError
 from asyncrl.types import ExtraHeader
 
-SCHEMA = 14
+SCHEMA = 15
 SEVERAL = b""
 """First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
 MAX_REQUEST_BYTES = 8 << 20

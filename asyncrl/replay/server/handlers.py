@@ -19,6 +19,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.dropped import decode_dropped, decode_lost, decode_reason
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
+from asyncrl.replay.codec.routing import announced_routers
 from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
@@ -26,7 +27,7 @@ from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
 from asyncrl.spans import moment
-from asyncrl.types import Assignment, DropReason, StepPlan
+from asyncrl.types import Assignment, DropReason, Routers, StepPlan
 
 MIN_PATIENCE_S = 0.05
 """Of a lease whose patience starts anew: with 0 it would be asked again without end."""
@@ -100,10 +101,9 @@ class Handlers:
             self.core.check_learner(session.incarnation)
         return handler(session, body, frames)
 
-    def vocabulary(self) -> int:
-        """Token ids are below it: what the learner announced, or as many as an id can name."""
-        announced = self.core.board.values.get("vocabulary")
-        return announced if isinstance(announced, int) else MAX_VOCABULARY
+    def limits(self) -> tuple[int, Routers | None]:
+        """For `check_stored`: what the learner announced; where it has not, as many token ids as there can be."""
+        return self._announced("vocabulary") or MAX_VOCABULARY, announced_routers(self.core.board.values)
 
     def updates(self) -> int:
         """Optimizer steps per batch, as the learner announced them."""
@@ -152,7 +152,7 @@ class Handlers:
             lost = decode_lost(sample)
             if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
                 require_reference(header)
-            stored = self.payloads.take(header, receipt, frames, self.vocabulary())
+            stored = self.payloads.take(header, receipt, frames, *self.limits())
         except WireError:
             # Else the group would be under way for as long as its maker lives.
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)

@@ -14,14 +14,16 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup, check_stored, split_frames
 from asyncrl.replay.codec.lease import pack_places
 from asyncrl.replay.core.buffer import InJournal
-from asyncrl.types import GroupHeader
+from asyncrl.types import GroupHeader, Routers
 
 Places = set[tuple[int, int]]
 """(group, trajectory) positions in a plan."""
 
 
 class Payloads(Protocol):
-    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> Any:
+    def take(
+        self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
+    ) -> Any:
         """What the core keeps of an insert. Raises WireError for one that cannot be trained on."""
         ...
 
@@ -36,11 +38,13 @@ class Payloads(Protocol):
 class WithPlanner:
     """Checked, stored and handed out by this process."""
 
-    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> StoredGroup:
+    def take(
+        self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
+    ) -> StoredGroup:
         if body is not None:
             raise WireError(f"group {header.group_id} came with a receipt of a shard: this run has none")
         stored = split_frames(header, frames)
-        check_stored(header, stored, vocabulary)
+        check_stored(header, stored, vocabulary, routers)
         return stored
 
     def hand_out(

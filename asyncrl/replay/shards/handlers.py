@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.routing import row_of_routers
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Reply, Session
 from asyncrl.replay.shards.payloads import InShards, free_of
@@ -56,4 +57,5 @@ class ShardHandlers:
             f"shard {which}: {why}" for which, why in sorted(self._paused.items()) if why
         )
         free = list(free_of(asked, self._handlers.core.state.ledger.entries, shard))
-        return Answer([self._payloads.run_id, free, self._handlers.vocabulary(), self._handlers.over])
+        vocabulary, routers = self._handlers.limits()
+        return Answer([self._payloads.run_id, free, vocabulary, row_of_routers(routers), self._handlers.over])

@@ -20,12 +20,13 @@ from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
+from asyncrl.replay.codec.routing import ROUTERS, announced_routers
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.server.sessions import Answer, Reply, Session
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore, key_for, key_of
-from asyncrl.types import GroupHeader
+from asyncrl.types import GroupHeader, Routers
 
 KEYS_ASKED = 16384
 """In one question."""
@@ -56,6 +57,7 @@ class Heard:
     free: list[int]
     """Positions among the keys asked about."""
     vocabulary: int
+    routers: Routers | None
     over: bool
 
 
@@ -86,11 +88,12 @@ class PlannerLink:
 
 def heard(response: Response) -> Heard:
     """Raises WireError."""
-    run_id, free, vocabulary, over = wire.sequence(response.body, "collected", 4)
+    run_id, free, vocabulary, routers, over = wire.sequence(response.body, "collected", 5)
     return Heard(
         wire.text(run_id, "run", wire.MAX_NAME),
         [wire.integer(item, "position", 0, KEYS_ASKED) for item in wire.sequence(free, "free")],
         wire.integer(vocabulary, "vocabulary", 0, MAX_VOCABULARY),
+        announced_routers({ROUTERS: routers}),
         over is True,
     )
 
@@ -105,7 +108,7 @@ class ShardHost:
     """Who is there, and what the planner says. Called by the server's loop alone."""
 
     def __init__(self, store: ShardStore, link: Planner, config: ReplayConfig, first: Heard) -> None:
-        self.store, self.vocabulary = store, first.vocabulary
+        self.store, self.vocabulary, self.routers = store, first.vocabulary, first.routers
         self.paused = ""
         self.state = ShardProgress()
         self.clock = awake_clock(config)
@@ -154,7 +157,7 @@ class ShardHost:
         return []
 
     def _hear(self, asked: list[tuple[Key, Held]], said: Heard) -> None:
-        self.vocabulary = said.vocabulary
+        self.vocabulary, self.routers = said.vocabulary, said.routers
         free = (asked[position] for position in said.free if position < len(asked))
         # What was put again meanwhile may be needed after all: it is asked about anew.
         self.state.applied += self.store.release(key for key, held in free if self.store.held.get(key) is held)
@@ -198,7 +201,7 @@ class ShardDesk:
         if shard_of(header.group_id, self._place.count) != self._place.shard:
             raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
         stored = split_frames(header, frames)
-        check_stored(header, stored, self._host.vocabulary)
+        check_stored(header, stored, self._host.vocabulary, self._host.routers)
         key = key_for(header, stored)
         if key not in self._host.store.held and not self._has_room(header):
             return Answer([self._place.shard, "", "", self.window()])

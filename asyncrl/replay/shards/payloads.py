@@ -14,7 +14,7 @@ from asyncrl.replay.core.ledger import Entry, GroupState
 from asyncrl.replay.server.payloads import Places
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Key
-from asyncrl.types import GroupHeader
+from asyncrl.types import GroupHeader, Routers
 
 
 class Peer(Protocol):
@@ -47,7 +47,9 @@ class InShards:
         self._addresses: dict[int, str] = {}
         self._peers: dict[int, Peer] = {}
 
-    def take(self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int) -> Elsewhere:
+    def take(
+        self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
+    ) -> Elsewhere:
         if body is None or frames:
             raise WireError(f"group {header.group_id} came without the receipt of a shard: replay.shards={self.count}")
         shard, tag, seal = wire.sequence(body, "receipt", 3)

@@ -59,7 +59,7 @@ class Planner:
 def shard(max_bytes: int) -> tuple[ShardDesk, Planner]:
     planner = Planner()
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 0})
-    host = ShardHost(store, planner, replay_config(shards=1), Heard("r", [], MAX_VOCABULARY, False))
+    host = ShardHost(store, planner, replay_config(shards=1), Heard("r", [], MAX_VOCABULARY, None, False))
     return ShardDesk(host, Place(shard=0, count=1, address="a"), "r", Seals(some_keys(), "d"), max_bytes), planner
 
 
@@ -115,9 +115,19 @@ def test_what_is_put_again_while_the_planner_is_asked_is_not_forgotten_by_its_an
     ((held, _),) = planner.asked
     assert [key.group_id for key, _ in held] == [5, 6]
     assert put(desk, again_by, encoded(5))
-    planner.answer.set_result(Response(["r", [0, 1], MAX_VOCABULARY, False], []))
+    planner.answer.set_result(Response(["r", [0, 1], MAX_VOCABULARY, [], False], []))
     host.expire()
     assert [(key.group_id, item.maker) for key, item in host.store.held.items()] == [(5, again_by)]
+
+
+def test_a_shard_learns_from_the_planner_what_every_group_brings() -> None:
+    desk, planner = shard(max_bytes=100 * NBYTES)
+    assert put(desk, "w", encoded(5))
+    desk._host.expire()
+    planner.answer.set_result(Response(["r", [], MAX_VOCABULARY, [3, 2, 5], False], []))
+    desk._host.expire()
+    with pytest.raises(WireError, match="extras has no 'routed_experts'"):
+        put(desk, "w", encoded(6))
 
 
 def test_a_shard_that_the_planner_has_replaced_ends() -> None:
