@@ -1,4 +1,4 @@
-"""A real `vllm serve`, as docs/servers.md starts it on a CPU: a process of its own, in a session of its own."""
+"""A real server, as docs/servers.md starts it on a CPU: a process of its own, in a session of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ARGUMENTS = (
 )
 
 
-class VllmServer:
+class RealServer:
     """Serves the model of `folder` at one port of loopback, which it takes again when it is started again."""
 
     def __init__(self, folder: Path, log: Path) -> None:
@@ -49,6 +49,10 @@ class VllmServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
+
+    def command(self, folder: Path) -> list[str]:
+        """Without its address."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """waits for: its first answer; unblocked by: it, the end of the process, or START_S."""
@@ -71,9 +75,8 @@ class VllmServer:
         self._process = None
 
     def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        address = ("--host", "127.0.0.1", "--port", str(self._port))
         return subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._folder, *address, *ARGUMENTS],
+            [*self.command(self._folder), "--host", "127.0.0.1", "--port", str(self._port)],
             env={**os.environ, **ENVIRONMENT},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -88,3 +91,8 @@ class VllmServer:
 
     def _said(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
+
+
+class VllmServer(RealServer):
+    def command(self, folder: Path) -> list[str]:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *ARGUMENTS]

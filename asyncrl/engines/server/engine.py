@@ -327,7 +327,7 @@ class ServerEngine(ABC):
                     await server.link.abort(name)
         completion = answer.completion(sibling, server.url, run)
         if not server.link.tells_spans and (completion.policy_versions != version).any():
-            raise ServerGoneError(f"{server.url} changed its weights while it made {name!r}")
+            raise TimeoutError  # it was sent before a load and begun after: overtaken, as those that were taken back
         return completion
 
     async def _on_all(self, servers: Sequence[Server], work: Callable[[Server], Awaitable[Any]]) -> list[Any]:
@@ -342,7 +342,8 @@ class ServerEngine(ABC):
             else:
                 done.append(result)
         if not done:
-            raise EngineDiedError(f"no server of engine.urls is left: {'; '.join(each.why for each in servers)}")
+            away = servers or self._servers.values()
+            raise EngineDiedError(f"no server of engine.urls is left: {'; '.join(each.why for each in away)}")
         return done
 
     async def _commit(self, policy_version: int, urls: Sequence[str], path: str) -> None:

@@ -1,10 +1,10 @@
-"""SGLang's server, by what its sources say (`http_server.py`, `io_struct.py`); never tried against a real one.
+"""SGLang's server, by what its sources say (`http_server.py`, `io_struct.py`) and what 0.5.23 does on a CPU.
 
     /generate                        tokens in, tokens out
     /pause_generation mode=abort     sequences that run are ended, new ones wait
     /update_weights_from_disk        a folder that the server reads, and the label of what is in it
     /flush_cache                     keys of the weights before
-    /continue_generation /abort_request /server_info /model_info /health
+    /continue_generation /abort_request /server_info /model_info
 
 Only newer ones tell tokens of several weights apart (`weight_versions`); so no sequence goes on over an update.
 """
@@ -12,16 +12,21 @@ Only newer ones tell tokens of several weights apart (`weight_versions`); so no 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.engines.server.answers import TOLD_EVERY, Answer, ServerGoneError
 from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
+from asyncrl.engines.vllm.names import SHAPE_KEYS
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import ConfigError, GenerationError
 
@@ -30,6 +35,9 @@ ALONE = ("dp_size", "pp_size", "tokenizer_worker_num")
 """Of several of these each would have weights, or a label of them, of its own."""
 NONE_OF = ("quantization", "speculative_algorithm", "enable_lora", "preferred_sampling_params")
 """Change log-probs, or what tokens are drawn from."""
+AS_OURS = "Start it with the model of model.path"
+FLUSH_S, AGAIN_S = 20.0, 0.02
+"""How long a cache is asked to be flushed that is in use, and between two times."""
 DTYPES = {"float": "float32", "half": "float16"}
 
 
@@ -67,9 +75,23 @@ def problems(
         yield f"it computes in {served}, and the run takes engines to compute in {dtype}. Set engine.dtype={served}"
     theirs, ours = model.get("architectures"), (shape or {}).get("architectures")
     if theirs and ours and list(theirs) != list(ours):
-        yield f"it serves a {theirs[0]}, and model.path is a {ours[0]}. Start it with the model of model.path"
+        yield f"it serves a {theirs[0]}, and model.path is a {ours[0]}. {AS_OURS}"
+    for key, their in _started_with(settings).items():
+        our = (shape or {}).get(key)
+        if our is not None and their is not None and our != their:
+            yield f"its model has {key}={their}, and model.path {our}: it would end at the first load. {AS_OURS}"
     if facts.max_length < 1 or facts.width < 1:
         yield "it holds nothing"
+
+
+def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Shape of the model that the server was started with; empty where its folder cannot be seen from here."""
+    try:
+        config = json.loads((Path(settings["model_path"]) / "config.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    own = of_its_decoder(config) if isinstance(config, dict) else {}
+    return {key: own.get(key) for key in SHAPE_KEYS if key != "architectures"}
 
 
 class SglangLink(ServerLink):
@@ -89,10 +111,10 @@ class SglangLink(ServerLink):
         """Label and process of a load that may still go on."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> SglangFacts:
-        await self.ask("GET", "/health", text=True)
+        # Not /health: it makes a token, which one that was left paused by a worker that died never does.
         model = await self.ask("GET", "/model_info")
         label = str(self.part(model, "weight_version"))
-        settings = await self.ask("GET", "/server_info")
+        settings = await self.ask("GET", "/server_info")  # its scheduler is asked, too
         self._process = self.part(settings, "random_seed")
         if self._unanswered is not None:
             if self._unanswered[0] != label and self._unanswered[1] == self._process:
@@ -177,15 +199,27 @@ class SglangLink(ServerLink):
             raise GenerationError(f"{self.url} scored {len(found)} tokens that are not the {len(ids)} it was given")
         return np.array([each[0] for each in found[1:]], np.float32)
 
+    async def _flush(self) -> None:
+        """waits for: the scheduler to put away what was ended. Raises GenerationError: it has not in `FLUSH_S`."""
+        deadline = time.monotonic() + FLUSH_S
+        while True:
+            try:
+                return await self.ask("POST", "/flush_cache", text=True)
+            except GenerationError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+
     async def load(self, load: Load) -> None:
         load.overtake()
         async with self._one_load:
             self._unanswered = (load.label, self._process)
             body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
+            body |= {"flush_cache": False}  # the load would fail where what was ended is still in its last batch
             try:
                 await self.post("/pause_generation", {"mode": "abort"})
                 await self.post("/update_weights_from_disk", body)
-                await self.ask("POST", "/flush_cache", text=True)
+                await self._flush()
                 if await self.label(LOOK_TIMEOUT_S) != load.label:
                     raise GenerationError(f"{self.url} has another label than it was given")
                 await self.post("/continue_generation", {})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.engine import ServerEngine
+from asyncrl.engines.server.engine import PATIENCE_S, ServerEngine
 from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.sglang_link import START_IT, SglangLink
 from asyncrl.errors import WeightsError
@@ -31,6 +33,10 @@ class SglangServers(ServerEngine):
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # of a worker before, that was killed
         self._current: tuple[int, str] | None = None
+        """What servers are given, by whomever finds that one has something else: a load, or its own arrival."""
+        self._given = dict[str, tuple[int, str]]()
+        """By URL: at which of its arrivals a server was given what."""
+        self._one_load = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._written = 0
         super().__init__(config, links)
 
@@ -38,6 +44,7 @@ class SglangServers(ServerEngine):
         self._parameters.check(tensors)
         path = self._write(policy_version, tensors)
         self._current = policy_version, str(path)  # who comes from now on is given these
+        self._loop.call(self._one_is_there(), PATIENCE_S)
         self._load(policy_version, list(self._servers), str(path))
         for old in self._folder.iterdir():
             if old != path:
@@ -55,12 +62,25 @@ class SglangServers(ServerEngine):
                 await self._lose(server, str(error) or f"{server.url} gave no answer in time")
         await super()._arrived(server)
 
+    async def _one_is_there(self) -> None:
+        """waits for: any server, where all are away just now; unblocked by: its arrival, or PATIENCE_S."""
+        with suppress(TimeoutError):  # the load says why there is none
+            async with asyncio.timeout(PATIENCE_S - 10.0), self._changed:
+                await self._changed.wait_for(lambda: any(server.facts for server in self._servers.values()))
+
     async def _commit_on(self, server: Server, policy_version: int, path: str) -> None:
-        try:
-            await super()._commit_on(server, policy_version, path)
-        except (ServerGoneError, TimeoutError):
-            server.not_before = time.monotonic() + RETRY_S
-            raise
+        async with self._one_load[server.url]:  # the end of one would let sequences in under another
+            if self._current is not None:
+                policy_version, path = self._current
+            given = server.arrivals, path
+            if self._given.get(server.url) == given:
+                return
+            try:
+                await super()._commit_on(server, policy_version, path)
+            except (ServerGoneError, TimeoutError):
+                server.not_before = time.monotonic() + RETRY_S
+                raise
+            self._given[server.url] = given
 
     def _write(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
         self._written += 1  # a version may come twice, and the first may still be read

@@ -1,5 +1,5 @@
-"""A server with the endpoints of SGLang's that the engine uses, as SGLang's sources have them: nobody has compared it
-with a real one. It has no model; weights are read, kept and answered with by nobody."""
+"""A server with the endpoints of SGLang's that the engine uses, as its sources have them and 0.5.23 answered. It has no
+model; weights are read, kept and answered with by nobody."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class SglangContract(ContractServer):
         """It does not see the folder that it is to load."""
         self.turns_at = ""
         """Label that it says from the second chunk on."""
+        self.early = ""
+        """Label that it says of the next sequence alone: weights came after that was sent and before it began."""
         super().__init__({"architectures": architectures})
 
     def handler(self) -> type[Handler]:
@@ -35,6 +37,8 @@ class SglangContract(ContractServer):
     def start(self) -> None:
         self.seed, self.flushed, self.weights = free_port(), 0, dict[str, torch.Tensor]()
         """`seed` is drawn at each start."""
+        self.in_use = 0
+        """How often the cache is not flushed yet, as what was ended is still in the scheduler's last batch."""
         super().start()
 
 
@@ -44,7 +48,6 @@ class SglangHandler(Handler):
     def do_GET(self) -> None:
         contract = self.contract
         answers = {
-            "/health": {},
             "/server_info": SETTINGS | {"random_seed": contract.seed},
             "/model_info": {"weight_version": contract.label} | contract.shape,
             **contract.instead,
@@ -66,12 +69,15 @@ class SglangHandler(Handler):
                 contract.paused = body["mode"] == "abort"
             case "/continue_generation":
                 contract.paused = False
-            case "/update_weights_from_disk" if contract.blind or not contract.paused:
-                return self.say({"success": False, "message": "no such folder"}, 400)
+            case "/update_weights_from_disk" if contract.blind or not contract.paused or body.get("flush_cache", True):
+                return self.say({"success": False, "message": "no such folder, or requests still running"}, 400)
             case "/update_weights_from_disk":
                 contract.weights = load_file(Path(body["model_path"]) / "model.safetensors")
                 contract.label = body["weight_version"]
-                contract.loads += 1
+                contract.loads, contract.in_use = contract.loads + 1, 2
+            case "/flush_cache" if contract.in_use > 0:
+                contract.in_use -= 1
+                return self.say({"message": "pending requests"}, 400)
             case "/flush_cache":
                 contract.flushed += 1
         self.say({"success": True})
@@ -84,8 +90,9 @@ class SglangHandler(Handler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        label, contract.early = contract.early or contract.label, ""
         with suppress(OSError):
-            self.line(json.dumps(chunk(7, label=contract.label)))
+            self.line(json.dumps(chunk(7, label=label)))
             while contract.held.is_set() and not contract.gone and not contract.paused:
                 time.sleep(0.005)
             if contract.gone:
@@ -94,7 +101,7 @@ class SglangHandler(Handler):
             if contract.paused:
                 self.line(json.dumps({"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "any"}}))
             else:
-                last = chunk(7, 8, 9, label=contract.turns_at or contract.label, reason="length")
+                last = chunk(7, 8, 9, label=contract.turns_at or label, reason="length")
                 self.line(json.dumps(last))
                 contract.ended.append(body)
             self.line("[DONE]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,29 @@ def test_one_that_changes_its_label_under_a_sequence_made_none(pair, engine):
     assert [one.policy_versions.tolist() for one in completions] == [[0] * 3] * 2 and len(pair[1].ended) == 2
 
 
+def test_one_that_began_under_a_later_version_than_it_was_sent_under_is_made_again_and_loses_no_server(pair, engine):
+    engine.load_weights(0, weights(engine, 0.0))
+    for server in pair:
+        server.early = server.label.removesuffix("0") + "1"
+    completions = asyncio.run(engine.generate(request(PROMPT, 2, new=3)))
+    assert [one.policy_versions.tolist() for one in completions] == [[0] * 3] * 2
+    assert engine.stats()["restarted"] and not engine.stats()["lost_servers"]
+
+
+def test_weights_wait_for_a_server_where_all_are_away_just_now(pair, engine):
+    engine.load_weights(0, weights(engine, 0.0))
+    for server in pair:
+        server.stop()
+    wait_until(lambda: engine.stats()["servers"] == 0)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(engine.load_weights, 1, weights(engine, 1.0))
+        pair[1].start()
+        loading.result(120)
+    assert pair[1].loads == 1 and all((each == 1.0).all() for each in pair[1].weights.values())
+    (one,) = asyncio.run(engine.generate(request(PROMPT, new=3)))
+    assert one.policy_versions.tolist() == [1] * 3
+
+
 def test_one_that_comes_back_is_given_the_weights_before_it_makes_anything(pair, engine):
     engine.load_weights(0, weights(engine, 2.0))
     pair[0].stop()
@@ -147,6 +171,16 @@ def read(*chunks: dict[str, Any]) -> Answer:
     for each in chunks:
         link.read(each, answer)
     return answer
+
+
+def test_one_that_was_started_with_a_model_of_another_shape_would_end_at_the_first_load(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 272, "hidden_size": 64, "head_dim": null}')
+    facts = SglangFacts(settings=SETTINGS | {"model_path": str(tmp_path)})
+    shape, info = {"vocab_size": 264, "hidden_size": 64, "head_dim": 32}, {"weight_version": "default"}
+    (why,) = problems(facts, info, "float32", shape)
+    assert "vocab_size=272, and model.path 264" in why
+    assert not list(problems(facts, info, "float32", None))
+    assert not list(problems(facts, info, "float32", shape | {"vocab_size": 272}))
 
 
 def test_chunks_have_all_tokens_or_the_new_ones():
