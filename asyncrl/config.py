@@ -345,7 +345,7 @@ def learner_digest(config: Config) -> str:
 LATER = (
     *("epochs_per_batch", "min_lr_ratio", "beta1", "adam_eps"),
     *("function", "args", "hook", "hook_args", "centering", "sat_quantile"),
-    *("entropy_coef", "skip_spikes"),
+    *("entropy_coef", "skip_spikes", "optimizer", "router_replay"),
 )
 """Settings that there were not always: left out where they have their defaults, or are empty as those are, which do
 what was done before them; a run of before them resumes as the same."""

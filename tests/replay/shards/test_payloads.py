@@ -168,7 +168,7 @@ JUNK = st.recursive(
 def shard_desk() -> ShardDesk:
     config = replay_config(shards=2)
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 1})
-    host = ShardHost(store, NobodyAnswers(), config, Heard("r", [], MAX_VOCABULARY, False))
+    host = ShardHost(store, NobodyAnswers(), config, Heard("r", [], MAX_VOCABULARY, None, False))
     return ShardDesk(host, Place(shard=1, count=2, address="a"), "r", Seals(some_keys(), "d"), 1 << 20)
 
 
