@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -746,3 +747,11 @@ def test_arguments_of_vllm_pass_through_by_their_own_name() -> None:
     config = load_config([*REQUIRED, "engine=vllm", "engine.vllm.max_num_batched_tokens=512"])
     assert config.engine.vllm == {"max_num_batched_tokens": 512}
     assert config_from_dict(config_to_dict(config)).engine.vllm == config.engine.vllm
+
+
+def test_a_setting_that_is_new_leaves_the_digests_of_the_runs_before_it_as_they_were() -> None:
+    """Or each would resume as a branch, of another history. A new setting of the learner belongs into `LATER`."""
+    usual = load_config(["model.path=m", "data.path=d", "reward.function=r.py:f"])
+    assert learner_digest(usual) == "208af0d38bbe6ef8"
+    for learner in (replace(usual.learner, optimizer="adamw_8bit"), replace(usual.learner, router_replay=True)):
+        assert learner_digest(replace(usual, learner=learner)) != learner_digest(usual)
