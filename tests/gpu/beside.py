@@ -16,7 +16,7 @@ from asyncrl.schema import Config
 from asyncrl.types import SamplingParams
 from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
-from tests.weights.board import WorkerRendezvous
+from tests.weights.board import WorkerRendezvous, end_with_tests
 
 NAMES, INCARNATION = ("a", "b"), "1"
 PROMPT, COMPLETION = 16, 64
@@ -25,6 +25,7 @@ PROMPT, COMPLETION = 16, 64
 
 def engine_beside(board: Any, config: Config, name: str) -> None:
     """A rollout worker without its queue; it ends when it is killed, or by what its subscriber raises."""
+    end_with_tests()
     torch.set_num_threads(1)
     engine = make_engine(config)
     board.join(name, INCARNATION)

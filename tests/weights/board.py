@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -61,12 +63,30 @@ class Board:
         return [value for name, value in self._notes if name == key]
 
 
+def end_with_tests() -> None:
+    """This process ends once that of the tests has, killed or not: it would sample, or wait, for ever. A signal of the
+    kernel at its parent's death is not enough: the parent of a forked one is the forkserver, which outlives the tests
+    for as long as a child of its own holds its pipe."""
+    tests = parent_process()
+    assert tests is not None
+
+    def watch() -> None:
+        """waits for: the process of the tests, for as long as that runs; unblocked by: its end."""
+        tests.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class BoardManager(BaseManager):
     """In a process that is spawned: a forked one would inherit process groups without their threads, and abort when it
     collects them."""
 
     def __init__(self) -> None:
         super().__init__(ctx=get_context("spawn"))
+
+    def start(self, initializer: Any = None, initargs: tuple[Any, ...] = ()) -> None:
+        super().start(initializer or end_with_tests, initargs)
 
 
 BoardManager.register("Board", Board)

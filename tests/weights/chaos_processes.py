@@ -24,7 +24,7 @@ from asyncrl.weights.files.shelf import FolderShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
-from tests.weights.board import WorkerRendezvous
+from tests.weights.board import WorkerRendezvous, end_with_tests
 from tests.weights.trap import Injection, Trap
 
 TIMEOUT_S = 3.0
@@ -107,6 +107,7 @@ class ArmedWhen:
 def worker_process(
     board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu", pull: bool = False
 ) -> None:
+    end_with_tests()
     torch.set_num_threads(1)
     torch.zeros(1, device=device)  # CUDA begins before anybody waits for this process
     trap = Trap()
@@ -191,6 +192,7 @@ def learner_process(
 ) -> None:
     """A rank of the learner; with several, each holds all weights and sends its part of them. `in_place`: it has them
     once, and writes each version over the one before. `folder`: it puts them there, and serves them."""
+    end_with_tests()
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)

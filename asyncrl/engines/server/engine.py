@@ -52,6 +52,8 @@ REJECTED_S = 300.0
 """Until a server that did not join the weight group is asked again."""
 PATIENCE_S = 240.0
 """Longest wait for any server, at the start and while none is left."""
+EARLY = 8
+"""Times that a sequence may come back of another version than it was sent under. Each wants a load in between."""
 
 
 class ServerEngine(ABC):
@@ -288,8 +290,13 @@ class ServerEngine(ABC):
 
     async def _sample(self, sibling: Sibling, url: str) -> Completion:
         """waits for: a place, then its last token; from the start again each time its server is lost or weights
-        overtake its first token."""
+        overtake its first token.
+
+        Raises:
+            GenerationError: it came of other versions than it was sent under, `EARLY` times and again.
+        """
         placed: str | None = url
+        early = 0
         try:
             while True:
                 if placed is None:
@@ -301,8 +308,13 @@ class ServerEngine(ABC):
                     self._router.end(placed, 1)
                     placed = None
                     await self._lose(server, str(error))
-                except TimeoutError:
-                    pass  # overtaken
+                except TimeoutError:  # overtaken
+                    early += not sibling.overtaken
+                    if early > EARLY:
+                        raise GenerationError(
+                            f"{placed} said {early} times that a sequence is of another version than it was given when "
+                            "that was sent. Is it several servers behind one address? Name each in engine.urls"
+                        ) from None
                 else:
                     whole = np.concatenate([sibling.request.prompt_ids, completion.token_ids])
                     self._router.extend(placed, whole)

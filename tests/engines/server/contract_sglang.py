@@ -29,6 +29,8 @@ class SglangContract(ContractServer):
         """Label that it says from the second chunk on."""
         self.early = ""
         """Label that it says of the next sequence alone: weights came after that was sent and before it began."""
+        self.always_early = False
+        """It says so of all."""
         super().__init__({"architectures": architectures})
 
     def handler(self) -> type[Handler]:
@@ -90,7 +92,8 @@ class SglangHandler(Handler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        label, contract.early = contract.early or contract.label, ""
+        label = contract.early or contract.label
+        contract.early = contract.early if contract.always_early else ""
         with suppress(OSError):
             self.line(json.dumps(chunk(7, label=label)))
             while contract.held.is_set() and not contract.gone and not contract.paused:

@@ -113,6 +113,14 @@ def test_one_that_began_under_a_later_version_than_it_was_sent_under_is_made_aga
     assert engine.stats()["restarted"] and not engine.stats()["lost_servers"]
 
 
+def test_one_that_always_says_another_version_is_not_asked_for_ever(pair, engine):
+    engine.load_weights(0, weights(engine, 0.0))
+    for server in pair:
+        server.always_early, server.early = True, server.label.removesuffix("0") + "1"
+    with pytest.raises(GenerationError, match="of another version than it was given"):
+        asyncio.run(engine.generate(request(PROMPT, new=3)))
+
+
 def test_weights_wait_for_a_server_where_all_are_away_just_now(pair, engine):
     engine.load_weights(0, weights(engine, 0.0))
     for server in pair:
