@@ -107,9 +107,10 @@ def canary_of(
     logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
     noise = math.inf
     if with_noise:
-        with disturbed(model):
+        with disturbed(model) as layers:
             others, _ = model.probed(ids, positions, chosen, predictors, packing)
-        noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
+        if layers:  # of a model that does not name its layers nothing is known, which is not that nothing is rounded
+            noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
     model.settle()
     return Canary(
         sequences=tuple(sequences),
@@ -123,14 +124,14 @@ def canary_of(
 
 
 @contextmanager
-def disturbed(model: PolicyModel) -> Iterator[None]:
-    """Meanwhile each number that a layer gives is off by up to DISTURBED times half of bfloat16's spacing: as many
-    times the rounding that is asked about, or that of the computation itself would be most of what is seen."""
+def disturbed(model: PolicyModel) -> Iterator[int]:
+    """How many layers give numbers meanwhile of which each is off by up to DISTURBED times half of bfloat16's spacing:
+    as many times the rounding that is asked about, or that of the computation itself would be most of what is seen."""
     kinds = set(model.hf._no_split_modules or ())  # FSDP2 puts a class of its own before that of what it shards
     layers = [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
     hooks = [layer.register_forward_hook(partial(_disturb, number)) for number, layer in enumerate(layers)]
     try:
-        yield
+        yield len(layers)
     finally:
         for hook in hooks:
             hook.remove()
