@@ -24,7 +24,7 @@ def ranks_and_command(arguments: Sequence[str], environment: Mapping[str, str]) 
     or where it sets what has to stand before they import torch."""
     place = arguments.index("-m") if "-m" in arguments[:-1] else len(arguments)
     wanted = [text.partition("=")[2] for text in arguments[:place] if text.startswith("--nproc-per-node=")]
-    known = "--nnodes=1" in arguments[:place] and len(wanted) == 1 and wanted[0].isdigit()
+    known = "--nnodes=1" in arguments[:place] and len(wanted) == 1 and wanted[0].isdecimal()
     ours = place < len(arguments) and arguments[place + 1] in MODULES
     if not (known and ours and "OMP_NUM_THREADS" in environment):
         return 0, ()

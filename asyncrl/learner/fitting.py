@@ -61,9 +61,10 @@ def _plain(name: str) -> str:
 def check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
     """Before the tensors, so that the setting at fault is named."""
     parts = {name.partition(".")[0] for name in saved}
+    fewer_bits = any(in_fewer_bits(optimizer) for _, _, optimizer in roles.trained())
     rows = (
         ("a critic", "critic" in parts, roles.critic is not None, "advantage.estimator"),
-        ("an optimizer of 8 bits", _in_fewer_bits(saved), in_fewer_bits(roles.optimizer), "learner.optimizer"),
+        ("an optimizer of 8 bits", _in_fewer_bits(saved), fewer_bits, "learner.optimizer"),
         ("an averaged policy", "average" in parts, roles.average is not None, "learner.proximal_ema"),
     )
     for what, there, wanted, key in rows:
