@@ -163,6 +163,7 @@ def test_a_publisher_without_copies_sends_every_version_as_it_was_and_lets_the_o
         sender.go.release()
         stepping.join(60)
         assert not stepping.is_alive()
+    until(lambda: len(sender.seen) == 3)  # the optimizer goes on a moment before the sender has written it down
     assert sender.seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
     publisher.publish(3, [("w", weight)])
     assert publisher.stats()["weights/copy_wait_s"] > 0.0
