@@ -34,7 +34,7 @@ from asyncrl.cli.memory_table import (
     rank_bytes,
     role_rows,
 )
-from asyncrl.cli.model_size import model_size
+from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch import pack
@@ -182,17 +182,23 @@ def test_adapters_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_t
         assert policy_held(config, read) == planned
 
 
+def two_layers_in(folder: Path) -> tuple[PreTrainedModel, ModelSize]:
+    """A model of two layers of a 7 B, without storage, and what is read of its files in `folder`."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
+    write_headers(folder, qwen("7b in 2 layers"), hf)
+    read = model_size(folder)
+    assert read is not None
+    return hf, read
+
+
 def test_moments_in_8_bits_are_planned_by_their_bytes_critic_and_copy_too(tmp_path: Path):
     config = Config(
         model=ModelConfig(path=str(tmp_path)),
         learner=LearnerConfig(ranks=2, optimizer="adamw_8bit"),
         advantage=AdvantageConfig(estimator="gae", baseline="none"),
     )
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
-    write_headers(tmp_path, qwen("7b in 2 layers"), hf)
-    model = model_size(tmp_path)
-    assert model is not None
+    hf, model = two_layers_in(tmp_path)
     matrices = sum(each.numel() for each in hf.parameters() if each.ndim == 2)
     rest = sum(each.numel() for each in hf.parameters() if each.ndim == 1)
     mine = policy_held(config, model)
@@ -210,11 +216,7 @@ def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int,
         engine=EngineConfig(dtype="bfloat16"),
         advantage=AdvantageConfig(estimator="gae", baseline="none"),
     )
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(qwen("7b in 2 layers"))
-    write_headers(tmp_path, qwen("7b in 2 layers"), hf)
-    model = model_size(tmp_path)
-    assert model is not None
+    _, model = two_layers_in(tmp_path)
     here, there, critic = {}, {}, 16 * model.parameters / 2
     for offload in ("none", "optimizer", "all"):
         config.learner.offload = offload

@@ -40,6 +40,14 @@ def in_time(scenario: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     return asyncio.run(scenario())
 
 
+async def when_tokens_flow(engine: Any, count: int = 1, wait_s: float = 300.0) -> None:
+    """Returns when `engine` has made `count` tokens more."""
+    before = engine.stats()["generated_tokens"]
+    async with asyncio.timeout(wait_s):
+        while engine.stats()["generated_tokens"] < before + count:
+            await asyncio.sleep(0.002)
+
+
 BUCKET = 1 << 16
 
 

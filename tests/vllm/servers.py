@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import httpx
 
@@ -53,6 +54,15 @@ class RealServer:
     def command(self, folder: Path) -> list[str]:
         """Without its address."""
         raise NotImplementedError
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Itself, started; killed in the end, if it was not before."""
+        try:
+            self.start()
+            yield self
+        finally:
+            self.kill()
 
     def start(self) -> None:
         """waits for: its first answer; unblocked by: it, the end of the process, or START_S."""

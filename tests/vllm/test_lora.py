@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError, ModelMismatchError, WeightsError
 from asyncrl.schema import Config
 from asyncrl.types import Completion
 from asyncrl.weights.adapter import SCALING, scaling_tensor
-from tests.vllm.live import Live, TooLateError, in_time, live_engine
+from tests.vllm.live import Live, TooLateError, in_time, live_engine, when_tokens_flow
 from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, weights_of, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,13 +79,6 @@ def publish(live: Live, versions: Versions) -> int:
     return version
 
 
-async def when_tokens_flow(live: Live, count: int) -> None:
-    before = live.engine.stats()["generated_tokens"]
-    async with asyncio.timeout(120):
-        while live.engine.stats()["generated_tokens"] < before + count:
-            await asyncio.sleep(0.002)
-
-
 def assert_exact(versions: Versions, ids: np.ndarray, completion: Completion, version: int) -> None:
     """All of it is of one version, and as peft says."""
     assert (completion.policy_versions == version).all()
@@ -98,7 +91,7 @@ def test_a_running_sequence_finishes_under_its_own_adapter_while_new_ones_take_t
     async def work():
         old = await asyncio.to_thread(publish, live, versions)
         running = asyncio.create_task(live.engine.generate(request(ids, 3, new=900)))
-        await when_tokens_flow(live, 60)
+        await when_tokens_flow(live.engine, 60)
         new = await asyncio.to_thread(publish, live, versions)
         if running.done():
             raise TooLateError
@@ -141,7 +134,7 @@ def test_a_sequence_whose_slot_is_wanted_begins_again_under_the_newest(live, ver
         running = []
         for _ in range(SLOTS):
             running.append(asyncio.create_task(live.engine.generate(request(ids, 4, new=1000))))
-            await when_tokens_flow(live, 10)
+            await when_tokens_flow(live.engine, 10)
             if any(task.done() for task in running):
                 await asyncio.gather(*running)
                 raise TooLateError

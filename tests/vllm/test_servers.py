@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 from asyncrl.engines.server import engine as server_engine
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.canary import Canary, random_probes
-from tests.vllm.live import Live, TooLateError, in_time, live_engine
+from tests.vllm.live import Live, TooLateError, in_time, live_engine, when_tokens_flow
 from tests.vllm.models import VOCABULARY, engine_config, logprobs_of, make_model, prompt, request, worst
 from tests.vllm.servers import VllmServer
 
@@ -29,12 +29,8 @@ MODELS = {seed: make_model("qwen3_tied", seed) for seed in (1, 2)}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("model")
     make_model("qwen3_tied").save_pretrained(folder)
-    server = VllmServer(folder, tmp_path_factory.mktemp("server") / "log")
-    try:
-        server.start()
+    with VllmServer(folder, tmp_path_factory.mktemp("server") / "log").running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +67,6 @@ def update(live: Live) -> int:
     return version
 
 
-async def when_tokens_flow(live: Live) -> None:
-    before = live.engine.stats()["generated_tokens"]
-    async with asyncio.timeout(WAIT_S):
-        while live.engine.stats()["generated_tokens"] == before:
-            await asyncio.sleep(0.002)
-
-
 def test_tokens_carry_the_log_probs_and_the_version_of_the_weights_that_a_server_was_given(live):
     (own,) = asyncio.run(live.engine.generate(request(prompt(7), new=12)))
     assert (own.policy_versions == NO_VERSION).all()
@@ -92,7 +81,7 @@ def test_a_sequence_goes_on_over_an_update_and_says_which_tokens_are_of_which_ve
     async def work():
         old = await asyncio.to_thread(update, live)
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 3, new=TOKENS)))
-        await when_tokens_flow(live)
+        await when_tokens_flow(live.engine)
         await asyncio.to_thread(update, live)
         completions = await running
         if any(completion.policy_versions[-1] == old for completion in completions):
@@ -113,7 +102,7 @@ def test_what_a_killed_server_was_making_is_made_again_once_it_is_back_and_was_g
         version = await asyncio.to_thread(update, live)
         before = live.engine.stats()
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 3, new=TOKENS)))
-        await when_tokens_flow(live)
+        await when_tokens_flow(live.engine)
         await asyncio.to_thread(server.kill)
         await asyncio.to_thread(server.start)
         with live.publishing() as publisher:

@@ -21,7 +21,7 @@ from asyncrl.errors import EngineDiedError, GenerationError, WeightsError
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast.group import WeightGroup
 from tests.forked import forked_from
-from tests.vllm.live import Live, TooLateError, in_time, live_engine, make_publisher
+from tests.vllm.live import Live, TooLateError, in_time, live_engine, make_publisher, when_tokens_flow
 from tests.vllm.models import (
     engine_config,
     logprobs_of,
@@ -47,13 +47,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     write_own_sampling(folder)
     with live_engine(config) as live:
         yield live
-
-
-async def when_tokens_flow(live: Live, count: int) -> None:
-    before = live.engine.stats()["generated_tokens"]
-    async with asyncio.timeout(120):
-        while live.engine.stats()["generated_tokens"] < before + count:
-            await asyncio.sleep(0.002)
 
 
 def next_version(live: Live) -> int:
@@ -97,7 +90,7 @@ def test_tokens_before_and_after_an_update_carry_their_versions(live):
     async def work():
         old = await asyncio.to_thread(update, live)
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 3, new=500)))
-        await when_tokens_flow(live, 60)
+        await when_tokens_flow(live.engine, 60)
         await asyncio.to_thread(update, live)
         completions = await running
         if any(completion.policy_versions[-1] == old for completion in completions):
@@ -342,7 +335,7 @@ def test_more_prompt_tokens_at_once_than_a_step_takes_are_all_answered(live):
 def test_a_cancelled_group_frees_its_place(live):
     async def work():
         running = asyncio.create_task(live.engine.generate(request(prompt(9), 4, new=900)))
-        await when_tokens_flow(live, 20)
+        await when_tokens_flow(live.engine, 20)
         if not running.cancel():
             raise TooLateError
         with pytest.raises(asyncio.CancelledError):

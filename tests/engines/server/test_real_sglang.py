@@ -20,7 +20,7 @@ from asyncrl.engines.server import sglang_servers
 from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.sglang_servers import SglangServers
 from asyncrl.types import NO_VERSION
-from tests.vllm.live import TooLateError, in_time
+from tests.vllm.live import TooLateError, in_time, when_tokens_flow
 from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, request, worst
 from tests.vllm.servers import RealServer
 
@@ -34,7 +34,6 @@ CPU = (
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--grammar-backend", "none", "--max-total-tokens", "20000"),
 )
 TOLERANCE = 1e-4
-WAIT_S = 300.0
 TOKENS = 300
 """Of a sequence that is to be there still when something happens to its server: some seconds."""
 MODELS = {seed: make_model("qwen3_tied", seed) for seed in (1, 2)}
@@ -50,12 +49,8 @@ class SglangServer(RealServer):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     folder = tmp_path_factory.mktemp("model")
     engine_config(folder, "qwen3_tied")
-    server = SglangServer(folder, tmp_path_factory.mktemp("server") / "log")
-    try:
-        server.start()
+    with SglangServer(folder, tmp_path_factory.mktemp("server") / "log").running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +79,6 @@ def update(engine: SglangServers) -> int:
     (scored,) = engine.score([prompt(11)])
     np.testing.assert_allclose(scored, logprobs_of(model_of(version), prompt(11)), atol=TOLERANCE)
     return version
-
-
-async def when_tokens_flow(engine: SglangServers) -> None:
-    before = engine.stats()["generated_tokens"]
-    async with asyncio.timeout(WAIT_S):
-        while engine.stats()["generated_tokens"] == before:
-            await asyncio.sleep(0.002)
 
 
 def test_tokens_carry_the_log_probs_and_the_version_of_the_weights_that_a_server_was_given(
