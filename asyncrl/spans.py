@@ -113,10 +113,6 @@ os.register_at_fork(after_in_child=_forget)
 atexit.register(end)
 
 
-def active() -> bool:
-    return _file is not None
-
-
 def note(name: str, begin: int, end: int, lane: str = "", **of: Any) -> None:
     """A span that is over. Those of a lane lie in each other or apart; `group` (with `attempt`) in the lane of their
     group. Without a lane it is that of the thread. A span without a length is a moment."""

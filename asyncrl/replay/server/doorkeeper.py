@@ -95,9 +95,6 @@ class Doorkeeper:
         less = FORGIVEN_PER_S * seconds
         self._queued = {speaker: count - less for speaker, count in self._queued.items() if count > less}
 
-    def is_stranger(self, connection: bytes) -> bool:
-        return connection not in self._seats
-
     def speaks_for(self, connection: bytes) -> str:
         """The incarnation of a live peer; empty when it has none."""
         return self._seats.get(connection, "")
