@@ -9,7 +9,7 @@ import pytest
 from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.rerun import changed_by, main, name_of, prepare, rerun_config, written
-from asyncrl.config import config_to_dict, load_config, read_config
+from asyncrl.config import config_to_dict, learner_digest, load_config, read_config
 from asyncrl.errors import ConfigError, JournalError, RunFolderError
 from asyncrl.replay.audit.rerun import read_surviving
 from asyncrl.telemetry.run_folder import write_config
@@ -87,6 +87,11 @@ def test_a_group_replaces_all_recorded_settings_of_that_group(run: Path) -> None
     plain = load_config(["model.path=x", "data.path=x", "reward.function=a:b", "loss=no_correction"])
     assert config_to_dict(config)["loss"] == config_to_dict(plain)["loss"]
     assert (config.learner.lr, config.replay.max_staleness, config.learner.steps) == (1e-3, 1, 9)
+
+
+def test_a_rerun_may_compile_what_the_run_did_not(run: Path) -> None:
+    config = rerun_config(run, ["model.compile=true"])
+    assert config.model.compile and learner_digest(config) == learner_digest(rerun_config(run, []))
 
 
 @pytest.mark.parametrize(

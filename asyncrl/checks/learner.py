@@ -337,19 +337,6 @@ def hook_has_a_path(config: Config) -> Problems:
         yield f"learner.hook_args={learner.hook_args} does nothing without learner.hook. Leave it out"
 
 
-def checkpointing_is_on(config: Config) -> Problems:
-    if config.model.checkpoint_every > 1 and not config.model.activation_checkpointing:
-        yield (
-            f"model.checkpoint_every={config.model.checkpoint_every} does nothing without activation checkpointing. "
-            "Set model.activation_checkpointing=true, or leave it out"
-        )
-    if config.model.checkpoint_keep != "nothing" and not config.model.activation_checkpointing:
-        yield (
-            f"model.checkpoint_keep={config.model.checkpoint_keep} does nothing without activation checkpointing, "
-            "where everything is kept. Set model.activation_checkpointing=true, or leave it out"
-        )
-
-
 def profile_names_steps(config: Config) -> Problems:
     given = config.learner.profile
     first, _, last = given.partition(":")
@@ -375,5 +362,4 @@ RULES = (
     moments_have_a_place,
     hook_has_a_path,
     profile_names_steps,
-    checkpointing_is_on,
 )

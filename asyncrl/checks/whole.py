@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.checks import data, engine, learner, replay, sampling, settings
+from asyncrl.checks import data, engine, layers, learner, replay, sampling, settings
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
@@ -20,6 +20,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     *data.RULES,
     *replay.RULES,
     *learner.RULES,
+    *layers.RULES,
     *engine.RULES,
 )
 

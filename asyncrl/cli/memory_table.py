@@ -246,7 +246,8 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
             sizes.activations(tokens, slots, width, every if checkpointing else 0, keep),
             f"activations of {part}a full micro-batch, about ({tokens} tokens, {slots} in attention, "
             f"{sizes.layers} layers, {sizes.hidden} wide; {other} with "
-            f"model.activation_checkpointing={str(not checkpointing).lower()})",
+            f"model.activation_checkpointing={str(not checkpointing).lower()}"
+            + (", all as without model.compile)" if config.model.compile else ")"),
         ),
         (
             head_bytes(sizes.vocabulary, sizes.hidden, width, wide=config.model.fp32_head and width < MASTER),

@@ -50,7 +50,7 @@ from asyncrl.telemetry.rerun_report import comparison, plot_comparison
 from asyncrl.telemetry.resumed import changed_code, is_supervised
 from asyncrl.telemetry.run_folder import owner_of, prepare_run_folder
 
-FREE = ("loss", "advantage", "critic", "reference", "learner", "replay.max_staleness", "overwrite")
+FREE = ("loss", "advantage", "critic", "reference", "learner", "model.compile", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""
 FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")

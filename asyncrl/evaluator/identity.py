@@ -25,6 +25,7 @@ LATER = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0, "model.fp32_head
 NOT_OF_A_SAMPLE = (
     *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every", "model.checkpoint_keep"),
     *("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.fp32_head"),
+    "model.compile",
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )
 FOLDERS = ("model.path", "data.path", "reward.model")

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.attention_kernel import kernel_of, widest_head
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.compiling import compile_layers, refuse_unbuildable
 from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
@@ -70,6 +71,17 @@ def built(
     Raises:
         one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
     """
+    if settings.compile:
+        refuse_unbuildable(device)
+    model = _held(build, settings, longest, device, backend)
+    if settings.compile:
+        compile_layers(model, build.setting)
+    return model
+
+
+def _held(
+    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
+) -> Packed:
     compute = compute_dtype(settings.dtype, device)
     if backend is None or backend.mesh.size() == 1:
         model = build.make(prepare(build.recipe.whole(), settings))

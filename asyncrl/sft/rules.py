@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.checks import values
 from asyncrl.checks.hints import join_problems, nearest
+from asyncrl.checks.layers import of_compiling
 from asyncrl.checks.learner import of_checkpoints, of_moments
 from asyncrl.checks.machine import (
     missing_checkpoint,
@@ -114,8 +115,13 @@ def moments_have_a_place(given: SftConfig) -> Problems:
     yield from of_moments(given.learner.offload, given.learner.optimizer)
 
 
+def compiles_with_the_rest(given: SftConfig) -> Problems:
+    yield from of_compiling(given.model, given.learner.tensor_parallel)
+
+
 RULES = (
     moments_have_a_place,
+    compiles_with_the_rest,
     exports_have_checkpoints,
     known_words,
     numbers_in_range,

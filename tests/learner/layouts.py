@@ -51,6 +51,8 @@ class Cell:
     keep: str = ""
     """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
 
+    compiled: bool = False
+
     @property
     def name(self) -> str:
         words = [
@@ -61,6 +63,7 @@ class Cell:
             *(["critic"] * self.critic),
             *(["half of them idle"] * self.idle),
             *(["routed"] * self.routed),
+            *(["compiled"] * self.compiled),
             *([f"offload {self.offload}"] * (self.offload != "none")),
         ]
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
@@ -82,6 +85,7 @@ class Cell:
         config = settings_for(self.source(folder))
         model = replace(config.model, lora_rank=self.lora, activation_checkpointing=bool(self.keep))
         model.checkpoint_keep = self.keep or model.checkpoint_keep
+        model.compile = self.compiled
         learner = replace(config.learner, replicas=self.replicas, offload=self.offload)
         learner.sequence_parallel, learner.tensor_parallel = self.sequence, self.tensor
         return replace(config, model=model, learner=replace(learner, expert_parallel=self.experts))

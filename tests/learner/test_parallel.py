@@ -35,6 +35,8 @@ CELLS = [
     Cell(family="Qwen2", tensor=2, lora=2, offload="all"),
     Cell(family="Llama", sequence=2, tensor=2, lora=3),
     Cell(family="Qwen3", tensor=2, critic=True),
+    Cell(family="Qwen2", replicas=2, lora=2, keep="attention", compiled=True),
+    Cell(family="Qwen3-MoE", experts=2, sequence=2, offload="all", compiled=True),
 ]
 
 

@@ -112,7 +112,7 @@ REASONS = {
     "*use_dynamic_bsz": "micro-batches are always filled by tokens",
     "*use_remove_padding": "sequences are always packed, without padding",
     "*ulysses_sequence_parallel_size": "learner.sequence_parallel, once learner.ranks is chosen: it divides them",
-    "*use_torch_compile": "the learner runs eager",
+    "*use_torch_compile": "model.compile=true compiles the learner's layers (docs/parallel.md)",
     "*profiler*": "see benchmarks/, and spans in the telemetry",
     "actor_rollout_ref.rollout.multi_turn.*": "several turns and tools are environments: environment.name",
     "actor_rollout_ref.rollout.agent.*": "agents are environments: environment.name",

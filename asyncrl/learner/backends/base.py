@@ -34,6 +34,12 @@ class HeldModel(nn.Module):
         self.hf = hf
 
     @property
+    def layers(self) -> list[nn.Module]:
+        """Its decoder layers, from within: Mamba names its blocks and the mixers in them."""
+        classes = set(self.hf._no_split_modules or ())
+        return [each for each in reversed(list(self.hf.modules())) if type(each).__name__ in classes]
+
+    @property
     def device(self) -> torch.device:
         """On which it computes; its parameters may lie in host memory."""
         return next(self.parameters()).device if self.backend is None else device_of(self.backend.mesh)

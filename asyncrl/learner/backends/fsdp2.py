@@ -42,10 +42,7 @@ class FSDP2:
         over, over_same_experts = data_mesh(self.mesh), expert_data_mesh(self.mesh)
         # Only memory that is pinned for a GPU is copied beside what it computes.
         home = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self.on_host else OffloadPolicy()
-        layer_classes = set(model.hf._no_split_modules or ())
-        # From within: Mamba names its blocks and the mixers in them, and what is sharded already cannot be again.
-        layers = [each for each in reversed(list(model.hf.modules())) if type(each).__name__ in layer_classes]
-        for module in (*layers, model):
+        for module in (*model.layers, model):  # from within: what is sharded already cannot be again
             if before is not None:
                 before(module)
             for experts in spread(module, self.mesh):

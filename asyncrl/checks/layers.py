@@ -1,0 +1,47 @@
+"""Rules on how the learner's layers compute, and what they keep (see `asyncrl.checks.whole`)."""
+
+from __future__ import annotations
+
+from asyncrl.checks.problem import Problems
+from asyncrl.schema import Config, ModelConfig
+
+
+def checkpointing_is_on(config: Config) -> Problems:
+    if config.model.checkpoint_every > 1 and not config.model.activation_checkpointing:
+        yield (
+            f"model.checkpoint_every={config.model.checkpoint_every} does nothing without activation checkpointing. "
+            "Set model.activation_checkpointing=true, or leave it out"
+        )
+    if config.model.checkpoint_keep != "nothing" and not config.model.activation_checkpointing:
+        yield (
+            f"model.checkpoint_keep={config.model.checkpoint_keep} does nothing without activation checkpointing, "
+            "where everything is kept. Set model.activation_checkpointing=true, or leave it out"
+        )
+
+
+def compiles_with_the_rest(config: Config) -> Problems:
+    learner = config.learner
+    yield from of_compiling(config.model, learner.tensor_parallel)
+    others = {
+        "engine.exact": (config.engine.exact, "computes by kernels of its own, bit for bit"),
+        "learner.router_replay": (learner.router_replay, "reaches into every layer while it computes"),
+    }
+    for name, (given, why) in others.items():
+        if given and config.model.compile:
+            yield f"model.compile=true does not go with {name}=true, which {why}. Set one of them to false"
+
+
+def of_compiling(model: ModelConfig, tensor_parallel: int) -> Problems:
+    if model.compile and tensor_parallel > 1:
+        yield (
+            f"model.compile=true compiles no sums over ranks, and learner.tensor_parallel={tensor_parallel} has them "
+            "within every layer. Set model.compile=false, or learner.tensor_parallel=1"
+        )
+    if model.compile and model.checkpoint_keep == "matmul":
+        yield (
+            "model.checkpoint_keep=matmul keeps products that model.compile=true has in compiled code, where nothing "
+            "sees them. Set model.checkpoint_keep=attention, or model.compile=false"
+        )
+
+
+RULES = (checkpointing_is_on, compiles_with_the_rest)
