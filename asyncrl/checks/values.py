@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "weights.transport": ("broadcast", "files", "pull"),
     "weights.senders": ("rank0", "all"),
     "weights.copies": ("two", "none"),
+    "weights.slices": ("auto", "never"),
     "weights.delta": ("never", "always", "auto"),
     "weights.backend": ("auto", "nccl", "gloo", "ipc"),
     "placement.mode": MODES,

@@ -18,6 +18,10 @@ class ParameterTable:
         self._required = dict(model.named_parameters())
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
 
+    def outlines(self) -> dict[str, torch.Tensor]:
+        """What an update carries, by name; only shape and dtype count."""
+        return self._required | self._buffers
+
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse what would not fit, before anything is changed.
 

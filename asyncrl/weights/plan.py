@@ -38,8 +38,8 @@ class Placed:
     itemsize: int
     held: tuple[Box | None, ...]
     """By sender; None holds nothing of it."""
-    needed: tuple[Box | None, ...]
-    """By receiver; None needs nothing of it."""
+    needed: tuple[tuple[Box, ...], ...]
+    """By receiver: boxes that do not overlap; none where it needs nothing of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,46 @@ def intersection(one: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
+def contains(outer: Box, inner: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
+def chopped(box: Box, elements: int) -> list[Box]:
+    """Parts of at most so many elements, in order, as far as whole rows of the first dimensions allow."""
+    dim = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if dim is None or volume(box) <= elements:
+        return [box]
+    start, stop = box[dim]
+    row = volume(box) // (stop - start)
+    step = max(1, elements // row)
+    rows = [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    parts = [(*box[:dim], ends, *box[dim + 1 :]) for ends in rows]
+    return [each for part in parts for each in chopped(part, elements)]
+
+
+def coalesced(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Boxes without an element in common, each of `boxes` inside one of them: what touches becomes one, what crosses
+    the box around both."""
+    found: list[Box] = []
+    for box in sorted(boxes):
+        if not volume(box):
+            continue
+        while (other := next((each for each in reversed(found) if _join(each, box)), None)) is not None:
+            found.remove(other)
+            box = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(other, box, strict=True))
+        found.append(box)
+    return tuple(sorted(found))
+
+
+def _join(one: Box, other: Box) -> bool:
+    """Whether they cross, or make one box together."""
+    apart = [dim for dim, (ends, others) in enumerate(zip(one, other, strict=True)) if ends != others]
+    if len(apart) == 1:
+        (a, b), (c, d) = one[apart[0]], other[apart[0]]
+        return max(a, c) <= min(b, d)
+    return volume(intersection(one, other)) > 0
+
+
 def overlap(boxes: Iterable[Box]) -> bool:
     """Whether two of them have an element in common."""
     ordered, end = sorted(boxes), 0
@@ -97,7 +137,7 @@ def plan_transfers(tensors: Sequence[Placed]) -> list[Transfer]:
     pieces: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Box]]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         cells = _cells(tensor)
-        for region, receivers in _regions(tensor):
+        for region, receivers in regions(tensor.shape, tensor.needed):
             parts = [(owners, intersection(box, region)) for box, owners in cells.items()]
             found = sum(volume(part) for _, part in parts)
             if found != volume(region):
@@ -131,16 +171,20 @@ def _cells(tensor: Placed) -> dict[Box, tuple[int, ...]]:
     return {box: tuple(found) for box, found in owners.items()}
 
 
-def _regions(tensor: Placed) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """What the same receivers need, in boxes that do not overlap."""
-    wanted = {i: box for i, box in enumerate(tensor.needed) if box is not None and volume(box)}
-    distinct = set(wanted.values())
+def regions(shape: Sequence[int], needed: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """What the same receivers need of a tensor, in boxes that do not overlap, in order.
+
+    Args:
+        needed: by receiver: boxes that do not overlap.
+    """
+    wanted = [tuple(box for box in boxes if volume(box)) for boxes in needed]
+    distinct = {box for boxes in wanted for box in boxes}
     if len(distinct) == 1:
-        yield next(iter(distinct)), tuple(wanted)
+        yield next(iter(distinct)), tuple(i for i, boxes in enumerate(wanted) if boxes)
         return
-    cuts = [sorted({end for box in distinct for end in box[dim]}) for dim in range(len(tensor.shape))]
-    for cell in itertools.product(*(itertools.pairwise(points) for points in cuts)):
-        receivers = tuple(i for i, box in wanted.items() if intersection(cell, box) == cell)
+    cuts = [sorted({end for box in distinct for end in box[dim]}) for dim in range(len(shape))]
+    for cell in itertools.product(*(itertools.pairwise(points) for points in cuts)) if distinct else ():
+        receivers = tuple(i for i, boxes in enumerate(wanted) if any(contains(box, cell) for box in boxes))
         if receivers:
             yield cell, receivers
 

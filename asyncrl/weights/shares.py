@@ -1,7 +1,7 @@
 """What each learner rank sends where all of them send: boxes of tensors, in buckets of its own.
 
-Every engine process takes whole tensors (vLLM's loaders cut out what belongs to theirs), so all receivers need the
-same, and each sender has one box at most of a tensor.
+Planned as for engines that take whole tensors, so that what a rank copies does not depend on who is there; each sender
+has one box at most of a tensor. What goes to whom is cut out of that (`weights.flows`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.manifest import Entry, Manifest, build_manifest
-from asyncrl.weights.plan import Box, Placed, overlap, plan_transfers, volume, whole
+from asyncrl.weights.plan import Box, Placed, plan_transfers, whole
 
 RANK0 = "Use weights.senders=rank0"
 
@@ -32,51 +31,9 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     whole: Manifest
-    """Of the model: what arrives at the engines."""
+    """Of the model."""
     of: tuple[Share, ...]
     """By sender."""
-
-    def to_wire(self) -> list[Any]:
-        """msgpack-able; read back by `from_wire`. Tensors by their number in the whole manifest."""
-        numbers = {entry.name: number for number, entry in enumerate(_entries(self.whole))}
-        return [
-            [
-                [
-                    [numbers[entry.name], *(end for ends in share.boxes[entry.name] for end in ends)]
-                    for entry in b.entries
-                ]
-                for b in share.manifest.buckets
-            ]
-            for share in self.of
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any], whole_manifest: Manifest) -> Shares:
-        """Raises WeightsError unless the boxes lie in their tensors and put each together exactly."""
-        entries = _entries(whole_manifest)
-        boxes: list[list[Box]] = [[] for _ in entries]
-        shares = []
-        for buckets in wire:
-            found: dict[str, Box] = {}
-            rows = []
-            for bucket in buckets:
-                rows.append([])
-                for number, *ends in bucket:
-                    if not 0 <= int(number) < len(entries):
-                        raise WeightsError(f"a sender's share names tensor {number} of {len(entries)}")
-                    entry, box = entries[number], tuple(zip(map(int, ends[::2]), map(int, ends[1::2]), strict=True))
-                    if len(box) != len(entry.shape) or any(
-                        not 0 <= a < b <= n for (a, b), n in zip(box, entry.shape, strict=True)
-                    ):
-                        raise WeightsError(f"a sender's share has box {box} of {entry.name}, which is {entry.shape}")
-                    boxes[number].append(box)
-                    found[entry.name] = box
-                    rows[-1].append([entry.name, [b - a for a, b in box], str(entry.dtype).removeprefix("torch.")])
-            shares.append(Share(manifest=Manifest.from_wire(rows), boxes=found))
-        for entry, parts in zip(entries, boxes, strict=True):
-            if sum(map(volume, parts)) != volume(whole(entry.shape)) or overlap(parts):
-                raise WeightsError(f"the senders' shares of {entry.name} {entry.shape} do not put it together: {parts}")
-        return cls(whole=whole_manifest, of=tuple(shares))
 
 
 def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders: int, cap_bytes: int) -> Shares:
@@ -93,7 +50,7 @@ def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders
     entries = _entries(manifest)
     placed = [
         Placed(
-            name=e.name, shape=e.shape, itemsize=e.dtype.itemsize, held=tuple(held[e.name]), needed=(whole(e.shape),)
+            name=e.name, shape=e.shape, itemsize=e.dtype.itemsize, held=tuple(held[e.name]), needed=((whole(e.shape),),)
         )
         for e in entries
     ]  # fmt: skip

@@ -43,6 +43,9 @@ class Receives:
 
     width = 1
 
+    def wanted(self) -> tuple[()]:
+        return ()
+
     def join(self, seat: Seat) -> None: ...
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:

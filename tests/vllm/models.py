@@ -34,6 +34,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_tied": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 2}, tie_word_embeddings=True),
     "llama": LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=False),
+    # One head of keys for all processes, and a vocabulary that no number of processes divides.
+    "llama_one_key": LlamaConfig(
+        **SHAPE | {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}, head_dim=32, tie_word_embeddings=False
+    ),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, head_dim=32, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
         moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[],

@@ -165,13 +165,13 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
         return sender
     together.post = trap.post
     together.WeightGroup = trap.group()
-    send_whole = together.send_whole
+    send = together.send
 
-    def send_share(*arguments: Any) -> int:
+    def send_share(*arguments: Any) -> tuple[int, list[str]]:
         trap.bucket = 0
-        return send_whole(*arguments)
+        return send(*arguments)
 
-    together.send_whole = send_share
+    together.send = send_share
     host, port, publisher = board.notes("meeting")[-1]
     return ShareSender(
         Meeting(host=host, port=port, publisher=publisher), rank, timeout_s=SHARED_TIMEOUT_S, backend=backend

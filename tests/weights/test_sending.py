@@ -10,7 +10,7 @@ import torch
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import sending
 from asyncrl.weights.broadcast.publisher import BroadcastSender
-from asyncrl.weights.broadcast.sending import send_whole
+from asyncrl.weights.broadcast.sending import Lanes, send_whole
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import plan
@@ -105,7 +105,7 @@ def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(mon
     monkeypatch.setattr(broadcast_publisher, "time", clock)
     monkeypatch.setattr(DeltaChoice, "sent_delta", lambda self, encode_s, send_s: told.append((encode_s, send_s)))
     sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S, delta="auto")  # pyright: ignore
-    sender._group = Wire()  # pyright: ignore[reportAttributeAccessIssue]
+    sender._lanes = Lanes(groups={0: Wire()})  # pyright: ignore[reportArgumentType]
     first = snapshot_of(0, SlowFilling(clock, 0.0))
     sender.send(first)
     sender.send(snapshot_of(1, SlowFilling(clock, 3.0)), first)

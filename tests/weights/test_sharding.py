@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from asyncrl.errors import WeightsError
 from asyncrl.learner.experts import spread
 from asyncrl.learner.sharding import data_mesh, expert_data_mesh
 from asyncrl.weights.broadcast import together
-from asyncrl.weights.broadcast.landing import ShareLanding, write_flat
+from asyncrl.weights.broadcast.landing import FlowLanding, write_flat
 from asyncrl.weights.broadcast.protocol import fetch
+from asyncrl.weights.broadcast.staging import Seat, Staging
 from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.flows import Flows, cut
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.sharding import OwnShare
@@ -80,11 +83,16 @@ def test_shares_by_columns_land_where_they_belong_in_pieces_of_any_size(senders,
     manifest, shares = halves_by_columns(senders)
     expected, buffers = model(), manifest.allocate()
     views = manifest.views(buffers)
-    for share in Shares.from_wire(shares.to_wire(), Manifest.from_wire(manifest.to_wire())).of:
-        cut = [(name, expected[name][slices(box)]) for name, box in share.boxes.items()]
+    wire = cut(shares, [{}], 1 << 20).to_wire()
+    flows = Flows.from_wire(wire, Manifest.from_wire(manifest.to_wire()))
+    for share, flow in zip(shares.of, flows.of, strict=True):
+        assert flow.manifest == share.manifest, "it is sent as it was copied"
+        parts = [(name, expected[name][slices(box)]) for name, box in share.boxes.items()]
         sent = share.manifest.allocate()
-        prints = gather_into(share.manifest, cut, sent)
-        got = ShareLanding(share, "cpu").receive(Loopback(sent, piece), views)  # pyright: ignore[reportArgumentType]
+        prints = gather_into(share.manifest, parts, sent)
+        group: Any = Loopback(sent, piece)
+        landing = FlowLanding(flow.manifest.buckets, [group] * len(sent), "cpu")
+        got = landing.receive({part: views[name][slices(box)] for part, (name, box) in flow.parts.items()})
         assert got == prints == [bucket_fingerprint(buffer) for buffer in sent]
     for name, tensor in expected.items():
         assert torch.equal(views[name], tensor), name
@@ -109,19 +117,26 @@ def test_any_run_of_elements_is_written_to_a_box_that_does_not_lie_together(data
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda wire: wire.pop(), "do not put it together"),
-        (lambda wire: wire.append(wire[0]), "do not put it together"),
-        (lambda wire: wire[0][0][0].__setitem__(2, 10**6), "has box"),
-        (lambda wire: wire[0][0][0].__setitem__(0, 99), "names tensor 99"),
-        (lambda wire: wire[0][0][0].pop(), "has box|zip"),
+        (lambda wire: wire[1].pop(), "do not put the tensors together"),
+        (lambda wire: wire[1].append(wire[1][0]), "do not put the tensors together"),
+        (lambda wire: wire[0].__setitem__(0, [2]), "do not put the tensors together"),
+        (lambda wire: wire[0].__setitem__(0, [1, 1]), "are not ranks in order"),
+        (lambda wire: wire[1][0][0].__setitem__(0, 7), "for lane 7 of 1"),
+        (lambda wire: wire[1][0][0][1][0].__setitem__(2, 10**6), "has box"),
+        (lambda wire: wire[1][0][0][1][0].__setitem__(0, 99), "names tensor 99"),
+        (lambda wire: wire[1][0][0][1][0].pop(), "has box|zip"),
     ],
 )
 def test_shares_of_a_peer_that_do_not_put_the_tensors_together_are_refused(spoil, match):
     manifest, shares = halves_by_columns(2)
-    wire = shares.to_wire()
+    wire = cut(shares, [{}], 1 << 20).to_wire()
     spoil(wire)
+    seat = Seat(
+        host="127.0.0.1", port=1, backend="gloo", epoch=1, rank=1, world=2, timeout_s=1.0, manifest=manifest.to_wire(),
+        flows=wire,
+    )  # fmt: skip
     with pytest.raises((WeightsError, ValueError), match=match):
-        Shares.from_wire(wire, manifest)
+        Staging().join(seat)
 
 
 class Net(nn.Module):

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.engines.vllm.receiver import VllmReceiver
+from asyncrl.engines.vllm.receiver import VllmReceiver, agreed
 from asyncrl.errors import EngineDiedError
 from asyncrl.weights.broadcast.staging import Seat
+from asyncrl.weights.sliced import Wanted
 
 Result = TypeVar("Result")
 
@@ -50,6 +51,9 @@ class ServersReceiver:
         self._asked = dict(self._there())
         return sum(width for width, _ in self._asked.values())
 
+    def wanted(self) -> Sequence[Wanted]:
+        return ()  # whole tensors: what a server was told of its parts is gone when it starts again
+
     def join(self, seat: Seat) -> None:
         self._receivers = {url: self._receiver(url, width) for url, (width, _) in self._asked.items()}
         if not self._receivers:
@@ -66,7 +70,7 @@ class ServersReceiver:
     def receive(self, event: Mapping[str, Any]) -> list[str]:
         asked = {key: value for key, value in event.items() if key != "canary"}  # bytes, which JSON has not
         answers = self._each(lambda _, receiver: receiver.receive(asked))
-        return [prints[0] if len(set(prints)) == 1 else "differ" for prints in zip(*answers, strict=True)]
+        return [agreed(prints) for prints in zip(*answers, strict=True)]
 
     def staged(self) -> StagedInServers:
         first = next(iter(self._receivers.values()))

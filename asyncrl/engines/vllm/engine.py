@@ -56,6 +56,7 @@ def make_vllm_engine(config: Config) -> VllmEngine:
         model,
         recompute=config.weights.on_update == "recompute",
         timeout_s=config.weights.timeout_s,
+        slices=config.weights.slices == "auto",
     )
 
 
@@ -66,6 +67,7 @@ class VllmEngine:
         model: config of the model in `args`; incoming weights are checked against it.
         recompute: drop all keys at an update and compute those of running sequences again with the new weights.
         timeout_s: longest that vLLM's processes may take for one call, a load included.
+        slices: of several processes each receives and stages only what it keeps of the weights.
     """
 
     table: type[ParameterTable] | type[AdapterTable] = ParameterTable
@@ -78,8 +80,9 @@ class VllmEngine:
         *,
         recompute: bool = False,
         timeout_s: float = 60.0,
+        slices: bool = True,
     ) -> None:
-        self._recompute, self._timeout_s = recompute, timeout_s
+        self._recompute, self._timeout_s, self._slices = recompute, timeout_s, slices
         self._vocabulary = int(model.vocab_size)
         with torch.device("meta"):
             self._parameters = self.table(AutoModelForCausalLM.from_config(model))
@@ -111,7 +114,13 @@ class VllmEngine:
         return self._client.max_length
 
     def receiver(self) -> VllmReceiver:
-        return VllmReceiver(self.call_workers, self._width)
+        return VllmReceiver(self.call_workers, self._width, self._parts())
+
+    def _parts(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of which its processes need parts alone."""
+        table = self._parameters
+        parts = self._slices and self._width > 1 and isinstance(table, ParameterTable)
+        return table.outlines() if parts else {}
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self._check_request(request)

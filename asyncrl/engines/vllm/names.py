@@ -7,8 +7,9 @@ from typing import Any
 
 BACKEND = "asyncrl"
 EXTENSION = "asyncrl.engines.vllm.plugin.WorkerExtension"
-PROTOCOL = 2
-"""Of the calls of `plugin.WorkerExtension`, of what they are given and what they answer. 2: fingerprints of leaves."""
+PROTOCOL = 3
+"""Of the calls of `plugin.WorkerExtension`, of what they are given and what they answer. 2: fingerprints of leaves. 3:
+parts of tensors."""
 SHAPE_KEYS = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "rms_norm_eps"),

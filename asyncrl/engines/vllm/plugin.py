@@ -40,6 +40,14 @@ class WorkerExtension:
         told = {"protocol": PROTOCOL, "seat": import_module("asyncrl.engines.vllm.receiver").SEAT}
         return shape_of(self.model_runner.model_config.hf_config) | told
 
+    def asyncrl_wanted(self, tensors: list[list[Any]]) -> list[Any] | str:
+        """What this process keeps of `tensors` ([name, shape, dtype]), as from `sliced.wanted_to_wire`; or why that is
+        not known."""
+        try:
+            return self.weight_transfer_engine.find_wanted(tensors)
+        except Exception as error:  # process boundary, see the class
+            return f"{type(error).__name__}: {error}"
+
     def asyncrl_begin(self, kind: str, payload: dict[str, Any]) -> str:
         """Start `receive` or `read` on the side thread; generation goes on. Empty, or why it cannot start."""
         return self.weight_transfer_engine.begin(kind, payload)
@@ -47,6 +55,10 @@ class WorkerExtension:
     def asyncrl_poll(self) -> list[Any]:
         """[done, fingerprints, error] of the job begun last."""
         return self.weight_transfer_engine.poll()
+
+    def asyncrl_staged(self) -> int:
+        """Bytes that it holds for weights on their way."""
+        return self.weight_transfer_engine.staged_bytes()
 
     def asyncrl_leave(self) -> str:
         self.weight_transfer_engine.shutdown()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from safetensors.torch import save_file
 from asyncrl.errors import EngineDiedError, WeightsError
 from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.sliced import Wanted, wanted_from_wire
+
+log = logging.getLogger(__name__)
 
 CallWorkers = Callable[..., list[Any]]
 """`call(method, *arguments)`: the answers of all workers."""
@@ -35,18 +39,46 @@ class StagedInWorkers:
     """Name -> tensor without data, of the shape and dtype of what is staged."""
 
 
-class VllmReceiver:
-    """Implements `weights.broadcast.staging.Receiver`."""
+def agreed(prints: Iterable[str]) -> str:
+    """The fingerprint of a bucket by the processes that got it; "" where none did."""
+    of = set(prints) - {""}
+    return "differ" if len(of) > 1 else "".join(of)
 
-    def __init__(self, call: CallWorkers, width: int) -> None:
+
+class VllmReceiver:
+    """Implements `weights.broadcast.staging.Receiver`.
+
+    Args:
+        tensors: of the model, by Hugging Face name, without data: the workers are asked what they keep of them, and
+            get no more where the learner can do that. Without any they get whole tensors.
+    """
+
+    def __init__(self, call: CallWorkers, width: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self._call = call
         self._width = width
+        self._tensors = tensors or {}
+        self._wanted: list[Wanted] | None = None
         self._seat: Seat | None = None
         self._shapes: Mapping[str, torch.Tensor] = {}
 
     @property
     def width(self) -> int:
         return self._width
+
+    def wanted(self) -> Sequence[Wanted]:
+        if self._wanted is None and self._tensors:
+            rows = [
+                [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+                for name, tensor in self._tensors.items()
+            ]
+            self._wanted = []
+            for answer in self._call("asyncrl_wanted", rows):
+                if isinstance(answer, str):
+                    log.warning(
+                        "weights: a worker of vLLM gets whole tensors, its loaders do not say what of: %s", answer
+                    )
+                self._wanted.append({} if isinstance(answer, str) else wanted_from_wire(answer))
+        return self._wanted or ()
 
     def join(self, seat: Seat) -> None:
         if self._seat is None or self._seat.manifest != seat.manifest:
@@ -63,7 +95,7 @@ class VllmReceiver:
         self._begin("receive", dict(event))
         # Every bucket is bounded by the group itself.
         answers = self._wait((len(seat.manifest) + 1) * seat.timeout_s, "receive weights")
-        return [prints[0] if len(set(prints)) == 1 else "differ" for prints in zip(*answers, strict=True)]
+        return [agreed(prints) for prints in zip(*answers, strict=True)]
 
     def stage(self, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> None:
         """Tensors of this process into staging, through memory that the processes of the machine share.

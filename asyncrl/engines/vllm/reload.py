@@ -6,6 +6,8 @@ memory; each is filled and put back in place when all its elements have come.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -13,11 +15,15 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
+    _get_original_loader,
     _place_kernel_tensors,
     get_layerwise_info,
+    initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.sliced import Wanted, find_wanted
 
 PADDED = (VocabParallelEmbedding, RoutedExperts)
 """Layers that may be larger than what is loaded into them."""
@@ -87,3 +93,23 @@ def abandon_reload(model: nn.Module) -> None:
                 _place_kernel_tensors(layer, info)
             info.reset()
     LOADING_LAYERS.clear()
+
+
+def wanted_by(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Wanted:
+    """What this process keeps of `tensors` (Hugging Face names; without data): its loaders are run over placeholders,
+    as in a load, and no layer is ever complete. The model is as it was, also where that raises; to be called between
+    two steps.
+
+    Raises:
+        Exception: whatever a loader that cannot do without data raises.
+    """
+    torchao = getattr(model, "_do_torchao_reload", False)
+    initialize_layerwise_reload(model)
+    try:
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                tensor.weight_loader = _get_original_loader(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        return find_wanted(model.load_weights, tensors)  # pyright: ignore[reportArgumentType]
+    finally:
+        abandon_reload(model)
+        model._do_torchao_reload = torchao  # pyright: ignore[reportArgumentType]

@@ -30,8 +30,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
-from asyncrl.engines.vllm.reload import abandon_reload, check_all_loaded, forget_packed_experts, repack_tied_heads
+from asyncrl.engines.vllm.reload import (
+    abandon_reload,
+    check_all_loaded,
+    forget_packed_experts,
+    repack_tied_heads,
+    wanted_by,
+)
 from asyncrl.weights.broadcast.staging import Seat, Staging
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.plan import whole
+from asyncrl.weights.sliced import wanted_to_wire
 
 _ORPHAN_LOOK_S = 1.0
 _PATIENCE_S = 5.0
@@ -98,6 +107,15 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         seat = replace(seat, rank=seat.rank + ours)
         self._job = SideJob(lambda: self._join(seat), self._job)
 
+    def find_wanted(self, tensors: list[list[Any]]) -> list[Any]:
+        """See `plugin.WorkerExtension.asyncrl_wanted`. Also what is staged from here on, until it is asked again."""
+        self._staging.keeps = None
+        (bucket,) = Manifest.from_wire([tensors]).buckets
+        shapes = bucket.views(torch.empty(bucket.nbytes, dtype=torch.uint8, device="meta"))
+        wanted = wanted_by(self.model, shapes)
+        self._staging.keeps = wanted
+        return wanted_to_wire({name: boxes for name, boxes in wanted.items() if boxes != (whole(shapes[name].shape),)})
+
     def begin(self, kind: str, payload: dict[str, Any]) -> str:
         jobs: dict[str, Callable[[], list[str]]] = {
             "receive": lambda: self._receive(payload),
@@ -131,6 +149,10 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
     def staged(self) -> Mapping[str, torch.Tensor]:
         """What came last, from the group or from a file."""
         return self._file if self._file is not None else self._staging.staged()
+
+    def staged_bytes(self) -> int:
+        """Of the group; a file is gone after its load."""
+        return self._staging.nbytes
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

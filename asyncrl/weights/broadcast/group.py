@@ -55,7 +55,8 @@ STRETCH = 64 << 20
 
 
 class WeightGroup:
-    """One epoch of the group: rank 0 sends, ranks 1.. are the subscribers. With several senders each has its own.
+    """One epoch of the group: rank 0 sends, ranks 1.. are the subscribers. Each sender has its own, and one for each
+    lane (`weights.flows`) where subscribers want different parts: `name` tells them apart.
 
     Joining, every buffer (of a long one each 64 MiB, all their pieces together) and leaving are bounded by `timeout_s`;
     any of them raises RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then
@@ -74,13 +75,13 @@ class WeightGroup:
         timeout_s: float,
         device: torch.device | None = None,
         interface: str = "",
-        sender: int = 0,
+        name: str = "0",
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
         self.timeout_s = timeout_s
         self._deadline = 0.0
         """By `time.monotonic()`, of the stretch that is on its way."""
-        prefixed = dist.PrefixStore(f"group/{epoch}/{sender}", store)
+        prefixed = dist.PrefixStore(f"group/{epoch}/{name}", store)
         prefixed.set_timeout(timedelta(seconds=timeout_s))
         place = Place(
             store=prefixed, host=host, rank=rank, world=world, timeout_s=timeout_s, interface=interface, device=device
@@ -125,18 +126,19 @@ class WeightGroup:
         self._wire.abort()
 
 
-def passed(group: WeightGroup, flow: Iterable[tuple[Tag, torch.Tensor]]) -> Iterator[Tag]:
-    """Broadcast the pieces of `flow`, two at a time; yields the tag of each when it is through, in order.
+def passed(flow: Iterable[tuple[Tag, WeightGroup, torch.Tensor]]) -> Iterator[Tag]:
+    """Broadcast the pieces of `flow`, each in its group, two at a time; yields the tag of each when it is through, in
+    order.
 
     What the caller does with one happens beside the next, and the wire never waits for a thread that has to wake up.
     """
-    on_their_way: deque[tuple[Tag, Any]] = deque()
-    for tag, piece in flow:
-        on_their_way.append((tag, group.broadcast(piece)))
+    on_their_way: deque[tuple[Tag, WeightGroup, Any]] = deque()
+    for tag, group, piece in flow:
+        on_their_way.append((tag, group, group.broadcast(piece)))
         if len(on_their_way) == 2:
-            tag, work = on_their_way.popleft()
+            tag, group, work = on_their_way.popleft()
             group.wait(work)
             yield tag
-    for tag, work in on_their_way:
+    for tag, group, work in on_their_way:
         group.wait(work)
         yield tag

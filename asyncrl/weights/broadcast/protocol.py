@@ -1,7 +1,8 @@
 """What publisher and subscriber say to each other through the store, besides the weights themselves.
 
-hello/W/I                subscriber: idle, invite me (hello: n-th time; width: as many ranks; protocol: of its version)
-invite/W/I/n             publisher: epoch, rank (its first one), world, manifest
+hello/W/I                subscriber: idle, invite me (hello: n-th time; width: as many ranks; wanted: by each of them,
+                         nothing where all want whole tensors; protocol: of its version)
+invite/W/I/n             publisher: epoch, rank (its first one), world, manifest, flows if not all get all from one
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
 E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
@@ -33,9 +34,9 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """What this page says, as a number: of the board, and of every hello. 2: several senders, a group for each. 3:
-fingerprints of leaves. Who has another one is refused with a sentence, at both ends."""
+fingerprints of leaves. 4: parts of tensors. Who has another one is refused with a sentence, at both ends."""
 POLL_S = 0.003
 """Of the publisher, which is one."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.broadcast.group import WeightGroup, host_store
+from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, host_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
     PROTOCOL,
@@ -32,11 +33,14 @@ from asyncrl.weights.broadcast.protocol import (
     post,
     wait_key,
 )
-from asyncrl.weights.broadcast.sending import Deltas, encode_deltas, send_deltas, send_whole
+from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
 from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.flows import Flows, flows_of
 from asyncrl.weights.ipc import machine
+from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
+from asyncrl.weights.sliced import Wanted, wanted_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +95,8 @@ class BroadcastSender:
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
         self._event = 0
-        self._group: WeightGroup | None = None
+        self._lanes: Lanes | None = None
+        self._rooms = Rooms(device if device is not None and backend != "gloo" else "cpu", shared=backend == "ipc")
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
         """First rank of each member; an engine with several processes occupies as many ranks."""
@@ -122,7 +127,7 @@ class BroadcastSender:
         if not set(self._members) <= set(live) or self._waiting(live):
             self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
-            if self._group is None and not self._form(snapshot):
+            if self._lanes is None and not self._form(snapshot):
                 self._stats["engines"] = 0.0
                 return
             broken, gone, said = "", False, self._event
@@ -164,14 +169,14 @@ class BroadcastSender:
 
     def close(self) -> None:
         self._others.end()
-        if self._group is not None:
+        if self._lanes is not None:
             self._post_event({"kind": "bye"})
             # Waits for members to hang up, briefly: a store that vanishes under them fills their logs with traces.
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self._store.add(f"{self._epoch}/gone", 0) < len(self._members):
                 time.sleep(POLL_S)
-            self._group.abort()
-            self._group = None
+            self._lanes.abort()
+            self._lanes = None
 
     def _announce(self) -> None:
         board = {"transport": "broadcast", "host": self._host, "port": self._port, "publisher": self._publisher}
@@ -211,12 +216,12 @@ class BroadcastSender:
 
     def _dissolve(self) -> None:
         """End the epoch, and give its members a moment to say hello for the next."""
-        if self._group is None:
+        if self._lanes is None:
             return
         self._post_event({"kind": "next"})
         self._others.leave()
-        self._group.abort()
-        self._group = self._base = None
+        self._lanes.abort()
+        self._lanes = self._base = None
         expected, self._members = set(self._members) & set(self._live()), []
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
         # Waits for the members of the old epoch; who stays silent is left out.
@@ -235,52 +240,63 @@ class BroadcastSender:
         while peers:
             self._epoch += 1
             self._event = 0
-            accepted, world = self._invite(peers, snapshot)
+            hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
+            flows, world = self._flows(snapshot, hellos), 1 + sum(int(hello["width"]) for hello in hellos.values())
+            accepted = self._invite(hellos, snapshot, flows, world)
             together = accepted == peers
             if together:
-                self._others.form(self._epoch, world)
+                self._others.form(self._epoch, flows)
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
                 peers = self._rejoined(accepted)
                 continue
-            group = None
+            lanes = None
             try:
-                group = WeightGroup(
-                    self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0,
-                    world=world, timeout_s=self._timeout_s, device=self._device, interface=self._interface,
-                )  # fmt: skip
+                lanes = Lanes.form(self._group, 0, flows, snapshot, world)
                 self._others.formed(self._epoch, snapshot)
             except RuntimeError as error:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
-                if group is not None:
-                    group.abort()
+                if lanes is not None:
+                    lanes.abort()
                 peers = self._rejoined(peers)
                 continue
-            self._group, self._members = group, peers
+            self._lanes, self._members = lanes, peers
             self._stats["epoch"] = float(self._epoch)
             self._announce()
             return True
         return False
 
-    def _invite(self, peers: Sequence[Peer], snapshot: Snapshot) -> tuple[list[Peer], int]:
-        """Invite all; those who accepted within the grace, and the size of the group."""
+    def _group(self, name: str, world: int) -> WeightGroup:
+        return WeightGroup(
+            self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0, world=world,
+            timeout_s=self._timeout_s, device=self._device, interface=self._interface, name=name,
+        )  # fmt: skip
+
+    def _flows(self, snapshot: Snapshot, hellos: Mapping[Peer, Mapping[str, Any]]) -> Flows | None:
+        wanted: list[Wanted] = []
+        for hello in hellos.values():
+            said = [wanted_from_wire(each) for each in hello["wanted"]]
+            parts = len(said) == int(hello["width"]) and not self._delta.possible
+            wanted += said if parts else [{}] * int(hello["width"])
+        return flows_of(snapshot.whole, snapshot.shares, wanted, STRETCH)
+
+    def _invite(
+        self, hellos: Mapping[Peer, Mapping[str, Any]], snapshot: Snapshot, flows: Flows | None, world: int
+    ) -> list[Peer]:
+        """Invite all; those who accepted within the grace."""
         plan = {"manifest": snapshot.whole.to_wire()}
-        if snapshot.shares is not None:
-            plan["shares"] = snapshot.shares.to_wire()
-        hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
-        world, self._seats = 1, {}
+        if flows is not None:
+            plan["flows"] = flows.to_wire()
+        rank, self._seats = 1, {}
         for peer, hello in hellos.items():
-            self._seats[peer] = world
-            world += int(hello["width"])
-        for peer, hello in hellos.items():
+            self._seats[peer], rank = rank, rank + int(hello["width"])
             self._store.delete_key(hello_key(*peer))
             message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan}
             post(self._store, invite_key(*peer, hello["hello"]), message)
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in peers}
-        came = [peer for peer in peers if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
-        return came, world
+        keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos}
+        return [peer for peer in hellos if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
 
     def _rejoined(self, peers: Sequence[Peer]) -> list[Peer]:
         """Those of `peers` that say hello again after a failed formation."""
@@ -306,7 +322,7 @@ class BroadcastSender:
     def _tick(self) -> None:
         """The members wait for the next event in the store itself: this brings them back to look around."""
         self._others.tick()
-        if self._group is not None and time.monotonic() >= self._next_tick:
+        if self._lanes is not None and time.monotonic() >= self._next_tick:
             self._post_event({"kind": "tick"})
 
     def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
@@ -350,8 +366,8 @@ class BroadcastSender:
 
         Returns `wire_s` and `wire_bytes`.
         """
-        group = self._group
-        assert group is not None
+        lanes = self._lanes
+        assert lanes is not None
         canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
         event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
         if deltas.buckets:
@@ -362,10 +378,13 @@ class BroadcastSender:
         started = time.perf_counter()
         self._post_event(event)
         self._others.send(self._epoch, self._event, snapshot.policy_version)
-        nbytes = send_deltas(group, deltas.buckets) if deltas.buckets else send_whole(group, snapshot)
-        prints = snapshot.all_fingerprints()
-        for theirs in self._others.sent(self._epoch, self._event):
-            prints += theirs
+        if deltas.buckets:
+            (group,) = lanes.groups.values()
+            nbytes, prints = send_deltas(group, deltas.buckets), snapshot.all_fingerprints()
+        else:
+            nbytes, prints = send(lanes, snapshot, self._rooms)
+        for theirs, sent in self._others.sent(self._epoch, self._event):
+            prints, nbytes = prints + theirs, nbytes + sent
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
         if deltas.buckets:
@@ -373,6 +392,4 @@ class BroadcastSender:
             self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
         else:
             self._delta.sent_full(seconds)
-        if snapshot.shares is not None:
-            nbytes = snapshot.whole.nbytes
         return {"wire_s": seconds, "wire_bytes": float(nbytes)}

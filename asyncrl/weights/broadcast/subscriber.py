@@ -48,6 +48,7 @@ from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import chain
 from asyncrl.weights.ipc import machine
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.sliced import wanted_to_wire
 from asyncrl.weights.subscriber import SubscriberThread
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class BroadcastSubscriber(SubscriberThread):
                     return
                 store.check(["alive"])
                 continue
-            invite = self._say_hello(store, width)
+            invite = self._say_hello(store, width, [wanted_to_wire(each) for each in self._receiver.wanted()])
             if invite is None:
                 return
             if "refused" in invite:
@@ -153,7 +154,7 @@ class BroadcastSubscriber(SubscriberThread):
             host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
             epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
             timeout_s=self._timeout_s, manifest=invite["manifest"], interface=self._interface,
-            shares=invite.get("shares") or [],
+            flows=invite.get("flows") or [],
         )  # fmt: skip
         try:
             self._receiver.join(seat)
@@ -166,10 +167,10 @@ class BroadcastSubscriber(SubscriberThread):
         finally:
             self._receiver.leave()
 
-    def _say_hello(self, store: dist.TCPStore, width: int) -> dict[str, Any] | None:
+    def _say_hello(self, store: dist.TCPStore, width: int, wanted: list[Any]) -> dict[str, Any] | None:
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
-        message = {"hello": self._hello, "width": width, "protocol": PROTOCOL}
+        message = {"hello": self._hello, "width": width, "wanted": wanted, "protocol": PROTOCOL}
         introduce(store, self._me)
         post(store, hello_key(*self._me), message)
         store.add("hellos", 1)
@@ -217,14 +218,16 @@ class BroadcastSubscriber(SubscriberThread):
             raise RuntimeError(f"waited {self._timeout_s} s for the fingerprints of version {policy_version}")
         self._stats["receive_s"] += time.perf_counter() - started
         said = partial(answer, store, self._me, seat.epoch, number)
-        if prints != expected:
+        differing = [
+            i for i, (ours, theirs) in enumerate(zip(prints, expected, strict=True)) if ours not in ("", theirs)
+        ]
+        if differing:
             self._stats["nacks"] += 1
-            differing = [i for i, (ours, theirs) in enumerate(zip(prints, expected, strict=True)) if ours != theirs]
             said("bad", f"buckets {differing} differ")
             return
         try:
             report = self._serve(
-                policy_version, chain(prints), self._receiver.staged(), partial(beat, store, self._me),
+                policy_version, chain(expected), self._receiver.staged(), partial(beat, store, self._me),
                 canary=event.get("canary"), epoch=seat.epoch,
             )  # fmt: skip
         except (WeightsError, EngineDiedError) as error:

@@ -27,7 +27,9 @@ import xxhash
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store
 from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
-from asyncrl.weights.broadcast.sending import send_whole
+from asyncrl.weights.broadcast.sending import Lanes, send
+from asyncrl.weights.flows import Flows
+from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
 from asyncrl.weights.shares import RANK0
 
@@ -91,9 +93,9 @@ class OtherSenders:
         """The version before is needed no more."""
         self._order({"kind": "take", "policy_version": policy_version})
 
-    def form(self, epoch: int, world: int) -> None:
+    def form(self, epoch: int, flows: Flows | None) -> None:
         """Raises WeightsError when one of them does not come: without it no version is whole."""
-        self._order({"kind": "form", "epoch": epoch, "world": world})
+        self._order({"kind": "form", "epoch": epoch, "flows": flows.to_wire() if flows is not None else []})
         deadline = time.monotonic() + self._timeout_s
         for rank, (name, _) in enumerate(self._peers, 1):
             if not wait_key(self._store, _accept_key(epoch, rank), max(deadline - time.monotonic(), 0.0)):
@@ -112,10 +114,10 @@ class OtherSenders:
     def send(self, epoch: int, event: int, policy_version: int) -> None:
         self._order({"kind": "send", "epoch": epoch, "event": event, "policy_version": policy_version})
 
-    def sent(self, epoch: int, event: int) -> list[list[str]]:
-        """Fingerprints of each, when all have sent. Raises RuntimeError when one could not, or is silent;
+    def sent(self, epoch: int, event: int) -> list[tuple[list[str], int]]:
+        """Fingerprints of each and its bytes, when all have sent. Raises RuntimeError when one could not, or is silent;
         WeightsGoneError when one has changed its weights already."""
-        return self._collect(epoch, -event)
+        return [(prints, int(nbytes)) for prints, nbytes in self._collect(epoch, -event)]
 
     def give_up(self) -> None:
         """Nobody is there, or all have it: no rank need keep its weights as they are."""
@@ -176,7 +178,8 @@ class ShareSender:
         self._number = 1
         self._over = False
         self._never = threading.Event()
-        self._group: WeightGroup | None = None
+        self._lanes: Lanes | None = None
+        self._rooms = Rooms(device if device is not None and backend != "gloo" else "cpu", shared=backend == "ipc")
         self._beat_at = 0.0
         introduce(self._store, self._me)
 
@@ -189,7 +192,7 @@ class ShareSender:
             if order["kind"] == "take" and order["policy_version"] > snapshot.policy_version:
                 return
             if order["kind"] == "form":
-                self._form(int(order["epoch"]), int(order["world"]), snapshot)
+                self._form(int(order["epoch"]), order["flows"], snapshot)
             elif order["kind"] == "send":
                 self._transmit(int(order["epoch"]), int(order["event"]), int(order["policy_version"]), snapshot)
             elif order["kind"] == "give up" and snapshot.reading is not None:
@@ -220,41 +223,45 @@ class ShareSender:
             self._over = True
         return None
 
-    def _form(self, epoch: int, world: int, snapshot: Snapshot) -> None:
+    def _form(self, epoch: int, flows: list[Any], snapshot: Snapshot) -> None:
         self._leave()
         post(self._store, _accept_key(epoch, self._rank), True)
         if not pushed(self._store, f"{epoch}/go", _GRACE * self._timeout_s, self._never):
             return
-        try:
-            self._group = WeightGroup(
+
+        def group(name: str, world: int) -> WeightGroup:
+            return WeightGroup(
                 connect_store(self._meeting.host, self._meeting.port, self._timeout_s), backend=self._backend,
                 host=self._meeting.host, epoch=epoch, rank=0, world=world, timeout_s=self._timeout_s,
-                device=self._device, interface=self._interface, sender=self._rank,
+                device=self._device, interface=self._interface, name=name,
             )  # fmt: skip
+
+        try:
+            planned = Flows.from_wire(flows, snapshot.whole)
+            self._lanes = Lanes.form(group, self._rank, planned, snapshot, 0)
         except RuntimeError as error:
             answer(self._store, self._me, epoch, 0, "failed", str(error).splitlines()[0])
         else:
             answer(self._store, self._me, epoch, 0, "ok", _digest(snapshot))
 
     def _transmit(self, epoch: int, event: int, policy_version: int, snapshot: Snapshot) -> None:
-        why, verdict, group = "", "failed", self._group
+        why, verdict, lanes, nbytes, prints = "", "failed", self._lanes, 0, list[str]()
         try:
-            if group is None or policy_version != snapshot.policy_version:
+            if lanes is None or policy_version != snapshot.policy_version:
                 raise WeightsError(
                     f"asked for version {policy_version} in epoch {epoch}: it has {snapshot.policy_version}"
-                    + (", and no group" if group is None else "")
+                    + (", and no group" if lanes is None else "")
                 )
             with snapshot.open():
-                send_whole(group, snapshot, self._beat)
+                nbytes, prints = send(lanes, snapshot, self._rooms, self._beat)
         except RuntimeError as error:
             why, verdict = str(error).splitlines()[0], "gone" if isinstance(error, WeightsGoneError) else "failed"
-        group = None  # an exception's frames would hold the group, and its sockets stay open
+        lanes = None  # an exception's frames would hold its groups, and their sockets stay open
         if why:
             self._leave()
             answer(self._store, self._me, epoch, -event, verdict, why)
         else:
-            prints = snapshot.all_fingerprints()
-            answer(self._store, self._me, epoch, -event, "ok", prints)
+            answer(self._store, self._me, epoch, -event, "ok", [prints, nbytes])
 
     def _beat(self) -> None:
         if time.monotonic() >= self._beat_at:
@@ -262,15 +269,16 @@ class ShareSender:
             beat(self._store, self._me)
 
     def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        lanes, self._lanes = self._lanes, None
+        if lanes is not None:
+            lanes.abort()
 
 
 def _digest(snapshot: Snapshot) -> str:
     """Of who sends what: a rank that cut its share otherwise would send bytes to wrong places."""
     assert snapshot.shares is not None
-    packed = msgpack.packb([snapshot.whole.to_wire(), snapshot.shares.to_wire()])
+    boxes = [[list(map(list, share.boxes.items())), share.manifest.to_wire()] for share in snapshot.shares.of]
+    packed = msgpack.packb([snapshot.whole.to_wire(), boxes])
     assert packed is not None
     return xxhash.xxh3_128_hexdigest(packed)
 

@@ -120,6 +120,11 @@ class Reading:
                 )
         return time.perf_counter() - started
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The weights, by name. Only while it is open."""
+        return self._tensors
+
     def pieces(self, bucket: Bucket, sizes: Iterable[int], first: int) -> Iterator[torch.Tensor]:
         """The bytes of `bucket` in pieces of these sizes, for which `rooms` has room, in the wire dtype; each is good
         until the one after the next is asked for. Only while it is open.
@@ -129,25 +134,33 @@ class Reading:
         """
         start = 0
         for number, size in enumerate(sizes, first):
-            room = self.rooms.take(number, size)
-            self._ordered(lambda at=start, room=room: self._fill(bucket, at, room))
-            yield room
+            yield self.packed(bucket, start, self.rooms.take(number, size), self._tensors)
             start += size
 
-    @torch.no_grad()
-    def _fill(self, bucket: Bucket, start: int, room: torch.Tensor) -> None:
-        """`room` = the bytes of the bucket from `start` on."""
-        stop, done = start + len(room), start
-        for entry in bucket.entries:
-            first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
-            if first < last:
-                room[done - start : first - start].zero_()  # between two tensors: the same in every proof
-                self._put(entry, first, room[first - start : last - start])
-                done = last
-        room[done - start :].zero_()
+    def packed(
+        self, bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """`room`, filled by `pack` with parts of the weights. Only while it is open."""
+        self._ordered(lambda: pack(bucket, start, room, tensors))
+        return room
 
-    def _put(self, entry: Entry, first: int, room: torch.Tensor) -> None:
-        values, done = room.view(entry.dtype), 0
-        for part in flat_parts(self._tensors[entry.name], (first - entry.offset) // entry.dtype.itemsize, len(values)):
-            values[done : done + part.numel()].view(part.shape).copy_(part)
-            done += part.numel()
+
+@torch.no_grad()
+def pack(bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`room` = the bytes of the bucket from `start` on, out of tensors (by entry) that need not lie together, nor be in
+    the wire dtype."""
+    stop, done = start + len(room), start
+    for entry in bucket.entries:
+        first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+        if first < last:
+            room[done - start : first - start].zero_()  # between two tensors: the same in every proof
+            _put(entry, first, room[first - start : last - start], tensors[entry.name])
+            done = last
+    room[done - start :].zero_()
+
+
+def _put(entry: Entry, first: int, room: torch.Tensor, tensor: torch.Tensor) -> None:
+    values, done = room.view(entry.dtype), 0
+    for part in flat_parts(tensor, (first - entry.offset) // entry.dtype.itemsize, len(values)):
+        values[done : done + part.numel()].view(part.shape).copy_(part)
+        done += part.numel()

@@ -1,0 +1,198 @@
+"""What each sender sends in one epoch, and to whom: its share, cut along what the receivers want of it.
+
+    lane     receivers that want the same parts; each sender has a group with those of each lane
+    flow     one sender's buckets in their order, each of them for one lane
+
+Every element is in one bucket at most, so all senders together send no more than the model has. A receiver takes the
+buckets of its lanes in the order of the flow, and so does the sender: nobody waits for one who waits for him.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
+from asyncrl.weights.plan import Box, chopped, contains, intersection, overlap, regions, volume, whole
+from asyncrl.weights.shares import Share, Shares
+from asyncrl.weights.sliced import Wanted
+
+MOST_LANES = 32
+"""Groups that a sender forms; with more kinds of receivers all get the whole model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """One sender's."""
+
+    manifest: Manifest
+    """Of parts of tensors, each under a name of its own."""
+    parts: Mapping[str, tuple[str, Box]]
+    """By that name: which tensor, and which part of it."""
+    lanes: tuple[int, ...]
+    """Of each bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flows:
+    whole: Manifest
+    """Of the model."""
+    lanes: tuple[tuple[int, ...], ...]
+    """Ranks of the receivers, ascending."""
+    of: tuple[Flow, ...]
+    """By sender."""
+
+    def received(self, rank: int) -> dict[str, list[Box]]:
+        """The parts that come to a receiver, by tensor."""
+        found: dict[str, list[Box]] = {entry.name: [] for entry in entries(self.whole)}
+        for flow in self.of:
+            for bucket, lane in zip(flow.manifest.buckets, flow.lanes, strict=True):
+                for entry in bucket.entries if rank in self.lanes[lane] else ():
+                    name, box = flow.parts[entry.name]
+                    found[name].append(box)
+        return found
+
+    def brings(self, rank: int, wanted: Wanted) -> bool:
+        """Whether a receiver gets what it wants, exactly once, and nothing else."""
+        received = self.received(rank)
+        for entry in entries(self.whole):
+            want, parts = wanted.get(entry.name, (whole(entry.shape),)), received[entry.name]
+            inside = all(any(contains(box, part) for box in want) for part in parts)
+            if not inside or sum(map(volume, parts)) != sum(map(volume, want)) or overlap(parts):
+                return False
+        return True
+
+    def to_wire(self) -> list[Any]:
+        """msgpack-able; read back by `from_wire`. Tensors by their number in the whole manifest."""
+        numbers = {entry.name: number for number, entry in enumerate(entries(self.whole))}
+
+        def row(flow: Flow, entry: Entry) -> list[int]:
+            name, box = flow.parts[entry.name]
+            return [numbers[name], *(end for ends in box for end in ends)]
+
+        flows = [
+            [
+                [lane, [row(flow, entry) for entry in bucket.entries]]
+                for bucket, lane in zip(flow.manifest.buckets, flow.lanes, strict=True)
+            ]
+            for flow in self.of
+        ]
+        return [[list(lane) for lane in self.lanes], flows]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any], whole_manifest: Manifest) -> Flows:
+        """Raises WeightsError unless there are such lanes, and the parts lie in their tensors."""
+        lanes = tuple(tuple(map(int, lane)) for lane in wire[0])
+        if not all(lane and lane[0] > 0 and list(lane) == sorted(set(lane)) for lane in lanes):
+            raise WeightsError(f"lanes of receivers {lanes} are not ranks in order")
+        known = entries(whole_manifest)
+        flows = []
+        for buckets in wire[1]:
+            rows: list[tuple[int, list[tuple[Entry, Box]]]] = []
+            for lane, parts in buckets:
+                if not 0 <= int(lane) < len(lanes):
+                    raise WeightsError(f"a sender's bucket is for lane {lane} of {len(lanes)}")
+                rows.append((int(lane), [_part(known, number, ends) for number, *ends in parts]))
+            flows.append(_flow(rows))
+        return cls(whole=whole_manifest, lanes=lanes, of=tuple(flows))
+
+
+def _part(known: Sequence[Entry], number: Any, ends: Sequence[Any]) -> tuple[Entry, Box]:
+    if not 0 <= int(number) < len(known):
+        raise WeightsError(f"a sender's share names tensor {number} of {len(known)}")
+    entry, box = known[number], tuple(zip(map(int, ends[::2]), map(int, ends[1::2]), strict=True))
+    if len(box) != len(entry.shape) or any(not 0 <= a < b <= n for (a, b), n in zip(box, entry.shape, strict=True)):
+        raise WeightsError(f"a sender's share has box {box} of {entry.name}, which is {entry.shape}")
+    return entry, box
+
+
+def lane_name(sender: int, lane: int) -> str:
+    """What tells its group from the others of an epoch."""
+    return f"{sender}.{lane}"
+
+
+def all_of(manifest: Manifest) -> Shares:
+    """Of one sender, that has the whole model."""
+    share = Share(manifest=manifest, boxes={entry.name: whole(entry.shape) for entry in entries(manifest)})
+    return Shares(whole=manifest, of=(share,))
+
+
+def flows_of(manifest: Manifest, shares: Shares | None, wanted: Sequence[Wanted], cap_bytes: int) -> Flows | None:
+    """See `cut`; None where one sender has the whole model for all receivers. `shares`: of several senders."""
+    if shares is None and not any(wanted):
+        return None
+    return cut(shares or all_of(manifest), wanted, cap_bytes)
+
+
+def cut(shares: Shares, wanted: Sequence[Wanted], cap_bytes: int) -> Flows:
+    """Every element that a receiver wants, to it exactly once.
+
+    Args:
+        wanted: by receiver; its rank in the group is one more than its place here.
+        cap_bytes: of a bucket that is for some of the receivers only.
+    """
+    lanes: dict[tuple[int, ...], int] = {}
+    flows = tuple(_flow(_cut_share(share, wanted, cap_bytes, lanes)) for share in shares.of)
+    if len(lanes) > MOST_LANES:
+        return cut(shares, [{}] * len(wanted), cap_bytes)
+    return Flows(whole=shares.whole, lanes=tuple(lanes), of=flows)
+
+
+def _cut_share(
+    share: Share, wanted: Sequence[Wanted], cap_bytes: int, lanes: dict[tuple[int, ...], int]
+) -> list[tuple[int, list[tuple[Entry, Box]]]]:
+    """(lane, parts) of each bucket. Those of one bucket of the share follow each other lane by lane, so that none waits
+    for more than that."""
+    rows = []
+    for bucket in share.manifest.buckets:
+        by_lane: dict[int, list[tuple[Entry, Box]]] = {}
+        for entry in bucket.entries:
+            held = share.boxes[entry.name]
+            tensor = Entry(name=entry.name, shape=tuple(b - a for a, b in held), dtype=entry.dtype, offset=0, nbytes=0)
+            needed = [[intersection(box, held) for box in each.get(entry.name, (held,))] for each in wanted]
+            for box, places in regions(tensor.shape, needed):
+                lane = lanes.setdefault(tuple(place + 1 for place in places), len(lanes))
+                by_lane.setdefault(lane, []).append((tensor, box))
+        if len(by_lane) == 1:
+            rows += by_lane.items()
+            continue
+        packed = {lane: _packed(parts, cap_bytes) for lane, parts in by_lane.items()}
+        for turn in range(max(map(len, packed.values()), default=0)):
+            rows += [(lane, buckets[turn]) for lane, buckets in packed.items() if turn < len(buckets)]
+    return rows
+
+
+def _packed(parts: Sequence[tuple[Entry, Box]], cap_bytes: int) -> list[list[tuple[Entry, Box]]]:
+    """Into buckets of at most `cap_bytes`, in order."""
+    buckets: list[list[tuple[Entry, Box]]] = []
+    size = cap_bytes
+    for entry, box in parts:
+        for part in chopped(box, cap_bytes // entry.dtype.itemsize):
+            nbytes = volume(part) * entry.dtype.itemsize
+            if size + nbytes > cap_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append((entry, part))
+            size += nbytes
+    return buckets
+
+
+def _flow(rows: Sequence[tuple[int, Sequence[tuple[Entry, Box]]]]) -> Flow:
+    parts: dict[str, tuple[str, Box]] = {}
+    count: dict[str, int] = {}
+    buckets: list[Bucket] = []
+    for _, row in rows:
+        named = []
+        for entry, box in row:
+            number = count[entry.name] = count.get(entry.name, -1) + 1
+            name = f"{entry.name}#{number}" if number else entry.name
+            parts[name] = entry.name, box
+            named.append((name, tuple(b - a for a, b in box), entry.dtype))
+        buckets += build_manifest(named, 1 << 62).buckets
+    return Flow(manifest=Manifest(buckets=tuple(buckets)), parts=parts, lanes=tuple(lane for lane, _ in rows))
+
+
+def entries(manifest: Manifest) -> list[Entry]:
+    return [entry for bucket in manifest.buckets for entry in bucket.entries]

