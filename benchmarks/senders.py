@@ -1,11 +1,12 @@
 """Is a version at the engines sooner when every learner rank sends its share than when rank 0 gathers and sends all?
 
     python -m benchmarks.senders [--parameters 10000000] [--ranks 4] [--engines 2] [--processes 1] [--rounds 5]
+        [--slices]
 
-Learner ranks shard a model with FSDP2 over gloo; every process of every engine receives whole tensors and loads
-nothing. In each round each way publishes one version, in turn, after the ranks have met: the ratios are medians over
-rounds of what was measured in one round. `copy_s` is how long rank 0's optimizer would wait with nothing to compute
-meanwhile. Prints one JSON line.
+Learner ranks shard a model with FSDP2 over gloo; every process of every engine receives whole tensors, or with
+`--slices` its part of their rows, and loads nothing. `staged_bytes` is what one process holds. In each round each way
+publishes one version, in turn, after the ranks have met: the ratios are medians over rounds of what was measured in one
+round. `copy_s` is how long rank 0's optimizer would wait with nothing to compute meanwhile. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender, agree
+from asyncrl.weights.plan import Box
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
@@ -36,10 +39,15 @@ SMOKE = {"parameters": 100_000, "ranks": 2, "engines": 1, "rounds": 1}
 WAYS = ("rank0", "all")
 
 
-def model(parameters: int, world: int) -> torch.nn.Module:
-    """Square layers of so many parameters together, in shards of `world` ranks."""
+def shape_of(parameters: int) -> tuple[int, int]:
+    """Layers of a model of so many parameters together, and the side of each."""
     layers = 4 if parameters < 1_000_000 else 24
-    side = max(int((parameters / layers) ** 0.5), 1)
+    return layers, max(int((parameters / layers) ** 0.5), 1)
+
+
+def model(parameters: int, world: int) -> torch.nn.Module:
+    """Square layers, in shards of `world` ranks."""
+    layers, side = shape_of(parameters)
     net = torch.nn.ModuleList(torch.nn.Linear(side, side, bias=False) for _ in range(layers))
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     for layer in net:
@@ -47,17 +55,27 @@ def model(parameters: int, world: int) -> torch.nn.Module:
     return net
 
 
-def receiver(boards: dict[str, Any], worker: str) -> None:
+def kept(args: argparse.Namespace, process: int) -> dict[str, tuple[Box, ...]] | None:
+    """Its rows of every layer."""
+    layers, side = shape_of(args.parameters)
+    rows = side * process // args.processes, side * (process + 1) // args.processes
+    return {f"{i}.weight": ((rows, (0, side)),) for i in range(layers)} if args.slices else None
+
+
+def receiver(boards: dict[str, Any], staged: Any, worker: str, process: int, args: argparse.Namespace) -> None:
     """A process of an engine, in a group of each way."""
     torch.set_num_threads(1)
+    ends = []
     for board in boards.values():
+        staging = Staging()
+        staging.keeps = kept(args, process)
         board.join(worker)
-    ends = [
-        BroadcastSubscriber(
-            Rendezvous(board, [0.0]), lambda version, tensors: None, worker=worker, incarnation="1", timeout_s=TIMEOUT_S
-        )
-        for board in boards.values()
-    ]
+        ends.append(
+            BroadcastSubscriber(
+                Rendezvous(board, [0.0]), lambda version, tensors, staging=staging: staged.append(staging.nbytes),
+                worker=worker, incarnation="1", timeout_s=TIMEOUT_S, receiver=staging,
+            )
+        )  # fmt: skip
     time.sleep(3600)
     for end in ends:
         end.close()
@@ -102,7 +120,8 @@ def learner(boards: dict[str, Any], found: Any, rank: int, args: argparse.Namesp
         if rank == 0 and version:  # the first forms the groups
             found.append(row)
     if rank == 0:
-        found.append({"bytes": sum(p.numel() * 4 for _, p in named)})
+        sent = {f"{way}_wire_bytes": publishers[way].stats()["weights/wire_bytes"] for way in WAYS}
+        found.append({"bytes": sum(p.numel() * 4 for _, p in named), **sent})
     for publisher in publishers.values():
         publisher.close()
     dist.barrier()
@@ -113,14 +132,15 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, BoardManager() as manager, context.Manager() as shared:
         boards = {way: manager.Board() for way in WAYS}  # pyright: ignore
-        found = shared.list()
+        found, staged = shared.list(), shared.list()
         ranks = [
             context.Process(target=learner, args=(boards, found, rank, args, folder), daemon=True)
             for rank in range(args.ranks)
         ]
         engines = [
-            context.Process(target=receiver, args=(boards, f"w{i}"), daemon=True)
-            for i in range(args.engines * args.processes)
+            context.Process(target=receiver, args=(boards, staged, f"w{i}.{j}", j, args), daemon=True)
+            for i in range(args.engines)
+            for j in range(args.processes)
         ]
         for process in ranks + engines:
             process.start()
@@ -132,6 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         if any(process.exitcode for process in ranks):
             raise RuntimeError(f"learner ranks ended with {[process.exitcode for process in ranks]}")
         *rows, sizes = list(found)
+        sizes |= {"staged_bytes": max(staged)}
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     ratio = statistics.median(row["all_update_s"] / row["rank0_update_s"] for row in rows)
     return {**sizes, **{name: round(value, 4) for name, value in medians.items()}, "all_over_rank0": round(ratio, 3)}
@@ -142,14 +163,15 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--processes", type=int, default=1, help="of each engine; each receives everything")
+    parser.add_argument("--processes", type=int, default=1, help="of each engine")
+    parser.add_argument("--slices", action="store_true", help="each process receives its part of the rows alone")
     parser.add_argument("--rounds", type=int, default=5)
     args = parse(parser, SMOKE)
     answer("senders", {**measure(args), **shape(args)}, smoke=args.smoke)
 
 
 def shape(args: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(args, name) for name in ("ranks", "engines", "processes", "rounds")}
+    return {name: getattr(args, name) for name in ("ranks", "engines", "processes", "slices", "rounds")}
 
 
 if __name__ == "__main__":

@@ -133,27 +133,36 @@ def cut(shares: Shares, wanted: Sequence[Wanted], cap_bytes: int) -> Flows:
         wanted: by receiver; its rank in the group is one more than its place here.
         cap_bytes: of a bucket that is for some of the receivers only.
     """
+    alike: dict[frozenset[tuple[str, tuple[Box, ...]]], list[int]] = {}
+    for rank, each in enumerate(wanted, 1):
+        alike.setdefault(frozenset(each.items()), []).append(rank)
+    kinds = [(dict(each), ranks) for each, ranks in alike.items()]
     lanes: dict[tuple[int, ...], int] = {}
-    flows = tuple(_flow(_cut_share(share, wanted, cap_bytes, lanes)) for share in shares.of)
+    flows = tuple(_flow(_cut_share(share, kinds, cap_bytes, lanes)) for share in shares.of)
     if len(lanes) > MOST_LANES:
         return cut(shares, [{}] * len(wanted), cap_bytes)
     return Flows(whole=shares.whole, lanes=tuple(lanes), of=flows)
 
 
 def _cut_share(
-    share: Share, wanted: Sequence[Wanted], cap_bytes: int, lanes: dict[tuple[int, ...], int]
+    share: Share, kinds: Sequence[tuple[Wanted, Sequence[int]]], cap_bytes: int, lanes: dict[tuple[int, ...], int]
 ) -> list[tuple[int, list[tuple[Entry, Box]]]]:
     """(lane, parts) of each bucket. Those of one bucket of the share follow each other lane by lane, so that none waits
-    for more than that."""
+    for more than that.
+
+    Args:
+        kinds: what is wanted, and the ranks that want it.
+    """
     rows = []
     for bucket in share.manifest.buckets:
         by_lane: dict[int, list[tuple[Entry, Box]]] = {}
         for entry in bucket.entries:
             held = share.boxes[entry.name]
             tensor = Entry(name=entry.name, shape=tuple(b - a for a, b in held), dtype=entry.dtype, offset=0, nbytes=0)
-            needed = [[intersection(box, held) for box in each.get(entry.name, (held,))] for each in wanted]
+            needed = [[intersection(box, held) for box in each.get(entry.name, (held,))] for each, _ in kinds]
             for box, places in regions(tensor.shape, needed):
-                lane = lanes.setdefault(tuple(place + 1 for place in places), len(lanes))
+                ranks = tuple(sorted(rank for place in places for rank in kinds[place][1]))
+                lane = lanes.setdefault(ranks, len(lanes))
                 by_lane.setdefault(lane, []).append((tensor, box))
         if len(by_lane) == 1:
             rows += by_lane.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -21,6 +22,10 @@ def parts(live, model) -> list[dict[str, list]]:
     """What each process says that it keeps; tensors that it keeps whole are not named."""
     rows = [[name, list(p.shape), "float32"] for name, p in model.named_parameters()]
     return [dict(answer) for answer in live.engine.call_workers("asyncrl_wanted", rows)]
+
+
+def volume_of(boxes: list[list[int]]) -> int:
+    return sum(math.prod(b - a for a, b in zip(box[::2], box[1::2], strict=True)) for box in boxes)
 
 
 def exact(live, version: int, model) -> None:
@@ -57,8 +62,11 @@ def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_doe
     if name == "qwen3_moe":
         assert second[f"{layer}.mlp.experts.gate_up_proj"] == [[0, 4, 32, 64, 0, 64], [0, 4, 96, 128, 0, 64]]
         assert second[f"{layer}.mlp.experts.down_proj"] == [[0, 4, 0, 64, 32, 64]]
-    whole = sum(p.nbytes for p in model.parameters())
-    assert nacks == 0 and max(staged) < 0.56 * whole, (staged, whole)
+    for nbytes, mine in zip(staged, (first, second), strict=True):
+        known = [(4 * volume_of(mine.get(key, [[0, p.numel()]])), p.nbytes) for key, p in model.named_parameters()]
+        assert 0 <= nbytes - sum(kept for kept, _ in known) < 32 * len(known), "what it keeps, in places of 16 bytes"
+        assert nbytes < 0.6 * sum(size for _, size in known)
+    assert nacks == 0
 
 
 def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the_next_one_comes(tmp_path):

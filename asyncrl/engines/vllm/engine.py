@@ -118,9 +118,9 @@ class VllmEngine:
 
     def _parts(self) -> Mapping[str, torch.Tensor]:
         """Tensors of which its processes need parts alone."""
-        table = self._parameters
-        parts = self._slices and self._width > 1 and isinstance(table, ParameterTable)
-        return table.outlines() if parts else {}
+        if self._slices and self._width > 1 and isinstance(self._parameters, ParameterTable):
+            return self._parameters.outlines()
+        return {}
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self._check_request(request)
