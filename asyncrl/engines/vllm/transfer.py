@@ -3,8 +3,8 @@
     join, receive, read    on the side thread, while the engine generates; the bytes go to staging
     load                   between two steps of a paused engine: start -> update -> finish, from staging
 
-Every worker is a rank of its own in the weight group and stages whole Hugging Face tensors; vLLM's loaders take from
-them what belongs to its share.
+Every worker is a rank of its own in the weight group and stages Hugging Face tensors: whole ones, or what vLLM's
+loaders have said that they take of them here (`find_wanted`).
 """
 
 from __future__ import annotations
