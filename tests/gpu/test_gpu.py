@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -55,6 +56,7 @@ def test_a_check_of_a_gpu_runs_without_one(check: str, backend, folder: Path):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(480)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch could use")
 def test_the_checks_pass_on_a_gpu():
     assert run(LARGE, list(CHECKS)) == 0
 
