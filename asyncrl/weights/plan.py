@@ -79,6 +79,11 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
 
+def within(outer: Box, inner: Box) -> Box:
+    """`inner`, counted from where `outer`, which contains it, begins."""
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
+
+
 def chopped(box: Box, elements: int) -> list[Box]:
     """Parts of at most so many elements, in order, as far as whole rows of the first dimensions allow."""
     dim = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)

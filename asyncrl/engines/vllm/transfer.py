@@ -110,8 +110,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
     def find_wanted(self, tensors: list[list[Any]]) -> list[Any]:
         """See `plugin.WorkerExtension.asyncrl_wanted`. Also what is staged from here on, until it is asked again."""
         self._staging.keeps = None
-        (bucket,) = Manifest.from_wire([tensors]).buckets
-        shapes = bucket.views(torch.empty(bucket.nbytes, dtype=torch.uint8, device="meta"))
+        shapes = Manifest.from_wire([tensors]).shapes()
         wanted = wanted_by(self.model, shapes)
         self._staging.keeps = wanted
         return wanted_to_wire({name: boxes for name, boxes in wanted.items() if boxes != (whole(shapes[name].shape),)})

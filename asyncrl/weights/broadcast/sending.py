@@ -15,6 +15,7 @@ from asyncrl.weights.delta import Encoded, encode
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.flows import Flow, Flows, all_of, lane_name
 from asyncrl.weights.manifest import Bucket
+from asyncrl.weights.plan import within
 from asyncrl.weights.publishing.reading import Reading, Rooms, pack
 from asyncrl.weights.publishing.snapshot import Snapshot
 from asyncrl.weights.shares import Share, slices
@@ -209,8 +210,8 @@ class _Copied:
             before += bucket.nbytes
         held = snapshot.reading.tensors if snapshot.reading else snapshot.manifest.views(snapshot.buffers)
         for entry, (name, box) in flow.parts.items():
-            inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(box, share.boxes[name], strict=True))
-            tensors[entry], self._ends[entry] = held[name][slices(inside)], ends[name]
+            tensors[entry] = held[name][slices(within(share.boxes[name], box))]
+            self._ends[entry] = ends[name]
         return tensors
 
     def packed(

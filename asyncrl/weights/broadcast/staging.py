@@ -26,7 +26,7 @@ from asyncrl.weights.delta import Encoded, apply, payload_limit
 from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
 from asyncrl.weights.flows import Flow, Flows, entries, lane_name
 from asyncrl.weights.manifest import Manifest, build_manifest
-from asyncrl.weights.plan import Box, contains, whole
+from asyncrl.weights.plan import Box, contains, whole, within
 from asyncrl.weights.shares import slices
 from asyncrl.weights.sliced import Wanted, sliced
 
@@ -252,8 +252,7 @@ class Staging:
                 continue
             for box, values in self._held[name].items():
                 if contains(box, part):
-                    inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
-                    targets[entry] = values[slices(inside)]
+                    targets[entry] = values[slices(within(box, part))]
         return targets
 
     def _places(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.plan import Box, Split, box_of, whole
+from asyncrl.weights.plan import Box, Split, box_of, whole, within
 from asyncrl.weights.publishing.gather import plan
 from asyncrl.weights.shares import RANK0, Share, Shares, divide, slices
 
@@ -50,8 +50,7 @@ class OwnShare:
         for name, box in self.share.boxes.items():
             held = self._held[name]
             assert held is not None  # the plan takes from a rank only what it holds
-            inside = tuple((a - start, b - start) for (a, b), (start, _) in zip(box, held, strict=True))
-            found.append((name, local_part(by_name[name])[slices(inside)]))
+            found.append((name, local_part(by_name[name])[slices(within(held, box))]))
         return found
 
 
