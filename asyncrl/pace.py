@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
 KINDS = ("decode", "prefill")
@@ -53,6 +53,26 @@ class Pace:
         slope = (self.rows_s / self.steps - rows * seconds) / variance if variance > 1e-4 * rows * rows else 0.0
         slope = min(max(slope, 0.0), seconds / max(rows, 1.0))
         return seconds - slope * rows, slope
+
+
+APART = 1.5
+"""Times as many rows as in the steps of another run: from there on the two tell a slope."""
+
+
+def line_of_runs(paces: Sequence[Pace]) -> tuple[float, float]:
+    """(fixed, each) as `Pace.line`, of several runs.
+
+    Where their steps differ in rows it is the line through the means of the runs, each counting as much. Within a run
+    the seconds of a step follow its rows badly: who shares the processor works most when sequences have ended, which
+    is when the batch is small, and the slope over the steps comes out too flat, or as 0.
+    """
+    means = Pace()
+    for pace in paces:
+        if pace.steps:
+            rows, seconds = pace.rows / pace.steps, pace.s / pace.steps
+            means += Pace(1.0, rows, rows * rows, seconds, rows * seconds)
+    rows = [pace.rows / pace.steps for pace in paces if pace.steps]
+    return means.line() if rows and max(rows) >= APART * min(rows) else sum(paces, Pace()).line()
 
 
 PACES = tuple(name for kind in KINDS for name in Pace().named(kind))

@@ -1,6 +1,6 @@
 """Does `asyncrl plan --from RUN RUN` foretell runs of a tiny model: throughput, idle shares, staleness?
 
-    python -m benchmarks.plan_models [--steps 60] [--repeats 3] [--cases 7]
+    python -m benchmarks.plan_models [--steps 60] [--repeats 3] [--cases 9]
 
 Whole runs of the quickstart's task, as a user starts them, on a machine that does nothing else: one core for the
 learner alone, as it has in a cluster, one for the rollout worker and the replay server, whose work for a group is then
@@ -67,8 +67,10 @@ CASES = (
     Case(24, 1, 4),
     CALIBRATED[1],
     Case(32, 4, 64),
-    Case(24, 3, 10, held=True),
-    Case(40, 1, 20, held=True),
+    Case(24, 3, 10),
+    Case(40, 1, 20),
+    Case(20, 2, 14, held=True),
+    Case(48, 1, 12, held=True),
 )
 BASE = ("rollout.host=process", "eval.path=", "eval.every=0")
 
@@ -141,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=7, help="that many of the settings, in their order")
+    parser.add_argument("--cases", type=int, default=9, help="that many of the settings, in their order")
     given = parse(parser, {"steps": 8, "repeats": 1, "cases": 1})
     cases = CASES[: max(1, given.cases)]
     with tempfile.TemporaryDirectory() as where:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import RunFolderError
-from asyncrl.pace import KINDS, Pace
+from asyncrl.pace import KINDS, Pace, line_of_runs
 from asyncrl.planner.costs import Costs, Decode, Histogram
 from asyncrl.planner.outcome import Measured
 from asyncrl.planner.simulation import Setup, Simulation
@@ -161,10 +161,10 @@ def pace_of(runs: Sequence[RunMeasured], kind: str) -> Pace:
 
 def with_paces(costs: Costs, runs: Sequence[RunMeasured]) -> Costs:
     """`decode` and `prompts` by what the engines told."""
-    decoded, prefilled = (pace_of(runs, kind) for kind in KINDS)
+    decoded, prefilled = (line_of_runs([run.pace(kind) for run in runs]) for kind in KINDS)
     most = max(run.setup.max_sequences for run in runs)
-    prompts = Decode.of_line(*prefilled.line(), most) if prefilled.steps else None
-    return replace(costs, decode=Decode.of_line(*decoded.line(), most), prompts=prompts)
+    prompts = Decode.of_line(*prefilled, most) if any(prefilled) else None
+    return replace(costs, decode=Decode.of_line(*decoded, most), prompts=prompts)
 
 
 def fit_host(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
