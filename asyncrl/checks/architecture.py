@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from asyncrl.checks.problem import divisors
+from asyncrl.schema import Config
 
 OF_LOGITS = (
     *("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling"),
@@ -44,7 +46,10 @@ ROUTERS_FOLLOW = EXPERTS_APART
 """Model types whose routers may be told what to choose: the formula of their weights is proven
 (`tests/learner/test_routing.py`)."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look for the largest position they are given, which is another on every rank."""
+"""Kinds of rotary embedding that look for the largest position they are given, which is another on every rank, and
+another in a pack than in a sequence alone."""
+UNBOUNDED = sys.maxsize
+"""Tokens of an episode that is as long as the engine holds."""
 
 
 def of_its_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,10 +138,9 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             f"learner.sequence_parallel={ranks} is proven for {', '.join(SHARED)}, and this is {kind}. Set "
             "learner.sequence_parallel=1"
         )
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in GUESSED_FROM_LENGTH:
+    for guessing, _ in _guessing(text):
         return (
-            f"its rotary embedding ({rope.get('rope_type', rope.get('type'))}) depends on the longest sequence it is "
+            f"its rotary embedding ({guessing}) depends on the longest sequence it is "
             "given, and no rank is given a whole one. Set learner.sequence_parallel=1"
         )
     heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 has its own name for it
@@ -151,6 +155,46 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             f"learner.sequence_parallel={ranks} must divide its {heads} attention heads, and divide its {keys} "
             f"key-value heads or be a multiple of them{each}. Set it to one of {', '.join(map(str, fits))}"
         )
+    return ""
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest sequence that is trained, as settings bound it; `UNBOUNDED` where none does."""
+    if config.environment.name == "single_turn":
+        return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.environment.max_tokens or config.engine.max_model_len or UNBOUNDED
+
+
+def _guessing(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Kind and settings of the rotary embeddings that depend on the longest sequence they are given, which may be one
+    for each kind of layer."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    for each in (rope, *rope.values()) if isinstance(rope, Mapping) else ():
+        kind = each.get("rope_type", each.get("type")) if isinstance(each, Mapping) else None
+        if isinstance(kind, str) and kind in GUESSED_FROM_LENGTH:
+            yield kind, each
+
+
+def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
+    """Why sequences of up to `longest` tokens have other log-probs beside each other than alone; empty if not.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = of_its_decoder(settings)
+    for kind, rope in _guessing(text):
+        limit = text.get("max_position_embeddings")
+        if kind == "longrope":
+            # In this order in transformers, too.
+            limit = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            limit = None if rope.get("long_factor") == rope.get("short_factor") else limit
+        if _counted(limit) and longest > limit:
+            return (
+                f"its rotary embedding ({kind}) turns every token another way as soon as one sequence of a batch has "
+                f"more than {limit} tokens, so that shorter ones beside it have other log-probs than alone, and "
+                f"sequences here may have {longest if longest < UNBOUNDED else 'any number'}. Keep them within {limit} "
+                "(prompt and completion together; environment.max_tokens bounds episodes of several turns)"
+            )
     return ""
 
 

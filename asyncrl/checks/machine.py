@@ -13,11 +13,13 @@ from asyncrl.chat.hub import NAME, described_in
 from asyncrl.checks.architecture import (
     experts_in,
     foreign_maths,
+    longest_sequence,
     not_apart,
     not_replayed,
     not_shared,
     not_together,
     of_its_decoder,
+    too_long_to_guess,
 )
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
@@ -54,7 +56,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += _missing_vllm(config)
     if role in ("local", "learner", "rollout"):
         problems += missing_model("model.path", config.model.path)
-        problems += unfit_model(config.model.path, config.learner)
+        problems += unfit_model(config.model.path, config.learner, longest_sequence(config))
         problems += _no_routers(config)
         problems += _too_few_positions(config)
     if role in ("local", "learner"):
@@ -133,8 +135,12 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes in `config.json` that have a head for the next token."""
 
 
-def unfit_model(path: str, layout: Layout) -> Iterator[str]:
-    """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out."""
+def unfit_model(path: str, layout: Layout, longest: int) -> Iterator[str]:
+    """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out.
+
+    Args:
+        longest: tokens of the longest sequence that is trained.
+    """
     settings = model_settings(path)
     named = settings.get("architectures")
     classes = [str(name) for name in named] if isinstance(named, list) else []
@@ -146,6 +152,7 @@ def unfit_model(path: str, layout: Layout) -> Iterator[str]:
     sequence, experts, tensor = layout.sequence_parallel, layout.expert_parallel, layout.tensor_parallel
     problem = settings and (
         foreign_maths(settings)
+        or too_long_to_guess(settings, longest)
         or not_together(settings, tensor)
         or not_shared(settings, sequence, tensor)
         or not_apart(settings, experts)

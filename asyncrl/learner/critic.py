@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
+from asyncrl.checks.architecture import longest_sequence
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import Build, built
 from asyncrl.learner.loading import REFUSALS, Recipe
-from asyncrl.learner.model import longest_sequence
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.tensor import whole
 from asyncrl.schema import Config

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from asyncrl.checks.architecture import too_long_to_guess
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import PACKED_ATTENTION, Packing, UnpackedCall, plan_packing
 from asyncrl.learner.ranks import is_first, text_of_rank_zero
@@ -140,6 +141,8 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     Raises:
         ConfigError: neither does, or the attention is of a kind that is refused.
     """
+    if problem := too_long_to_guess(model.hf.config.to_dict(), longest):
+        raise ConfigError(f"{name}: {problem}")
     probes = probes_for(model.hf)[: PROBES_IN_ROWS if foreign_kinds(model.hf) else None]
     use_layout(model, Layout.ROWS)
     device = model.device

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from asyncrl.checks.architecture import foreign_maths
+from asyncrl.checks.architecture import foreign_maths, longest_sequence
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
@@ -236,11 +236,6 @@ def compute_exactly(model: PolicyModel, device: torch.device) -> None:
     make_exact(model.hf, device)
     model.exact = True
     model.hf.config._attn_implementation = EXACT_PACKED_ATTENTION
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.float32) -> Recipe:

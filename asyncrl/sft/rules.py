@@ -143,7 +143,7 @@ def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
     """
     config = learner_config(given)
     problems = [*missing_model("model.path", given.model.path), *_too_long(given)]
-    problems += unfit_model(given.model.path, given.learner)
+    problems += unfit_model(given.model.path, given.learner, given.data.max_tokens)
     held_out = eval_source(given)
     for source in (*train_sources(given), *([held_out] if held_out else [])):
         try:

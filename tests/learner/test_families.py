@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.checks.architecture import foreign_maths
+from asyncrl.checks.architecture import foreign_maths, longest_sequence, too_long_to_guess
+from asyncrl.errors import ConfigError
 from asyncrl.learner import layout
 from asyncrl.learner.critic import build_critic
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.layout import Layout
-from asyncrl.learner.model import PolicyModel
-from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.schema import Config, EngineConfig, EnvironmentConfig, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.families import (
     BEGIN,
     END,
@@ -31,6 +34,7 @@ from tests.learner.families import (
     tiny_family,
     trained_logprobs,
 )
+from tests.learner.feed import VOCABULARY
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
 
@@ -169,3 +173,46 @@ def test_a_model_in_rows_is_exported_as_transformers_loads_it(name: str, tmp_pat
 def test_what_a_config_tells_is_refused_before_anything_starts(settings: dict[str, object], named: str):
     assert named in foreign_maths(settings)
     assert not foreign_maths({"model_type": "qwen3", "lm_head_multiplier": 1.0})
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 22}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 22}),
+    ],
+)
+def test_frequencies_that_a_longer_neighbour_changes_are_refused_where_one_may_come(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+):
+    settings = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, pad_token_id=0, bos_token_id=0, eos_token_id=0, initializer_range=0.5, **changes,
+    )  # fmt: skip
+    alone = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+    ids = torch.arange(2, 25)[None]
+    both = alone(input_ids=ids, use_cache=False).logits, alone(input_ids=ids[:, :22], use_cache=False).logits
+    assert not torch.allclose(both[0][:, :22], both[1], atol=1e-6)  # a 23rd token changes what those before it are
+    alone.save_pretrained(tmp_path)
+    config = settings_for(tmp_path)  # sequences of up to 22 tokens
+    build_model(config, torch.device("cpu"), None)
+    longer = replace(config, rollout=replace(config.rollout, max_new_tokens=13))
+    with pytest.raises(ConfigError, match=r"sequences here may have 23\. Keep them within 22"):
+        build_model(longer, torch.device("cpu"), None)
+    assert "within 22" in too_long_to_guess({"text_config": settings.to_dict()}, 23)
+
+
+def test_frequencies_of_one_kind_of_layer_are_looked_at_and_equal_ones_do_not_matter():
+    rope = LONGROPE | {"original_max_position_embeddings": 22}
+    assert "within 22" in too_long_to_guess({"rope_parameters": {"full_attention": rope}}, 23)
+    assert not too_long_to_guess({"rope_parameters": rope | {"long_factor": rope["short_factor"]}}, 23)
+    legacy = {"rope_scaling": {"type": "longrope", "long_factor": [2.0]}, "original_max_position_embeddings": 22}
+    assert "any number" in too_long_to_guess(
+        legacy, longest_sequence(replace(settings_for(Path("m")), environment=EnvironmentConfig(name="tools")))
+    )
+    environment, engine = EnvironmentConfig(name="tools", max_tokens=22), EngineConfig(max_model_len=99)
+    bounded = replace(settings_for(Path("m")), environment=environment, engine=engine)
+    assert longest_sequence(bounded) == 22 and not too_long_to_guess(legacy, 22)
