@@ -79,7 +79,7 @@ def is_routed(model: PolicyModel) -> bool:
 def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:
     """Probe tokens of a run: within the model's vocabulary, and its longest sequence."""
     settings = model.hf.config.get_text_config(decoder=True)
-    longest = int(settings.max_position_embeddings)
+    longest = getattr(settings, "max_position_embeddings", None) or PROBE_TOKENS  # ALiBi has no last position
     return random_probes(int(settings.vocab_size), seed, count=PROBES, length=min(PROBE_TOKENS, longest))
 
 

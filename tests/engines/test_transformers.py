@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig, MptConfig, PretrainedConfig
 
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
@@ -299,6 +299,20 @@ def test_a_cache_that_cannot_be_merged_is_refused_at_start():
     )  # fmt: skip
     with pytest.raises(ConfigError, match="DynamicSlidingWindowLayer"):
         ModelRunner(AutoModelForCausalLM.from_config(config), CPU, 4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=2, initializer_range=0.5),
+        MptConfig(vocab_size=32, d_model=32, n_layers=1, n_heads=2, initializer_range=0.5),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_a_model_without_positions_is_refused_in_a_sentence(config: PretrainedConfig):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=f"model type '{config.model_type}' cannot be batched"):
+        make_engine(model)
 
 
 def test_a_model_that_ignores_our_positions_is_refused_at_start():

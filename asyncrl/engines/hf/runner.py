@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from asyncrl.routers import Recorder
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
 _ROUND_COLUMNS = 8
+_UNFIT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
+"""What a forward raises that was not written for our cache, mask or positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ class ModelRunner:
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         self.device = device
         config = model.config.get_text_config(decoder=True)
-        self.max_length = int(config.max_position_embeddings)
+        # Models without positions of their own (ALiBi) name no last one.
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
         self.vocabulary = int(config.vocab_size)
         self.num_layers = int(config.num_hidden_layers)
         self.max_sequences = max_sequences
@@ -197,13 +201,19 @@ class ModelRunner:
         An architecture that derives positions from something else (ALiBi from a 2D mask, say) fails here, at start.
 
         Raises:
-            ConfigError: the logits differ.
+            ConfigError: the logits differ, or the model takes no such batch.
         """
         prompts = [np.arange(1, 3, dtype=np.int32) % self.vocabulary, np.arange(2, 7, dtype=np.int32) % self.vocabulary]
-        cache, _ = self.prefill(prompts)
-        self.slots.reserve(2, 8)
-        self.slots.fill(cache, self._tensor(np.array([0, 1])), 0)
-        ours = self.decode(np.array([1, 1]), np.array([2, 5])).float()
+        try:
+            cache, _ = self.prefill(prompts)
+            self.slots.reserve(2, 8)
+            self.slots.fill(cache, self._tensor(np.array([0, 1])), 0)
+            ours = self.decode(np.array([1, 1]), np.array([2, 5])).float()
+        except _UNFIT as error:
+            raise ConfigError(
+                f"model type {self.model.config.model_type!r} cannot be batched by the transformers engine: a merged "
+                f"batch fails in it ({error!r}). Take another engine."
+            ) from error
         plain = [self.model(input_ids=self._tensor(np.append(p, 1)[None])).logits[0, -1] for p in prompts]
         theirs = torch.stack(plain).float()
         worst, scale = float((ours - theirs).abs().max()), float(theirs.abs().max()) + 1.0
