@@ -101,7 +101,7 @@ def assert_no_engine_processes() -> None:
     assert not alive
 
 
-def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_and_its_worker_at_once(tmp_path):
+def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_and_worker_at_once(tmp_path):
     config = engine_config(tmp_path / "model", "llama", record_topk=30)
     config.weights.transport = "files"
     board, models = Board(), {version: make_model("llama", version + 1) for version in range(3)}
@@ -125,9 +125,13 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_and_its
             while engine.stats()["generated_tokens"] == before:
                 await asyncio.sleep(0.002)
         (victim,) = engine_processes()
+        os.kill(victim.pid, signal.SIGSTOP)
+        called = asyncio.create_task(asyncio.to_thread(engine.call_workers, "asyncrl_load", timeout_s=300.0))
+        await asyncio.sleep(1.0)
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match="gone"):
-            await asyncio.wait_for(running, 90)
+        for waits in (running, called):
+            with pytest.raises(EngineDiedError, match="gone"):
+                await asyncio.wait_for(waits, 90)
 
     try:
         for version in (0, 1):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from asyncrl.engines.vllm.requests import scores_of, scoring
 from asyncrl.engines.vllm.stats import EngineMeter, MeterLogger
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+
+T = TypeVar("T")
+LOOK_S = 0.2
+"""Between two looks whether the processes that owe an answer live."""
 
 
 class VllmClient:
@@ -75,24 +80,37 @@ class VllmClient:
 
     async def abort(self, names: list[str]) -> None:
         """Whoever streams them gets a last output, with the finish reason `abort`."""
-        with _death_is_ours("abort"):
-            await self._llm.abort(names)
+        await self._answer("abort", self._llm.abort(names))
 
     async def pause(self, clear_cache: bool) -> None:
         """Freeze what runs between two steps; with `clear_cache` its keys and the prefix cache are dropped."""
-        with _death_is_ours("pause"):
-            # As pause_generation(), without its fixed sleep of 20 ms, which would be most of the pause.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        # As pause_generation(), without its fixed sleep of 20 ms, which would be most of the pause.
+        await self._answer("pause", self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
     async def resume(self, version_label: str) -> None:
         """Go on; tokens carry this label from here."""
-        with _death_is_ours("resume"):
-            await self._llm.update_weight_version(version_label)
-            await self._llm.resume_generation()
+        await self._answer("resume", self._llm.update_weight_version(version_label))
+        await self._answer("resume", self._llm.resume_generation())
 
     async def call_workers(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        with _death_is_ours(method):
-            return await self._llm.collective_rpc(method, args=arguments)
+        return await self._answer(method, self._llm.collective_rpc(method, args=arguments))
+
+    async def _answer(self, what: str, call: Coroutine[Any, Any, T]) -> T:
+        """waits for: vLLM's processes; unblocked by: their answer, or their death, of which vLLM tells streams and not
+        calls. The caller has the deadline.
+
+        Raises:
+            EngineDiedError: they are gone.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            with _death_is_ours(what):
+                while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
+                    if self._llm.errored:
+                        raise EngineDeadError
+                return answer.result()
+        finally:
+            answer.cancel()
 
     async def shut_down(self) -> None:
         self._llm.shutdown(timeout=5.0)
