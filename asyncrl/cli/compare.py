@@ -40,8 +40,8 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
         print(json.dumps(as_object(runs, ends, apart), indent=1, default=str))
         return 0
     console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)  # foreign names and values
-    console.print(settings_table(runs))
-    console.print(ends_table(runs, ends))
+    console.print_whole(settings_table(runs))
+    console.print_whole(ends_table(runs, ends))
     console.print(
         f"Each is the mean over the last {TAIL:.0%} of the steps (at most {TAIL_MOST}); an evaluation's is its last. "
         "The last step is in the first line."

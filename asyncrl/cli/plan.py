@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(cost_line(costs))
     for table in (splits_table(plan), depths_table(plan), sensitivity_table(plan)):
-        console.print(table)
+        console.print_whole(table)
     for line in said_of(plan.best, gpus):
         console.print(line)
     console.print(f"start it:  {start}")

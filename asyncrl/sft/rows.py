@@ -14,7 +14,7 @@ from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.opening import open_rows
-from asyncrl.data.rows.view import SourceRows, dug
+from asyncrl.data.rows.view import SourceRows, dug, refuse_halves
 from asyncrl.errors import DataError
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 
@@ -103,6 +103,7 @@ class SftRows(SourceRows):
                     f"{self.where(row)} has no column `{name}`, and {self.where(0)} has one. Write all rows of "
                     f"{self.source.title} in one form"
                 )
+            refuse_halves(columns[name], name, self.where(row))
             messages = _messages(columns[name], name, self.where(row))
             if name == SHAREGPT and columns.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*_messages(_as_messages(columns[SYSTEM], SYSTEM), SYSTEM, self.where(row)), *messages]
@@ -118,6 +119,8 @@ class SftRows(SourceRows):
         if prompt is None or not name:
             raise self._columns_missing(columns, row, prompt is None)
         completion = dug(columns, name.split("."))
+        refuse_halves(prompt, self.source.prompt_column, where)
+        refuse_halves(completion, name, where)
         if isinstance(prompt, str) and isinstance(completion, str) and not data.chat:
             for column, text in ((self.source.prompt_column, prompt), (name, completion)):
                 if not text:

@@ -88,13 +88,20 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The end of each path, as long as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return [str(folder) for folder in folders]
+    """The end of each path, as long as it takes to tell them apart.
+
+    Raises:
+        RunFolderError: two paths lead to one folder. Counted twice, a run would stand for two seeds.
+    """
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        place = folder.resolve()
+        if place in found:
+            raise RunFolderError(f"{place} is given twice, as {found[place]} and as {folder}. Give each run once")
+        found[place] = folder
+    parts = [folder.parts for folder in found]
+    depths = ([part[-depth:] for part in parts] for depth in range(1, max(map(len, parts)) + 1))
+    return next(["/".join(ends) for ends in each] for each in depths if len(set(each)) == len(each))
 
 
 UNKNOWN = "unknown there"

@@ -264,7 +264,7 @@ class RunView:
         """Read what is new and show it; `state` says what the supervisor is doing."""
         self._state = state or self._state
         for row in self._tail.read():
-            self._take(row)
+            self._take({name: value for name, value in row.items() if isinstance(value, int | float)})
         for warning in self._warnings.read():
             self.say(warning)
         told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read() if row.keys() >= set(RAISED)]

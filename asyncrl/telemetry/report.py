@@ -41,8 +41,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """`(steps, values)` of the rows that have a value."""
-    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    """`(steps, values)` of the rows that have a number."""
+    found = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -52,6 +52,8 @@ def test_verl_rows_are_read_as_they_are(tmp_path):
         ("[1, 2]", "holds a list"),
         ('{"question": "a", "answer": 1}', "no column `prompt`.*answer, question"),
         ('{"prompt": ""}', "`prompt` is empty"),
+        (r'{"prompt": "cut \ud83d"}', r"`prompt` has half a character, '\\ud83d'"),
+        (r'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}', "`prompt` has half a character"),
         ('{"prompt": 7}', "must be text or a non-empty list"),
         ('{"prompt": []}', "must be text or a non-empty list"),
         ('{"prompt": [{"role": "user"}]}', "needs `role` and `content`"),

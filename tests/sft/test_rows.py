@@ -129,6 +129,7 @@ def test_parquet_s_empty_fields_are_no_fields_and_tools_may_be_json_text(tmp_pat
         ({"text": "x"}, r"rows\.jsonl:2 .*no column `prompt`|rows\.jsonl:2 has neither"),
         ({"prompt": "q", "answer": "a"}, r"rows\.jsonl:2 has no column `completion` or `response`.*completion_column="),
         ({"prompt": "q", "completion": ""}, r"rows\.jsonl:2: `completion` is empty"),
+        ({"prompt": "q", "completion": "cut \ud83d"}, r"rows\.jsonl:2: `completion` has half a character"),
         ({"prompt": "", "completion": "a"}, r"rows\.jsonl:2: `prompt` is empty"),
         ({"prompt": 3, "completion": "a"}, r"rows\.jsonl:2: `prompt` must be text or a non-empty list"),
         ({"prompt": [USER], "completion": [USER]}, r"rows\.jsonl:2: no message is an assistant's"),

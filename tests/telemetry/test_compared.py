@@ -87,7 +87,35 @@ def test_the_permutation_test_is_that_of_all_ways_or_near_it(monkeypatch: pytest
 def test_runs_are_called_by_as_much_of_their_path_as_tells_them_apart(tmp_path: Path) -> None:
     assert names_of([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert names_of([Path("/x/a"), Path("/y/a")]) == ["x/a", "y/a"]
-    assert names_of([Path("/x/a"), Path("/x/a")]) == ["a", "a"]
+
+
+def test_a_run_that_is_given_twice_is_refused_and_no_second_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "a", 0, 0.1, [1.0])
+    (tmp_path / "b").symlink_to(run)
+    for command in ("compare", "report"):
+        assert main([command, str(run), str(tmp_path / "b")]) == 2
+        assert "is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", ["", "60"])
+def test_no_number_of_a_table_is_cut_however_many_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", bound)
+    runs = [make_run(tmp_path / f"run{place}", 0, 0.1 + place, [0.123456 + place]) for place in range(12)]
+    assert main(["compare", *map(str, runs)]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and all(f" {0.123456 + place:.4g} " in shown for place in range(12))
+
+
+def test_what_is_no_number_has_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", 0, 0.1, [0.5, 0.5])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "time": 3.0, "reward/mean": [1], "loss/total": "0.5"}\n')
+    found = told(capsys, run)
+    assert found["ends"]["reward/mean"][0]["value"] == 0.5 and found["ends"]["loss/total"] == [None]
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,14 @@ def test_without_a_terminal_every_step_is_a_line(tmp_path: Path) -> None:
     assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == ["step 7", "step 8"]
 
 
+def test_a_row_with_something_else_than_numbers_is_shown_without_it(tmp_path: Path) -> None:
+    row = {"step": 1, "reward/mean": "0.5", "loss/total": [1], "kl/behavior": None, "staleness/mean": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    out = io.StringIO()
+    RunView(tmp_path, 3, Console(file=out)).refresh()
+    assert out.getvalue() == "step 1 | staleness 1.00\n"
+
+
 def test_on_a_terminal_the_table_shows_what_the_issue_asks_for(tmp_path: Path) -> None:
     out = io.StringIO()
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(EVALUATION) + "\n")

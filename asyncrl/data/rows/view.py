@@ -147,6 +147,7 @@ def check_prompt(prompt: object, column: str, rows: PromptRows, row: int) -> Non
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"{rows.where(row)}: `{column}` is empty. Remove the row")
+        refuse_halves(prompt, column, rows.where(row))
         return
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -160,6 +161,23 @@ def check_prompt(prompt: object, column: str, rows: PromptRows, row: int) -> Non
             f"{rows.where(row)}: `{column}` ends with the assistant's answer, which the model would be shown. Write a "
             "column `prompt` without it (and the answer in one of its own, for the reward)"
         )
+    refuse_halves(prompt, column, rows.where(row))
+
+
+def refuse_halves(value: object, column: str, where: str) -> None:
+    """Raises DataError where a text in it, however deep, has half a character (a lone surrogate, as JSON may write one
+    and tokenizers take none)."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: `{column}` has half a character, {value[error.start]!a}, as a text that was cut within an "
+                "emoji. Write it whole, or remove the row"
+            ) from error
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            refuse_halves(each, column, where)
 
 
 def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
