@@ -164,7 +164,8 @@ def test_what_is_broken_or_not_finite_keeps_nobody_from_the_rest(
     assert main(["report", str(folder)]) == 0
     assert "(4) are left out" in caplog.text
     data = data_in((folder / "report.html").read_text(encoding="utf-8"))
-    assert main(["compare", str(folder), str(folder)]) == 0
+    other = make_run(tmp_path / "b", some_rows(5, 0))
+    assert main(["compare", str(folder), str(other)]) == 0
     assert data["runs"][0]["steps"] == 6 and "kl/behavior" not in data["curves"]
     assert data["curves"]["reward/mean"][0]["y"][-1] == 0.5
     assert data["curves"]["loss/total"][0]["x"][-1] == 5
