@@ -84,8 +84,8 @@ class ModelConfig:
     """With `activation_checkpointing`: what a layer that is computed again keeps beside its input. `attention` is its
     output, whose arithmetic grows with the square of the length; `matmul` also that of every matrix product."""
     compile: bool = False
-    """The learner's decoder layers are compiled by torch.compile, with the first micro-batches that they see: those
-    take a minute longer. What is computed differs by rounding. See docs/parallel.md."""
+    """The learner's decoder layers are compiled by torch.compile before the first step: its start takes up to minutes
+    longer. What is computed differs by rounding. See docs/parallel.md."""
     lora_rank: int = 0
     """Above 0: only LoRA adapters of this rank are trained and sent to the engines; the base stays as it is."""
     lora_alpha: int = 32

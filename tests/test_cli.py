@@ -107,6 +107,13 @@ def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureF
     assert "2 rank(s) under torchrun" in plan
 
 
+def test_the_plan_says_what_is_compiled(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for compiled in (False, True):
+        assert main(["local", *files, f"model.compile={str(compiled).lower()}", "--dry-run"]) == 0
+        said = "model.compile=true: torch.compile makes code of the learner's decoder layers before the first step"
+        assert (said in capsys.readouterr().out) == compiled
+
+
 def test_the_plan_of_one_role_shows_only_its_process(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollout", *files, "--dry-run"]) == 0
     plan = capsys.readouterr().out

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.attention_kernel import kernel_of, widest_head
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.compiling import compile_layers, refuse_unbuildable
+from asyncrl.learner.compiling import compile_layers, refuse_unbuildable, warm_up
 from asyncrl.learner.layout import Layout, agree_on_layout, use_layout
 from asyncrl.learner.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.packed import PackedModel
@@ -76,6 +76,7 @@ def built(
     model = _held(build, settings, longest, device, backend)
     if settings.compile:
         compile_layers(model, build.setting)
+        warm_up(model, build.setting)
     return model
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -228,17 +228,22 @@ def apart(
         note_window: see `Packing`.
     """
     use_layout(model, layout)
-    lengths = np.array([len(ids) for ids in canary.sequences])
-    total = int(lengths.sum())
-    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    device = model.device
-    packing = replace(plan_packing(np.arange(total), lengths, total, device), note_window=note_window)
-    ids = torch.from_numpy(np.concatenate(canary.sequences)).long().to(device)
+    ids, positions, packing = end_to_end(canary.sequences, model.device)
     try:
-        seen = model.seen(ids, torch.from_numpy(positions).to(device), packing)
+        seen = model.seen(ids, positions, replace(packing, note_window=note_window))
     finally:
         model.settle()
-    return compare(canary, [_flat(part) for part in seen.split(lengths.tolist())], _allowed(canary.learner_dtype).max)
+    lengths = [len(each) for each in canary.sequences]
+    return compare(canary, [_flat(part) for part in seen.split(lengths)], _allowed(canary.learner_dtype).max)
+
+
+def end_to_end(sequences: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
+    """Ids [T], positions [T] and packing of sequences that share no prompt."""
+    lengths = np.array([len(ids) for ids in sequences])
+    total = int(lengths.sum())
+    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    ids = torch.from_numpy(np.concatenate(sequences)).long().to(device)
+    return ids, torch.from_numpy(positions).to(device), plan_packing(np.arange(total), lengths, total, device)
 
 
 def fits(found: Difference, dtype: str) -> bool:

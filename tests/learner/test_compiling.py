@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from asyncrl.errors import ConfigError
@@ -77,21 +80,25 @@ def test_batches_of_all_lengths_run_what_the_first_compiled_and_differ_by_roundi
     plain, compiled = models(family, tmp_path)
     batches = [batch_of(groups, seed) for seed, groups in enumerate((2, 3, 1, 4, 2, 5))]
     assert len({len(batch.input_ids) for batch in batches}) == len({str(b.packing.blocks) for b in batches}) == 6
+    assert counters["stats"]["unique_graphs"] == 2 * graphs, "with gradient and without, at the start"
+    assert all(parameter.grad is None for parameter in compiled.parameters())
     for batch in batches:
         found, wanted = gradients(compiled, batch), gradients(plain, batch)
         assert found.keys() == wanted.keys()
         norm = torch.nn.utils.get_total_norm(wanted.values())
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[name] / norm, gradient / norm, atol=1e-5, rtol=0, msg=name)
-        assert counters["stats"]["unique_graphs"] == graphs, "with gradient"
     for batch in batches:
         with torch.no_grad():
             torch.testing.assert_close(scores(compiled, batch), scores(plain, batch), atol=1e-5, rtol=0)
-    assert counters["stats"]["unique_graphs"] == 2 * graphs, "and without"
+    gradients(compiled, batches[0])
+    in_a_direction(*scores(compiled, batches[1])).sum().backward()  # onto what is there
+    assert counters["stats"]["unique_graphs"] == 2 * graphs
 
 
 def test_a_rank_without_trajectories_compiles_nothing_for_its_one_token(tmp_path: Path):
     plain, compiled = models("Qwen3", tmp_path)
+    counters.clear()
     lonely = pack(make_lease(*make_step(0, groups=1, size=1, max_staleness=4)), [], CPU)
     places = (lonely.input_ids, lonely.position_ids, lonely.position_ids, lonely.position_ids, lonely.packing)
     assert len(lonely.input_ids) == 1 and torch.equal(compiled(*places, 1.0)[0], plain(*places, 1.0)[0])
@@ -112,11 +119,45 @@ def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path):
         build_model(config, CPU, None)
 
 
-def test_without_a_compiler_the_start_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
+@contextmanager
+def by(compiler: Path) -> Iterator[None]:
+    """Nothing that was compiled before is used."""
     torch.compiler.reset()
-    with fresh_cache(), pytest.raises(ConfigError, match=r"cannot build code for cpu here \(.* Install g\+\+"):
+    with inductor.patch({"cpp.cxx": (str(compiler),)}), fresh_cache():
+        yield
+
+
+def test_without_a_compiler_the_start_is_refused_with_what_to_install():
+    with (
+        by(Path("/nowhere/g++")),
+        pytest.raises(ConfigError, match=r"cannot build code for cpu here \(.* Install g\+\+"),
+    ):
         refuse_unbuildable.__wrapped__(CPU)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A compiler that finds an error in everything."""
+    script = tmp_path / "g++"
+    script.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_cannot_be_built_are_refused_at_the_start(frozen: bool, tmp_path: Path, broken: Path):
+    tiny_family("Qwen3").save_pretrained(tmp_path)
+    config = settings_for(tmp_path)
+    config.model.compile = True
+    said = rf"cannot build the layers of model\.path={tmp_path} for cpu here \(.* Install g\+\+ .*model\.compile=false"
+    with by(broken), pytest.raises(ConfigError, match=said):
+        build_model(config, CPU, None, frozen=frozen)
+
+
+def test_layers_that_cannot_be_built_later_end_the_run_in_the_same_sentence(tmp_path: Path, broken: Path):
+    _, compiled = models("Qwen3", tmp_path)
+    with by(broken), pytest.raises(ConfigError, match=r"cannot build the layers of .* set model\.compile=false"):
+        scores(compiled, batch_of(2, 0))
 
 
 def test_two_ranks_learn_the_same_and_go_on_uncompiled_from_their_checkpoint(tmp_path: Path):
