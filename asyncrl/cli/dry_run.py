@@ -19,7 +19,7 @@ from asyncrl.cli.commands import (
     with_gpus,
 )
 from asyncrl.cli.memory_table import memory_lines, size
-from asyncrl.cli.placement_table import gpus_to_plan, placement_lines
+from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan, placement_lines
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.config import load_config, run_digest
 from asyncrl.replay.shards.__main__ import shard_config
@@ -142,9 +142,8 @@ def loss_parts(config: Config) -> list[tuple[str, object]]:
 def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight | None = None) -> str:
     """The whole plan, headed by what it belongs to; what `auto` is for GPUs that are here, or planned for."""
     digest = run_digest(config)
-    gpus = len(gpus_to_plan(config))
-    kinds = ("cuda" if gpus and device != "cpu" else "cpu" for device in (config.learner.device, config.engine.device))
-    config = with_dtypes(config, **dict(zip(("learner", "engine"), kinds, strict=True)))
+    kinds = {side: kind_to_plan(config, getattr(config, side).device) for side in ("learner", "engine")}
+    config = with_dtypes(config, **kinds)
     seen = {} if found is None else {"prompts": found.prompts, "reward": found.reward}
     sections = {
         "processes": process_lines(config, command, overrides),

@@ -9,7 +9,7 @@ from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.cli.model_size import ModelSize, model_size
-from asyncrl.cli.placement_table import gpus_to_plan
+from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.learner.memory_plan import (
     MASTER,
@@ -17,8 +17,8 @@ from asyncrl.learner.memory_plan import (
     Shape,
     Sizes,
     apart,
+    head_backward_rows,
     head_bytes,
-    head_rows,
     held,
     moment_bytes,
     on_one_of,
@@ -235,6 +235,7 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     if sizes is None:
         return []
     width, checkpointing = BYTES[config.model.dtype], config.model.activation_checkpointing
+    device, wide = kind_to_plan(config, config.learner.device), config.model.fp32_head and width < MASTER
     every, keep = config.model.checkpoint_every, config.model.checkpoint_keep
     tokens = config.learner.max_tokens_per_microbatch
     # More slots than a group's siblings have of it no token has.
@@ -250,8 +251,9 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
             + (", all as without model.compile)" if config.model.compile else ")"),
         ),
         (
-            head_bytes(sizes.vocabulary, sizes.hidden, width, wide=config.model.fp32_head and width < MASTER),
-            f"head, about: {head_rows(sizes.vocabulary)} * {sizes.vocabulary} logits, and its weight's gradient",
+            head_bytes(sizes.vocabulary, sizes.hidden, width, device, tokens, wide=wide),
+            f"head, about: {min(tokens, head_backward_rows(sizes.vocabulary, device))} * {sizes.vocabulary} logits, "
+            "and its weight's gradient",
         ),
     ]
 

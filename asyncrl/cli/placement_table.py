@@ -14,6 +14,11 @@ def gpus_to_plan(config: Config) -> Sequence[str]:
     return visible if config.placement.gpus <= len(visible) else tuple(map(str, range(config.placement.gpus)))
 
 
+def kind_to_plan(config: Config, device: str) -> str:
+    """`cuda` or `cpu`: what a process of the setting `device` computes on there."""
+    return "cuda" if device != "cpu" and gpus_to_plan(config) else "cpu"
+
+
 def placement_lines(config: Config) -> list[str]:
     """A table of process, GPUs, and how much of the memory of each."""
     visible = gpus_to_plan(config)

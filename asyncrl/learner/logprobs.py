@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncrl.exact import kernels
-from asyncrl.learner.memory_plan import head_rows
+from asyncrl.learner.memory_plan import head_backward_rows, head_rows
 from asyncrl.learner.support import Support
 
 NO_CHANCE = -1000.0
@@ -63,7 +63,7 @@ def judged_logprobs(
         hidden, weight, bias = _widened(hidden, weight, bias)
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
     likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
-    for rows in _chunks(len(targets), len(weight)):
+    for rows in _chunks(len(targets), head_rows(len(weight))):
         logits = _logits(hidden, weight, bias, 1.0, None, rows)
         chosen = logits.gather(-1, targets[rows, None])[:, 0]
         logprobs[rows] = chosen - logits.logsumexp(-1)
@@ -78,14 +78,12 @@ def largest_logits(
     bias: Float[Tensor, " vocabulary"] | None,
 ) -> Float[Tensor, " tokens"]:
     """Largest |logit| of each token's distribution, fp32 (float64 of float64)."""
-    found = [
-        _logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in _chunks(len(hidden), len(weight))
-    ]
+    chunks = _chunks(len(hidden), head_rows(len(weight)))
+    found = [_logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in chunks]
     return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    rows = head_rows(vocabulary)
+def _chunks(tokens: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
@@ -143,7 +141,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         factors = kernels.rounded_weight(weight) if exact else weight
         logprobs = torch.empty(targets.shape, dtype=_wide(hidden), device=hidden.device)
         entropy, normaliser = (logprobs.new_empty(len(targets)) for _ in range(2))
-        for rows in _chunks(len(targets), len(weight)):
+        for rows in _chunks(len(targets), head_rows(len(weight))):
             logits = _logits(hidden, factors, bias, temperature, support, rows, product)
             normaliser[rows] = total(logits)
             chosen = logits.gather(-1, _columns(targets, rows)) - normaliser[rows, None]
@@ -162,7 +160,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
         d_bias = None if bias is None else torch.zeros(bias.shape, dtype=_wide(hidden), device=bias.device)
-        for rows in _chunks(len(targets), len(weight)):
+        plain = ctx.support is None and entropy is None
+        each = head_backward_rows(len(weight), hidden.device.type, plain=plain)
+        for rows in _chunks(len(targets), each):
             logits = _logits(hidden, weight, bias, ctx.temperature, ctx.support, rows)
             scale = _columns(gradients[0], rows) / ctx.temperature
             logits.sub_(normaliser[rows, None])
@@ -181,5 +181,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += d_logits.t() @ hidden[rows]
+            del logits, d_logits  # else they are there while the next chunk's are made
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None

@@ -41,12 +41,9 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
 
     kept = max(map(kept_of, batches))
     scored = max(len(batch.loss_positions) for batch in batches) // shared
-    return (
-        held
-        + passing
-        + kept
-        + head_bytes(sizes.vocabulary, sizes.hidden, width, scored, wide=config.fp32_head and width < MASTER)
-    )
+    wide = config.fp32_head and width < MASTER
+    head = head_bytes(sizes.vocabulary, sizes.hidden, width, device.type, scored, wide=wide)
+    return held + passing + kept + head
 
 
 def whole_bytes(model: PackedModel, width: int, *, several: bool) -> int:

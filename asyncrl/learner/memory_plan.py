@@ -25,6 +25,10 @@ HEAD_ELEMENTS = 1 << 19
 """fp32 logits of one chunk of the head (`logprobs`): 2 MiB, so that it stays in cache with a small vocabulary..."""
 HEAD_MIN_ROWS = 512
 """... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
+HEAD_GPU_ROWS, HEAD_GPU_BYTES, HEAD_GPU_STEP = 8192, 5 << 29, 256
+"""On a GPU a chunk of the head's backward has at most so many rows, as many as logits of so many bytes in fp32 have,
+and a multiple of these. Each chunk reads and writes the gradient of the head's weight in fp32, as large for few rows as
+for many: with 512 that takes as long as about half of the products, with 4,096 a twelfth."""
 Shape = Sequence[int]
 
 
@@ -118,20 +122,37 @@ def apart(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
 
 
 def head_rows(vocabulary: int) -> int:
-    """Tokens of a chunk of logits."""
+    """Tokens of a chunk of logits in the forward."""
     return max(HEAD_MIN_ROWS, HEAD_ELEMENTS // vocabulary)
 
 
-def head_bytes(vocabulary: int, hidden: int, width: int, scored: int | None = None, *, wide: bool = False) -> int:
-    """Estimate for the backward of the head: two chunks of fp32 logits, one in the compute dtype, and the gradient of
-    its weight in fp32, which one rank holds whole until it is reduced.
+def head_backward_rows(vocabulary: int, device: str, *, plain: bool = True) -> int:
+    """The same in the backward.
 
     Args:
-        scored: tokens that the head is applied to; None is more than a chunk.
-        wide: as `model.fp32_head`: the weight is there in fp32 as well.
+        device: kind of what computes, without a number: `cpu` or `cuda`.
+        plain: without supports or a gradient through the entropy, which take more beside the logits: their chunks stay
+            those of the forward.
     """
     rows = head_rows(vocabulary)
-    logits = (rows if scored is None else min(rows, scored)) * vocabulary * (8 + (MASTER if wide else width))
+    if device == "cpu" or not plain:
+        return rows
+    room = HEAD_GPU_BYTES // (MASTER * vocabulary) // HEAD_GPU_STEP * HEAD_GPU_STEP
+    return max(rows, min(HEAD_GPU_ROWS, room))
+
+
+def head_bytes(vocabulary: int, hidden: int, width: int, device: str, scored: int, *, wide: bool = False) -> int:
+    """Estimate for the head: a chunk of its logits, in the forward twice in fp32, in the backward once, once more in a
+    narrower compute dtype, and the gradient of its weight in fp32, which one rank holds whole until it is reduced.
+
+    Args:
+        device: see `head_backward_rows`.
+        scored: tokens that the head is applied to.
+        wide: as `model.fp32_head`: the weight is there in fp32 as well.
+    """
+    own = 0 if wide or width == MASTER else width
+    chunks = (head_rows(vocabulary), 2 * MASTER + own), (head_backward_rows(vocabulary, device), MASTER + own)
+    logits = max(min(rows, scored) * each for rows, each in chunks) * vocabulary
     return logits + (1 + wide) * MASTER * vocabulary * hidden
 
 

@@ -127,3 +127,20 @@ def test_no_table_over_tokens_and_vocabulary_ever_exists(dtype: torch.dtype) -> 
     assert plain.largest >= in_this_dtype and plain.peak >= 2 * in_this_dtype, "the probe must see the plain path's"
     assert fused.largest <= table // 4
     assert fused.peak < table
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 151_936, 262_144])
+@pytest.mark.parametrize(("scored", "wide"), [(20_000, False), (9_000, True), (700, False)])
+def test_what_the_head_takes_on_a_gpu_is_what_the_plan_counts(vocabulary: int, scored: int, wide: bool) -> None:
+    """On paper: tensors without data, of a device that is no CPU, in the chunks that it would have."""
+    hidden, weight = (
+        torch.empty(rows, 256, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (scored, vocabulary)
+    )
+    targets = torch.empty(scored, dtype=torch.long, device="meta")
+    with Allocations() as seen:
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, 0.7, wide=wide)
+        torch.autograd.grad(logprobs.sum(), [hidden, weight])
+    planned = memory_plan.head_bytes(vocabulary, 256, 2, "cuda", scored, wide=wide)
+    assert 0.9 * planned < seen.peak < 1.1 * planned
+    rows = memory_plan.head_backward_rows(vocabulary, "cuda")
+    assert seen.largest == max(4 * min(rows, scored) * vocabulary, 4 * vocabulary * 256)

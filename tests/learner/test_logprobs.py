@@ -39,6 +39,36 @@ def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 5, 10, 11, 4096])
+def test_chunks_of_the_backward_may_be_of_any_size(rows: int, narrowed: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_plan, "HEAD_MIN_ROWS", 3)
+    monkeypatch.setattr(memory_plan, "HEAD_ELEMENTS", 3)
+    exact: Any = {"dtype": torch.float64, "requires_grad": True}
+    leaves = [torch.randn(shape, **exact) for shape in ((11, 16), (50, 16), (50,))]
+    targets, scale = torch.randint(0, 5, (11, 2)), torch.randn(11, 2, dtype=torch.float64)
+    counts = np.where(np.arange(11) % 2, 0, 5)
+    ids = torch.arange(5).repeat(int((counts > 0).sum()))
+    support = Support(counts=counts, ids=ids, bits=torch.zeros(0, 7, dtype=torch.uint8)) if narrowed else None
+
+    def found() -> list[torch.Tensor]:
+        chosen, _ = token_logprobs(*leaves, targets, 0.7, support)
+        return [chosen.detach(), *torch.autograd.grad((chosen * scale).sum(), leaves)]
+
+    wanted = found()
+    monkeypatch.setattr("asyncrl.learner.logprobs.head_backward_rows", lambda *_, **__: rows)
+    for mine, theirs in zip(found(), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_a_gpu_has_larger_chunks_in_the_backward_and_a_cpu_those_of_the_forward():
+    rows = {size: memory_plan.head_backward_rows(size, "cuda") for size in (264, 32_000, 128_256, 151_936, 262_144)}
+    assert rows == {264: 8192, 32_000: 8192, 128_256: 5120, 151_936: 4352, 262_144: 2560}
+    for size in rows:
+        assert memory_plan.head_backward_rows(size, "cpu") == memory_plan.head_rows(size)
+        assert memory_plan.head_backward_rows(size, "cuda", plain=False) == memory_plan.head_rows(size)
+
+
 def test_no_tokens_give_zero_gradients_and_not_none():
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     chosen, _ = token_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.long), 1.0)

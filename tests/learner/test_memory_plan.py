@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
 from asyncrl.cli.memory_table import (
+    activation_rows,
     copies_bytes,
     copies_on_gpu,
     host_rows,
@@ -41,7 +42,7 @@ from asyncrl.learner.batch import pack
 from asyncrl.learner.building import prepare
 from asyncrl.learner.lora import add_adapters
 from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
-from asyncrl.learner.memory_plan import Sizes, held, on_one_of, share, stacked
+from asyncrl.learner.memory_plan import Sizes, head_backward_rows, head_bytes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
 from asyncrl.learner.roles import Roles
@@ -269,6 +270,26 @@ def test_copies_lie_on_the_gpu_that_nobody_shares_or_whose_memory_engines_open(w
         told = replace(config, placement=PlacementConfig(mode="colocated" if placement.shared else "dedicated"))
         on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) != "gloo"
         assert on_device == there
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "kind", "rows"), [(8, "auto", "cuda", 4352), (8, "cpu", "cpu", 512), (0, "auto", "cpu", 512)]
+)
+def test_the_head_is_planned_in_the_chunks_of_what_it_will_compute_on(
+    gpus: int, device: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = Sizes.of(qwen("7b").to_dict())
+    assert sizes is not None and head_backward_rows(sizes.vocabulary, kind) == rows
+    for tokens in (16_384, 256):
+        config = Config(
+            model=ModelConfig(path="tiny", dtype="bfloat16"),
+            learner=LearnerConfig(device=device, max_tokens_per_microbatch=tokens),
+            placement=PlacementConfig(gpus=gpus),
+        )
+        planned, said = activation_rows(config, sizes, 1)[1]
+        assert planned == head_bytes(sizes.vocabulary, sizes.hidden, 2, kind, tokens)
+        assert f"{min(rows, tokens)} * 152064 logits" in said
 
 
 def write_headers(folder: Path, config: PreTrainedConfig, hf: PreTrainedModel) -> None:
