@@ -124,3 +124,8 @@ def test_names_and_values_are_written_as_one_would_type_them() -> None:
     long = [name_of([f"reference.path=/models/{'deep/' * 20}{name}"]) for name in ("a", "b")]
     assert len(set(long)) == 2 and all(len(f"rerun-{name}") == 64 for name in long)
     assert [written(value) for value in (None, True, 0.5, "a b", [1, "c"])] == ["null", "true", "0.5", "'a b'", "[1,c]"]
+
+
+def test_a_rerun_that_is_compiled_is_not_called_one_without_other_settings(run: Path) -> None:
+    recorded = read_config(run / "config.yaml")
+    assert changed_by(rerun_config(run, ["model.compile=true"]), recorded) == ["model.compile"]

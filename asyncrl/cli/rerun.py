@@ -253,10 +253,10 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
 
 
 def changed_by(config: Config, recorded: Config) -> list[str]:
-    """Settings that decide what is learned and are not those of the run."""
+    """Settings that decide what is learned, or to which bits, and are not those of the run."""
     ours, theirs = (flat(config_to_dict(each)) for each in (config, recorded))
     rooms = tuple(f"{room}." for room in (*LEARNED_BY, "learner"))
-    keys = [key for key in ours if key.startswith(rooms) or key == "replay.max_staleness"]
+    keys = [key for key in ours if key.startswith(rooms) or key in ("model.compile", "replay.max_staleness")]
     return [key for key in keys if key not in OF_A_RERUN and ours[key] != theirs.get(key)]
 
 

@@ -28,7 +28,7 @@ HEAD_MIN_ROWS = 512
 HEAD_GPU_ROWS, HEAD_GPU_BYTES, HEAD_GPU_STEP = 8192, 5 << 29, 256
 """On a GPU a chunk of the head's backward has at most so many rows, as many as logits of so many bytes in fp32 have,
 and a multiple of these. Each chunk reads and writes the gradient of the head's weight in fp32, as large for few rows as
-for many: with 512 that takes as long as about half of the products, with 4,096 a twelfth."""
+for many: reckoned, not measured, from published rates of memory and products."""
 Shape = Sequence[int]
 
 
