@@ -78,7 +78,7 @@ class Held:
         monkeypatch.setattr(snapshot, "gather_into", self)
         monkeypatch.setattr(snapshot, "_LEAST_PART", 1)
 
-    def __call__(self, manifest, named, buffers, group, filling) -> list[str]:
+    def __call__(self, manifest, named, buffers, group, filling, hashed) -> list[str]:
         views, done = manifest.views(buffers), 0
         for (name, tensor), entry in zip(named, manifest.buckets[0].entries, strict=True):
             assert self.go.acquire(timeout=60)

@@ -239,7 +239,11 @@ def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: 
     weights = WeightsConfig(wire_dtype="bfloat16", delta=delta)
     config = Config(model=ModelConfig(path=str(tmp_path)), weights=weights, learner=LearnerConfig(ranks=2))
     sender = SimpleNamespace(
-        keeps_previous=DeltaChoice(delta).possible, send=lambda *_: None, idle=lambda _: None, close=lambda: None
+        keeps_previous=DeltaChoice(delta).possible,
+        sends_buckets=True,
+        send=lambda *_: None,
+        idle=lambda _: None,
+        close=lambda: None,
     )
     publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=60.0)  # pyright: ignore[reportArgumentType]
     manifest = publisher._manifest_of([(name, each.detach()) for name, each in hf.named_parameters()])

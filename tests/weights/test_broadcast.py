@@ -336,7 +336,7 @@ def test_a_copy_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, mo
         on_the_wire.set()
         return real(group, piece)
 
-    def breaking(manifest, named, buffers, group, filling) -> list[str]:
+    def breaking(manifest, named, buffers, group, filling, hashed) -> list[str]:
         filling.reach(2 * BUCKET)
         assert on_the_wire.wait(60), "nothing of version 2 was sent"
         raise RuntimeError("rank 1 is gone")

@@ -65,7 +65,7 @@ def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
 class KeepingSender:
     """Keeps what it is given to send as it was, piece by piece, the moment the copy called it final."""
 
-    keeps_previous = False
+    keeps_previous, sends_buckets = False, True
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, dict[str, torch.Tensor]]] = []

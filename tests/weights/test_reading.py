@@ -124,7 +124,7 @@ def test_a_sender_that_never_ends_is_an_error_that_names_the_way_out():
 class OpeningSender:
     """Opens a version when the test lets it, and says what it held."""
 
-    keeps_previous = False
+    keeps_previous, sends_buckets = False, True
 
     def __init__(self) -> None:
         self.go, self.seen, self.broken = threading.Semaphore(0), list[tuple[int, float]](), False

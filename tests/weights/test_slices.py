@@ -17,7 +17,9 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender
+from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.plan import Box, whole
+from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from asyncrl.weights.shares import slices
 from tests.weights.board import Board, WorkerRendezvous
@@ -155,6 +157,37 @@ def test_two_processes_get_and_stage_their_halves_beside_one_that_gets_all(how):
     assert halves[2] >= cut + rest
     assert stats["weights/wire_bytes"] <= sum(sizes.values()) + padding * len(ends) * 3
     assert all(engine.subscriber.stats()["weights/nacks"] == 0 for engine in members)
+
+
+class CountedHash(Fingerprint):
+    """Of what is copied out of the learner: counts its bytes."""
+
+    nbytes = 0
+
+    def update_bytes(self, piece: memoryview) -> None:
+        CountedHash.nbytes += len(piece)
+        super().update_bytes(piece)
+
+
+@pytest.mark.parametrize(("senders", "parts"), [(1, True), (2, True), (1, False), (2, False)])
+def test_buckets_that_go_in_parts_are_hashed_as_parts_alone(monkeypatch, senders, parts):
+    monkeypatch.setattr(gather, "Fingerprint", CountedHash)
+    board, size, counted = Board(), sum(tensor.nbytes for tensor in weights(0).values()), []
+    keeps = (kept(0), kept(1)) if parts else (None, None)
+    with engines(board, *keeps) as members, publishers(board, senders=senders) as ends:
+        for version in range(3):
+            CountedHash.nbytes = 0
+            held = list(weights(version).items())
+            for publisher in ends:
+                publisher.publish(version, held)
+            for engine in members:
+                engine.wait(version)
+            for publisher in ends:
+                list(publisher.copied())
+            settled(ends[0], version)
+            counted.append(CountedHash.nbytes)
+    assert counted[0] >= size, "what the engines want is not known before they are there"
+    assert all(n == 0 if parts else n >= size for n in counted[1:])
 
 
 def test_who_sends_deltas_sends_whole_tensors_and_they_are_staged_whole():

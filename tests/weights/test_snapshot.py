@@ -15,8 +15,8 @@ from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 class HeldSender:
     """Sends one version at a time, each for as long as the test holds it."""
 
-    def __init__(self, keeps_previous: bool = False) -> None:
-        self.keeps_previous = keeps_previous
+    def __init__(self, keeps_previous: bool = False, sends_buckets: bool = True) -> None:
+        self.keeps_previous, self.sends_buckets = keeps_previous, sends_buckets
         self.started: list[int] = []
         self.seen: list[tuple[float | None, float | None]] = []
         self.snapshots: list[Snapshot] = []
@@ -177,10 +177,10 @@ def test_training_goes_on_beside_the_copy_and_only_a_write_to_the_weights_waits_
 
 
 def test_a_sender_may_begin_while_the_rest_is_copied(monkeypatch):
-    def copy(manifest, named, buffers, group, filling) -> list[str]:
+    def copy(manifest, named, buffers, group, filling, hashed) -> list[str]:
         filling.reach(16)
         until(lambda: sender.started == [0])
-        return real(manifest, named, buffers, group, filling)
+        return real(manifest, named, buffers, group, filling, hashed)
 
     sender, real = FollowingSender(), snapshot.gather_into
     monkeypatch.setattr(snapshot, "gather_into", copy)
@@ -226,6 +226,19 @@ def test_closing_over_a_copy_that_hangs_ends_the_sender_that_follows_it(monkeypa
     copy.go.set()
     publisher.wait_copied()
     assert sender.started == []
+
+
+def test_of_who_sends_no_whole_buckets_fingerprints_are_taken_when_they_are_asked_for():
+    """The groups may have changed while it was copied."""
+    sender = HeldSender(sends_buckets=False)
+    publisher = make(sender)
+    publish(publisher, 0)
+    until(lambda: sender.started == [0])
+    (sent,) = sender.snapshots
+    assert sent.fingerprints == []
+    assert sent.all_fingerprints() == [bucket_fingerprint(buffer) for buffer in sent.buffers]
+    sender.go.release()
+    publisher.close()
 
 
 def test_fingerprints_taken_while_copying_are_those_of_the_whole_buckets():

@@ -110,6 +110,10 @@ class BroadcastSender:
         return self._delta.possible
 
     @property
+    def sends_buckets(self) -> bool:
+        return self._lanes is None or not self._lanes.parts
+
+    @property
     def meeting(self) -> Meeting:
         """Where the other learner ranks find this one."""
         return Meeting(host=self._host, port=self._port, publisher=self._publisher)

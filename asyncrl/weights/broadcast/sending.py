@@ -52,6 +52,13 @@ class Lanes:
     share: Share | None = None
     """Of this sender, which the flow is cut out of."""
 
+    @property
+    def parts(self) -> bool:
+        """Whether what is sent are not the buckets of the snapshot."""
+        if self.flow is None or self.share is None:
+            return False
+        return self.flow.manifest != self.share.manifest or len(self.groups) != 1
+
     @classmethod
     def form(
         cls, form: Callable[[str, int], WeightGroup], sender: int, flows: Flows | None, snapshot: Snapshot, world: int
@@ -97,7 +104,7 @@ def send(
         RuntimeError: as `send_whole`.
     """
     flow = lanes.flow
-    if flow is None or (flow.manifest == snapshot.manifest and len(lanes.groups) == 1):
+    if flow is None or not lanes.parts:
         (group,) = lanes.groups.values()
         return send_whole(group, snapshot, through), snapshot.all_fingerprints()
     if not lanes.groups:

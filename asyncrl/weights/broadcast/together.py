@@ -183,6 +183,10 @@ class ShareSender:
         self._beat_at = 0.0
         introduce(self._store, self._me)
 
+    @property
+    def sends_buckets(self) -> bool:
+        return self._lanes is None or not self._lanes.parts
+
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         """All that rank 0 wants of this version, until it takes the next one.
 

@@ -49,6 +49,8 @@ class FilesSender:
         WeightsError: a file cannot be written, or put where it belongs. DiskFullError: see `Patience`.
     """
 
+    sends_buckets = True
+
     def __init__(
         self,
         rendezvous: PublisherRendezvous,

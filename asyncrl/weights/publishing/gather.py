@@ -90,6 +90,7 @@ def gather_into(
     buffers: Sequence[torch.Tensor] | None,
     group: dist.ProcessGroup | None = None,
     filling: Filling | None = None,
+    hashed: bool = True,
 ) -> list[str]:
     """Fill `buffers` (rank 0; None on other ranks) with the full tensors in the wire dtype.
 
@@ -98,9 +99,10 @@ def gather_into(
     Args:
         group: as from `choose_route`.
         filling: told how far buffers on the host are, and on other ranks what has been read.
+        hashed: whether to take fingerprints.
 
     Returns:
-        Fingerprint of every bucket; none on other ranks, and none of buffers on a device.
+        Fingerprint of every bucket; none on other ranks, none of buffers on a device, and none unless `hashed`.
     """
     by_name = dict(tensors)
     prints = []
@@ -109,12 +111,13 @@ def gather_into(
         buffer = buffers[index] if buffers is not None else None
         whole = _gather_bucket(bucket, by_name, buffer, group)
         if buffer is not None and buffer.device.type == "cpu":
-            fingerprint = Fingerprint()
+            fingerprint = Fingerprint() if hashed else None
             for done, last in _fill(bucket, whole, buffer):
-                fingerprint.update_bytes(last)
+                if fingerprint is not None:
+                    fingerprint.update_bytes(last)
                 if filling is not None:
                     filling.reach(before + done)
-            prints.append(fingerprint.hex())
+            prints += [fingerprint.hex()] if fingerprint is not None else []
         elif buffer is not None:
             _fill_on_device(bucket, whole, buffer)
         before += bucket.nbytes

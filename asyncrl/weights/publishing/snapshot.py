@@ -56,7 +56,8 @@ class Snapshot:
     shares: Shares | None = None
     """Where every learner rank sends its own: this is what one of them does."""
     fingerprints: list[str] = field(default_factory=list)
-    """Per bucket, taken while it was copied; of buckets on a device, or of none, while they are sent."""
+    """Per bucket, taken while it was copied; of buckets on a device, or of none, while they are sent; else when they
+    are asked for."""
     reading: Reading | None = None
     """Where it is sent out of the weights themselves: `buffers` are none then."""
 
@@ -90,6 +91,12 @@ class Sender(Protocol):
     @property
     def keeps_previous(self) -> bool:
         """Whether `send` wants the version before, at the price of a third snapshot in memory."""
+        ...
+
+    @property
+    def sends_buckets(self) -> bool:
+        """Whether the next `send` will ask for fingerprints of whole buckets, as far as is known: they are then taken
+        while the bytes are copied. Asked on any thread."""
         ...
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
@@ -270,7 +277,8 @@ class BackgroundPublisher:
             self._hand_over(snapshot)
         whole = False
         try:
-            snapshot.fingerprints += gather_into(snapshot.manifest, named, buffers, self._route.group, filling)
+            hashed = self._sender is not None and self._sender.sends_buckets
+            snapshot.fingerprints += gather_into(snapshot.manifest, named, buffers, self._route.group, filling, hashed)
             if torch.device(self._device).type == "cuda":
                 # The sender's thread has a stream of its own: without this it could send half-written buffers.
                 torch.cuda.current_stream(self._device).synchronize()
