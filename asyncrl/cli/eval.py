@@ -28,7 +28,7 @@ from asyncrl.config import load_config
 from asyncrl.data.dataset import open_dataset
 from asyncrl.environments.probe import check_environment
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.evaluation.table import CONFIDENCE
+from asyncrl.evaluation.intervals import CONFIDENCE
 from asyncrl.evaluator.folder import EvalFolder, opened
 from asyncrl.evaluator.identity import digest, identity
 from asyncrl.evaluator.results import reasons, results, table_of, text_of
@@ -222,7 +222,7 @@ def _tell(config: Config, kept: EvalFolder, made_of: dict[str, object]) -> int:
     table = table_of(config, kept.done)
     path = kept.write_results(results(config, made_of, table, kept.done))
     print("\n".join(["", *text_of(table, config.eval.samples)]))
-    print(f"in brackets: {CONFIDENCE:.0%} bootstrap intervals over rows; every figure is in {path}")
+    print(f"in brackets: {CONFIDENCE:.0%} intervals over rows; every figure is in {path}")
     for reason, count in reasons(kept.done):
         print(f"failed, {count} sample(s): {' '.join(reason.split())}")
     if any(sample.failed for samples in kept.done.values() for sample in samples):

@@ -67,9 +67,9 @@ class EvalSummary:
     eval_set: str
     mean: float
     """Of the scores of the rows that have one."""
-    low: float
-    """From here to `high` the mean lies with `evaluation.table.CONFIDENCE`: a bootstrap over these rows."""
-    high: float
+    low: float | None
+    """From here to `high` the mean lies with `evaluation.intervals.CONFIDENCE`; None where these rows do not say."""
+    high: float | None
     count: int
     """Rows that have a score."""
     failed: int

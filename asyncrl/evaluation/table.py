@@ -1,24 +1,21 @@
 """From the scores of all rows to a table: one line per `data_source` and one over all, each figure with an interval.
 
-The interval is a bootstrap over rows: rows are drawn again with replacement, with all their samples, since samples of
-one row are no independent measurements of the model.
+The interval is one over rows with all their samples, since samples of one row are no independent measurements of the
+model: see `asyncrl.evaluation.intervals`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.evaluation.estimators import best_at_k, majority_at_k, pass_at_k
+from asyncrl.evaluation.intervals import Range, interval, range_of
 
-RESAMPLES = 1000
-CONFIDENCE = 0.95
-AT_ONCE = 1 << 20
-"""Drawn rows held in memory."""
 ALL = "all"
 """Name of the line over every row."""
 
@@ -40,14 +37,16 @@ class RowScores:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     value: float
-    low: float
-    high: float
+    low: float | None
+    """None, as `high`: so few rows do not say."""
+    high: float | None
     rows: int
     """Rows it is known from: those with enough samples."""
 
     def with_ends(self) -> tuple[tuple[str, float], ...]:
-        """The value and the ends of its interval, each with what a metric's name ends with."""
-        return ("", self.value), ("_low", self.low), ("_high", self.high)
+        """The value and the ends of its interval, where it has one, each with what a metric's name ends with."""
+        known = (("", self.value), ("_low", self.low), ("_high", self.high))
+        return tuple((end, value) for end, value in known if value is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ def tabulate(
     Args:
         samples: drawn per row; rows with fewer scores are in no estimate that needs more than they have.
         pass_score: a sample passes with at least this score.
-        seed: of the bootstrap and the votes.
+        seed: of the votes.
     """
     known = sorted(rows, key=lambda row: row.row)
     values = _per_row(known, samples, pass_score, seed)
@@ -90,8 +89,8 @@ def tabulate(
     for place, row in enumerate(known):
         places.setdefault(row.data_source, []).append(place)
     named = sorted(name for name in places if name)
-    lines = [_line(name, known, places[name], values, seed) for name in named if len(places) > 1]
-    return (*lines, _line(ALL, known, range(len(known)), values, seed))
+    lines = [_line(name, known, places[name], values) for name in named if len(places) > 1]
+    return (*lines, _line(ALL, known, range(len(known)), values))
 
 
 def figures_of(row: RowScores, *, samples: int, pass_score: float = 1.0, seed: int = 0) -> dict[str, float]:
@@ -115,7 +114,7 @@ def _per_row(rows: Sequence[RowScores], samples: int, pass_score: float, seed: i
 
 
 def _line(
-    name: str, rows: Sequence[RowScores], places: Sequence[int], values: Mapping[str, NDArray[np.float64]], seed: int
+    name: str, rows: Sequence[RowScores], places: Sequence[int], values: Mapping[str, NDArray[np.float64]]
 ) -> TableLine:
     own = [rows[place] for place in places]
     taken = {metric: column[list(places)] for metric, column in values.items()}
@@ -124,62 +123,30 @@ def _line(
         rows=len(own),
         samples=sum(len(row.scores) for row in own),
         failed=sum(row.failed for row in own),
-        estimates=bootstrap(taken, seed),
+        estimates=means(taken),
     )
 
 
-def bootstrap(values: Mapping[str, NDArray[np.float64]], seed: int) -> dict[str, Estimate]:
-    """Mean of each metric over the rows that have it, with the `CONFIDENCE` percentile interval. All metrics see the
-    same draws of rows.
+def means(values: Mapping[str, NDArray[np.float64]]) -> dict[str, Estimate]:
+    """Mean of each metric over the rows that have it.
 
     Args:
-        values: metric -> [R], NaN where a row has no value.
+        values: metric -> [R], NaN where a row has no value. A metric that no row has is left out.
     """
-    kept = {name: column for name, column in values.items() if not np.isnan(column).all()}
-    if not kept:
-        return {}
-    columns = np.stack(list(kept.values()), axis=1)
-    known = ~np.isnan(columns)
-    filled = np.where(known, columns, 0.0)
-    means = np.concatenate([_means(counts, filled, known) for counts in _draws(len(columns), seed)])
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.nanpercentile(means, [tail, 100 - tail], axis=0)
-    value = filled.sum(axis=0) / known.sum(axis=0)
+    known = {name: column[~np.isnan(column)] for name, column in values.items()}
     return {
-        name: Estimate(
-            value=float(value[place]), low=float(low[place]), high=float(high[place]), rows=int(known[:, place].sum())
-        )
-        for place, name in enumerate(kept)
+        name: _estimate(column, np.ones_like(column), range_of(column)) for name, column in known.items() if len(column)
     }
 
 
-def bootstrap_ratios(
-    parts: Mapping[str, NDArray[np.float64]], sizes: NDArray[np.float64], seed: int
+def ratios(
+    parts: Mapping[str, NDArray[np.float64]], sizes: NDArray[np.float64], within: Mapping[str, Range]
 ) -> dict[str, Estimate]:
-    """Sum of each of `parts` [R] over the sum of `sizes` [R], all above 0, with the interval of the same draws of rows:
-    a mean over tokens, of rows that are drawn whole."""
-    columns = np.stack(list(parts.values()), axis=1)
-    drawn = [counts @ columns / (counts @ sizes)[:, None] for counts in _draws(len(sizes), seed)]
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(np.concatenate(drawn), [tail, 100 - tail], axis=0)
-    value = columns.sum(axis=0) / sizes.sum()
-    return {
-        name: Estimate(value=float(value[place]), low=float(low[place]), high=float(high[place]), rows=len(sizes))
-        for place, name in enumerate(parts)
-    }
+    """Sum of each of `parts` [R] over the sum of `sizes` [R], all above 0: a mean over tokens, of rows that are drawn
+    whole. `within`: what those may be that have a range, per token."""
+    return {name: _estimate(column, sizes, within.get(name)) for name, column in parts.items()}
 
 
-def _draws(rows: int, seed: int) -> Iterator[NDArray[np.float64]]:
-    """How often each row was drawn in each of `RESAMPLES` draws, [D, rows] at a time: all together may not fit."""
-    generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
-    together = max(1, AT_ONCE // rows)
-    for start in range(0, RESAMPLES, together):
-        draws = min(together, RESAMPLES - start)
-        places = generator.integers(0, rows, (draws, rows)) + np.arange(draws)[:, None] * rows
-        yield np.bincount(places.ravel(), minlength=draws * rows).reshape(draws, rows).astype(np.float64)
-
-
-def _means(counts: NDArray[np.float64], filled: NDArray[np.float64], known: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[D, metrics], NaN where no drawn row has the metric."""
-    weights = counts @ known.astype(np.float64)
-    return np.divide(counts @ filled, weights, out=np.full_like(weights, np.nan), where=weights > 0)
+def _estimate(parts: NDArray[np.float64], sizes: NDArray[np.float64], within: Range | None) -> Estimate:
+    low, high = interval(parts, sizes, within) or (None, None)
+    return Estimate(value=float(parts.sum() / sizes.sum()), low=low, high=high, rows=len(parts))

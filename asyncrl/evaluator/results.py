@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl.evaluation.intervals import CONFIDENCE
 from asyncrl.evaluation.samples import Sample
-from asyncrl.evaluation.table import ALL, CONFIDENCE, TableLine, tabulate
+from asyncrl.evaluation.table import ALL, TableLine, tabulate
 from asyncrl.evaluator.samples import scores_of
 from asyncrl.schema import Config
 
@@ -84,4 +85,7 @@ def shown_metrics(table: Sequence[TableLine], samples: int) -> list[str]:
 
 def _figure(line: TableLine, metric: str) -> str:
     found = line.estimates.get(metric)
-    return "" if found is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    if found is None:
+        return ""
+    within = "" if found.low is None or found.high is None else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{found.value:.3f}{within}"

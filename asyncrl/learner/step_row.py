@@ -52,8 +52,8 @@ def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
         f"{name}/superseded": float(summary.superseded),
     }
     if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
-        row |= {f"{name}/{metric}": summary.mean}
-        row |= {f"{name}/{metric}_low": summary.low, f"{name}/{metric}_high": summary.high}
+        known = (("", summary.mean), ("_low", summary.low), ("_high", summary.high))
+        row |= {f"{name}/{metric}{end}": value for end, value in known if value is not None}
     return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import DataError
-from asyncrl.evaluation.table import bootstrap_ratios
+from asyncrl.evaluation.intervals import SHARE
+from asyncrl.evaluation.table import ratios
 from asyncrl.learner.batch import MicroBatch, pack
 from asyncrl.learner.gradients import backward
 from asyncrl.learner.layout import Layout
@@ -135,7 +136,7 @@ def evaluate(
             sums.index_add_(0, start + batch.group_ids[batch.loss_positions], found)
     policy.settle()
     loss, right, tokens = sum_over_data(sums.cpu(), device).cpu().numpy().T
-    known = bootstrap_ratios({"loss": loss, "token_accuracy": right}, tokens, seed=0)
+    known = ratios({"loss": loss, "token_accuracy": right}, tokens, {"token_accuracy": SHARE})
     return {
         **{f"{name}{end}": value for name, each in known.items() for end, value in each.with_ends()},
         "perplexity": math.exp(min(known["loss"].value, 700.0)),

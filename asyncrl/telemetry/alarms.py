@@ -8,6 +8,7 @@ again. After a resume the first rows are those that come then.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -48,25 +49,46 @@ class Raised:
 RAISED = tuple(each.name for each in fields(Raised))
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation, with the reward of the batches at its time."""
+
+    value: float
+    low: float | None
+    high: float | None
+    """Ends of its interval; None where its rows do not say."""
+    reward: float | None
+    """Over the last `WINDOW` steps; None before there are so many."""
+    error: float
+    """Of that, its standard error."""
+
+
 @dataclass(slots=True)
 class Course:
     """What is remembered of a run: its first rows, its last ones, its evaluations."""
 
     first: list[Row] = field(default_factory=list)
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Metric -> (its value, reward of the batches at the time)."""
+    evaluations: dict[str, list[Point]] = field(default_factory=dict)
+    """By metric."""
 
     def add(self, row: Row) -> None:
         if "time/step" not in row:
-            reward = self.now("reward/mean")
             for name, value in row.items():
                 if name.startswith("eval/") and name.endswith(("/accuracy", "/reward")) and value is not None:
-                    self.evaluations.setdefault(name, []).append((value, 0.0 if reward is None else reward))
+                    ends = row.get(f"{name}_low"), row.get(f"{name}_high")
+                    self.evaluations.setdefault(name, []).append(Point(value, *ends, *self._reward()))
             return
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.last.append(row)
+
+    def _reward(self) -> tuple[float | None, float]:
+        """Of the last batches, with the standard error of that mean as far as the batches differ."""
+        values = [row["reward/mean"] for row in self.last if row.get("reward/mean") is not None]
+        if len(values) < WINDOW:
+            return None, 0.0
+        return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
     def began(self, name: str) -> float | None:
         return mean_of(self.first, name)
@@ -134,11 +156,27 @@ def reward_hacking(course: Course) -> str:
     for name, points in course.evaluations.items():
         if len(points) < 3:
             continue
-        best, reward = max(points[:-2])
-        fell = all(value < 0.9 * best for value, _ in points[-2:])
-        if best > 0 and fell and points[-1][1] > reward:
-            return f"{name} fell from {best:.3g} to {points[-1][0]:.3g} while the reward rose to {points[-1][1]:.3g}"
+        best = max(points[:-2], key=lambda point: point.value)
+        last = points[-1]
+        if all(fell(best, point) for point in points[-2:]) and rose(best, last):
+            return (
+                f"{name} fell from {best.value:.3g} (at least {best.low:.3g}) to {last.value:.3g} (at most "
+                f"{last.high:.3g}) while the reward rose from {best.reward:.3g} to {last.reward:.3g}"
+            )
     return ""
+
+
+def fell(best: Point, point: Point) -> bool:
+    """By a tenth, and by more than the draw of rows explains: the intervals have nothing in common."""
+    apart = best.low is not None and point.high is not None and point.high < best.low
+    return apart and best.value > 0 and point.value < 0.9 * best.value
+
+
+def rose(before: Point, now: Point) -> bool:
+    """The reward of the batches, by more than two standard errors of the difference."""
+    if before.reward is None or now.reward is None:
+        return False
+    return now.reward - before.reward > 2 * math.hypot(before.error, now.error)
 
 
 def disk(course: Course) -> str:
@@ -226,7 +264,9 @@ ALARMS: tuple[Alarm, ...] = (
     ),
     Alarm(
         "reward_hacking",
-        "an evaluation fell by a tenth of its best twice in a row while the reward of the batches rose",
+        "an evaluation was twice in a row a tenth below its best and outside of its 95 % interval (the upper ends of "
+        "theirs are below its lower end), while the reward of the batches rose by more than two standard errors. An "
+        "evaluation of so few rows that the intervals meet raises nothing: eval.rows makes them narrower",
         "Read samples.jsonl for what the reward pays for; learner.keep_best keeps the best checkpoint",
         reward_hacking,
     ),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,10 +69,8 @@ def draw(axes: Axes, rows: Sequence[Row], title: str, found: Series) -> None:
     for name, (steps, values) in found.items():
         said = f"{name} ({unit_of(name)})" if len(units) > 1 else name
         (line,) = axes.plot(steps, values, label=said, marker="o" if len(steps) < 30 else "", markersize=3, linewidth=1)
-        between = [row for row in rows if row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None]
-        if name.startswith("eval/") and between:
-            low, high = ([row[f"{name}_{end}"] for row in between] for end in ("low", "high"))
-            axes.fill_between([row["step"] for row in between], low, high, color=line.get_color(), alpha=0.2, lw=0)
+        if name.startswith("eval/"):
+            band(axes, rows, name, line.get_color())
     axes.set_title(title, fontsize="medium")
     axes.set_ylabel(", ".join(units))
     axes.set_xlabel("step")
@@ -79,3 +79,14 @@ def draw(axes: Axes, rows: Sequence[Row], title: str, found: Series) -> None:
         axes.set_ylim(0, 1)  # around a line of zeros matplotlib shows less than none
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small", framealpha=0.6)
+
+
+def band(axes: Axes, rows: Sequence[Row], name: str, color: Any) -> None:
+    """The intervals of an evaluation: none where a value has none, a line where one stands alone."""
+    ends = [(row["step"], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in rows if row.get(name) is not None]
+    for known, group in itertools.groupby(ends, key=lambda each: each[1] is not None and each[2] is not None):
+        steps, low, high = zip(*group, strict=True)
+        if known and len(steps) == 1:
+            axes.vlines(steps, low, high, color=color, alpha=0.3, lw=4)
+        elif known:
+            axes.fill_between(steps, low, high, color=color, alpha=0.2, lw=0)

@@ -31,7 +31,7 @@ class Evaluation:
     loss: float | None = None
     """Where rows have one."""
     interval: tuple[float, float] | None = None
-    """Of the mean, with `evaluation.table.CONFIDENCE`; None in rows of a version that told none."""
+    """Of the mean, with `evaluation.intervals.CONFIDENCE`; None where the rows do not say."""
     loss_interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ HEAD = (
 )
 FAILURES = ("replay/dropped_", "optim/nonfinite_steps")
 """Beginnings of what stands after the main metrics where it is not zero throughout."""
-Curve = dict[str, list[float]]
+Curve = dict[str, Any]
 Interval = tuple[float, float]
+Ends = list[float | None]
 Drawn = dict[str, tuple[Curve, End | None, Interval | None]]
 """Metric -> what is drawn of it, where it ended, and the interval of an evaluation there."""
 ALONE_BYTES = 32 << 20
@@ -116,19 +117,23 @@ def drawn(folder: Path) -> Drawn:
     made: Drawn = {}
     for name, (steps, values) in found.items():
         around = intervals_of(name, found)
-        last = (around[0][-1], around[1][-1]) if around else None
+        last = _pair(around[0][-1], around[1][-1]) if around else None
         made[name] = curve_of(steps, values, around), end_of_values(name, steps, values), last
     return made
 
 
-def intervals_of(name: str, found: Series) -> tuple[list[float], list[float]] | None:
-    """Of an evaluation the lower ends of its values' intervals, and the upper ones: the value, where it has none."""
+def _pair(low: float | None, high: float | None) -> Interval | None:
+    return None if low is None or high is None else (low, high)
+
+
+def intervals_of(name: str, found: Series) -> tuple[Ends, Ends] | None:
+    """Of an evaluation the lower ends of its values' intervals, and the upper ones: None, where it has none."""
     low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
     if not name.startswith("eval/") or low is None or high is None:
         return None
     lows, highs = (dict(zip(*ends, strict=True)) for ends in (low, high))
-    pairs = list(zip(*found[name], strict=True))
-    return [lows.get(step, value) for step, value in pairs], [highs.get(step, value) for step, value in pairs]
+    steps = found[name][0]
+    return [lows.get(step) for step in steps], [highs.get(step) for step in steps]
 
 
 def columns(folder: Path) -> Series:
@@ -163,7 +168,7 @@ def by_step(steps: list[int], values: list[float]) -> tuple[list[int], list[floa
     return [steps[place] for place in order], [values[place] for place in order]
 
 
-def curve_of(steps: list[int], values: list[float], around: tuple[list[float], list[float]] | None = None) -> Curve:
+def curve_of(steps: list[int], values: list[float], around: tuple[Ends, Ends] | None = None) -> Curve:
     """`x` and `y`, and the band `around` as `low` and `high`; of many, of each part its last step and value, and the
     smallest and largest that are around it."""
     if len(values) <= POINTS:
@@ -175,9 +180,14 @@ def curve_of(steps: list[int], values: list[float], around: tuple[list[float], l
     return {
         "x": [steps[part.stop - 1] for part in parts],
         "y": [rounded(values[part.stop - 1]) for part in parts],
-        "low": [rounded(min(low[part])) for part in parts],
-        "high": [rounded(max(high[part])) for part in parts],
+        "low": [farthest(min, low[part]) for part in parts],
+        "high": [farthest(max, high[part]) for part in parts],
     }
+
+
+def farthest(choose: Callable[[list[float]], float], ends: Sequence[float | None]) -> float | None:
+    known = [each for each in ends if each is not None]
+    return rounded(choose(known)) if known else None
 
 
 def rounded(value: float) -> float:

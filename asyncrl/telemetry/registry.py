@@ -296,7 +296,7 @@ _EVALUATIONS = (
     *(
         Metric(f"eval/<set>/{name}_{end}", unit, f"{which} end of the 95 % interval of {what}", HIGHER)
         for name, unit, what in (
-            ("<figure>", "1", "`reward`, `accuracy` or a figure: a bootstrap over the rows that have it"),
+            ("<figure>", "1", "`reward`, `accuracy` or a figure, over the rows that have it: see docs/evaluation.md"),
             ("<source>/mean", "reward", "that mean"),
         )
         for end, which in (("low", "lower"), ("high", "upper"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,42 @@ def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str)
     assert fed(Alarms([name]), *[{}] * 30, *TROUBLES[name]) == []
 
 
-def test_an_evaluation_that_falls_while_the_reward_rises_looks_like_hacking() -> None:
+def evaluated(
+    rise: float, *, half: float | None = 0.05, noise: float = 0.0, accuracies: Sequence[float] = (0.5, 0.8, 0.6, 0.6)
+) -> list[str]:
+    """Alarms of a run whose reward rises by so much between its evaluations, each known to `half`."""
     alarms, found = Alarms(), []
-    for point, accuracy in enumerate((0.5, 0.8, 0.6, 0.6)):
-        found += fed(alarms, *[{"reward/mean": 0.5 + 0.1 * point}] * WINDOW, first=1 + WINDOW * point)
-        found += alarms.row({"step": WINDOW * (point + 1), "eval/heldout/accuracy": accuracy}, 0.0)
-    assert [raised.name for raised in found] == ["reward_hacking"]
-    honest = Alarms()
-    for point, accuracy in enumerate((0.5, 0.8, 0.6, 0.6)):
-        assert fed(honest, *[{"reward/mean": 0.5 - 0.1 * point}] * WINDOW, first=1 + WINDOW * point) == []
-        assert honest.row({"step": WINDOW * (point + 1), "eval/heldout/accuracy": accuracy}, 0.0) == []
+    for point, accuracy in enumerate(accuracies):
+        rewards = [0.5 + rise * point + noise * (-1) ** step for step in range(WINDOW)]
+        found += fed(alarms, *[{"reward/mean": reward} for reward in rewards], first=1 + WINDOW * point)
+        name = "eval/heldout/accuracy"
+        ends = {} if half is None else {f"{name}_low": accuracy - half, f"{name}_high": accuracy + half}
+        found += alarms.row({"step": WINDOW * (point + 1), name: accuracy, **ends}, 0.0)
+    return [raised.name for raised in found]
+
+
+def test_an_evaluation_that_falls_while_the_reward_rises_looks_like_hacking() -> None:
+    assert evaluated(0.1) == ["reward_hacking"]
+    assert evaluated(-0.1) == []
+
+
+def test_what_the_draw_of_rows_or_batches_explains_is_no_hacking() -> None:
+    assert evaluated(0.1, half=0.15) == [], "the intervals meet"
+    assert evaluated(0.1, half=None) == [], "of rows that do not say nothing is known"
+    assert evaluated(0.01, noise=0.2) == [], "the reward rose by less than its batches differ"
+    assert evaluated(0.1, noise=0.05) == ["reward_hacking"]
+    assert evaluated(0.1, accuracies=(0.8, 0.75, 0.75)) == [], "less than a tenth"
+
+
+def test_an_evaluation_before_there_are_batches_is_no_reward_of_nothing() -> None:
+    alarms, name = Alarms(), "eval/heldout/accuracy"
+    rows = [
+        {"step": step, name: value, f"{name}_low": value, f"{name}_high": value}
+        for step, value in ((0, 0.9), (20, 0.5), (40, 0.5))
+    ]
+    assert alarms.row(rows[0], 0.0) == []
+    assert fed(alarms, *[{"reward/mean": 0.5}] * WINDOW) == []
+    assert [raised for row in rows[1:] for raised in alarms.row(row, 0.0)] == []
 
 
 def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.errors import ReplayError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES
-from asyncrl.evaluation.table import bootstrap
+from asyncrl.evaluation.table import means
 from asyncrl.types import NO_VERSION
 
 _MEAN = ""
@@ -58,15 +58,14 @@ class _Job:
         )
 
     def summary(self, superseded: int) -> EvalSummary:
-        """Of all chunks. Their rows stand in the order of the file, whoever was first: the draws of a bootstrap are the
-        same for every job of a set."""
+        """Of all chunks, their rows in the order of the file, whoever was first."""
         results = [self.results[number] for number in sorted(self.results)]
         columns: dict[str, list[float | None]] = {_MEAN: [score for result in results for score in result.scores]}
         for name in dict.fromkeys(name for result in results for name in result.figures):
             nothing = [(None,) * len(result.scores) for result in results]
             found = [result.figures.get(name, none) for result, none in zip(results, nothing, strict=True)]
             columns[name] = [value for values in found for value in values]
-        known = bootstrap({name: np.array(values, np.float64) for name, values in columns.items()}, seed=0)
+        known = means({name: np.array(values, np.float64) for name, values in columns.items()})
         whole = known.pop(_MEAN, None)
         scored = [result for result in results if result.version_min != NO_VERSION]
         return EvalSummary(
@@ -75,8 +74,8 @@ class _Job:
             policy_version=self.policy_version,
             eval_set=self.eval_set,
             mean=whole.value if whole else 0.0,
-            low=whole.low if whole else 0.0,
-            high=whole.high if whole else 0.0,
+            low=whole.low if whole else None,
+            high=whole.high if whole else None,
             count=len(columns[_MEAN]),
             failed=sum(result.failed for result in results),
             version_min=min((result.version_min for result in scored), default=self.policy_version),

@@ -9,7 +9,8 @@ import pytest
 from asyncrl.errors import NoProgress, ReplayError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import Sample
-from asyncrl.evaluation.table import RowScores, bootstrap, tabulate
+from asyncrl.evaluation.table import RowScores, means, tabulate
+from asyncrl.learner.step_row import evaluation_metrics
 from asyncrl.replay.codec.messages import decode_record, decode_records, encode_record
 from asyncrl.replay.codec.wire import pack, unpack
 from asyncrl.replay.core import events as ev
@@ -90,13 +91,27 @@ def test_figures_of_chunks_are_means_over_the_rows_that_have_them_and_survive_th
     (alone,) = tabulate(rows, samples=1)
     assert (summary.mean, summary.count) == (0.5, 6)
     assert (summary.low, summary.high) == (alone.estimates["avg@1"].low, alone.estimates["avg@1"].high)
+    assert summary.low is not None and summary.high is not None
     assert 0.0 <= summary.low < summary.mean < summary.high <= 1.0
     known = np.array([1.0, 0.5, np.nan, 0.0, np.nan, np.nan])
-    pass_2 = bootstrap({"pass@2": known, "pass@4": np.array([1.0, *[np.nan] * 5])}, seed=0)["pass@2"]
+    pass_2 = means({"pass@2": known})["pass@2"]
     assert summary.figures == {
         **{"pass@2": 0.5, "pass@2_low": pass_2.low, "pass@2_high": pass_2.high},
-        **{"pass@4": 1.0, "pass@4_low": 1.0, "pass@4_high": 1.0},
+        **{"pass@4": 1.0, "pass@4_low": pytest.approx(0.17059, abs=1e-5), "pass@4_high": 1.0},
     }
+
+
+def test_one_row_that_has_no_range_has_no_interval_and_that_survives_the_wire() -> None:
+    stage = Stage()
+    stage.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=1, chunk=1)
+    (order,) = stage.core.acquire("w", "a", 1).evaluations
+    at = {"job_id": order.job_id, "chunk": order.chunk, "attempt": order.attempt, "version_min": 0, "version_max": 0}
+    stage.core.report_evaluation("w", "a", EvalResult(**at, scores=(7.5,)))
+    answer = stage.ask(learner(), 7)
+    assert isinstance(answer, Answer)
+    (summary,) = decode_records(EvalSummary, answer.body)
+    assert (summary.mean, summary.low, summary.high) == (7.5, None, None)
+    assert [name for name in evaluation_metrics(summary, "reward") if name.endswith(("_low", "_high"))] == []
 
 
 def test_the_interval_of_an_evaluation_does_not_depend_on_who_was_first() -> None:
