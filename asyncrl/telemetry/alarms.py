@@ -2,7 +2,8 @@
 
 Pure over rows and a clock that is given: the learner asks of each row it writes, whoever shows a run asks how long ago
 the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, may be told
-again. After a resume the first rows are those that come then.
+again; after that for twice as many, and so on: one that comes and goes at its limit is told a few times. After a
+resume the first rows are those that come then.
 """
 
 from __future__ import annotations
@@ -322,7 +323,9 @@ class Alarms:
         self._ignored = ignored
         self._course = Course()
         self._quiet: dict[str, int] = {}
-        """Of each alarm that holds, or did: for how many rows it has not. After `WINDOW` it is forgotten."""
+        """Of each alarm that holds, or did: for how many rows it has not. After `_patience` of them it is forgotten."""
+        self._patience: dict[str, int] = {}
+        """Doubles each time that an alarm is told."""
         self._since: float | None = None
         self._step = 0
 
@@ -351,10 +354,13 @@ class Alarms:
         """None unless it begins to hold."""
         known = alarm.name in self._quiet
         if not said or alarm.name in self._ignored:
-            if known and self._quiet[alarm.name] >= WINDOW:
+            if known and self._quiet[alarm.name] >= self._patience[alarm.name]:
                 del self._quiet[alarm.name]
             elif known:
                 self._quiet[alarm.name] += 1
             return None
         self._quiet[alarm.name] = 0
-        return None if known else Raised(alarm.name, self._step, said, alarm.advice)
+        if known:
+            return None
+        self._patience[alarm.name] = 2 * self._patience.get(alarm.name, WINDOW // 2)
+        return Raised(alarm.name, self._step, said, alarm.advice)

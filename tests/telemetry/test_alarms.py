@@ -62,6 +62,16 @@ def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str)
     assert fed(Alarms([name]), *[{}] * 30, *TROUBLES[name]) == []
 
 
+def test_one_that_comes_and_goes_at_its_limit_is_told_a_few_times() -> None:
+    """Thirty times over and under in 900 steps."""
+    alarms, told = Alarms(), 0
+    for turn in range(30):
+        shares = [0.95] * 12 + [0.3] * 18
+        found = fed(alarms, *[{"reward/zero_variance_groups": share} for share in shares], first=1 + 30 * turn)
+        told += len(found)
+    assert told == 3, "each time it is over for 23 steps: more than 10 and 20, and less than 40"
+
+
 def evaluated(
     rise: float, *, half: float | None = 0.05, noise: float = 0.0, accuracies: Sequence[float] = (0.5, 0.8, 0.6, 0.6)
 ) -> list[str]:
