@@ -8,7 +8,7 @@ groups of 8 and 16; ours is the whole `train_step` (plan, pack, advantages, loss
 as it runs. `padded_over_ours`: transformers on rows of like length; `by_arithmetic`: what it would be if time were
 operations (layers, head, attention), which nobody who computes the same can pass. `packed_over_ours`: transformers on
 sequences end to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts
-differ.
+differ. `compiled_over_ours`: ours with `model.compile=true`, built before, needs so many times the CPU seconds.
 
 `quick`: the same of the quickstart's steps: its model of 149 k parameters, 32 groups of 8, prompts of 7 tokens and
 completions of 4 to 10, 1,024 tokens a micro-batch; also `fsdp2_over_ours`, of transformers on rows under FSDP2, as its
@@ -146,16 +146,23 @@ class Ours:
         train_step(self.config, self.roles, self.guard, given.lease, rank=0, world=1, device=cpu)
 
 
-def begin_ours(folder: Path, opened: ExitStack, budget: int = BUDGET) -> Ours:
-    config = load_config(
-        [
-            *(f"model.path={folder}", "data.path=none", "reward=exact_match", "learner.lr=1e-6"),
-            *(f"learner.max_tokens_per_microbatch={budget}", "learner.max_attention_per_microbatch=65536"),
-        ]
+def begin_ours(folder: Path, opened: ExitStack, budget: int = BUDGET) -> tuple[Ours, Ours]:
+    """As it is, and with `model.compile=true`."""
+    config, compiled = (
+        load_config(
+            [
+                *(f"model.path={folder}", "data.path=none", "reward=exact_match", "learner.lr=1e-6"),
+                *(f"learner.max_tokens_per_microbatch={budget}", "learner.max_attention_per_microbatch=65536"),
+                f"model.compile={setting}",
+            ]
+        )
+        for setting in ("false", "true")
     )
     place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="benchmark")
     mesh = opened.enter_context(joined_ranks(config, place))
-    return Ours(config, build_roles(config, place.device, mesh), NonFiniteGuard(folder / "nonfinite", 0, 3))
+    guard = NonFiniteGuard(folder / "nonfinite", 0, 3)
+    ours, theirs = (Ours(each, build_roles(each, place.device, mesh), guard) for each in (config, compiled))
+    return ours, theirs
 
 
 def arithmetic_of_rows(ours: Ours, given: Batch) -> float:
@@ -198,7 +205,7 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     found = {}
     with ExitStack() as opened:
-        ours = begin_ours(folder, opened)
+        ours, compiled = begin_ours(folder, opened)
         for length, size in SHAPES:
             prompt, count = (length // 16, 16) if small else (length, SEQUENCES)
             given = batch(prompt, size, count, shared=True)
@@ -207,6 +214,7 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
                 "padded": lambda g=given, p=prompt: bare_step(bare, optimizer, list(padded(g.members, p, BUDGET))),
                 "packed": lambda g=given: bare_step(bare, optimizer, list(end_to_end(g.members, BUDGET))),
                 "ours": lambda g=given: ours.step(g),
+                "compiled": lambda g=given: compiled.step(g),
                 "unshared": lambda g=unshared: ours.step(g),
             }
             took = medians(rounds, contenders)
@@ -215,6 +223,7 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
                 "by_arithmetic": round(arithmetic_of_rows(ours, given) / arithmetic_of_packs(ours, given), 2),
                 "packed_over_ours": round(took["packed"] / took["ours"], 2),
                 "packed_over_unshared": round(took["packed"] / took["unshared"], 2),
+                "compiled_over_ours": round(took["compiled"] / took["ours"], 2),
                 "ours_cpu_s": round(took["ours"], 3),
             }
     return found
@@ -225,7 +234,7 @@ def compare_quick(rounds: int, folder: Path) -> dict[str, float]:
     bare, given = build_model(WarmupRecipe()).eval(), quick_batch()
     bare.save_pretrained(folder)
     with ExitStack() as opened:
-        ours = begin_ours(folder, opened, QUICK_BUDGET)
+        ours, compiled = begin_ours(folder, opened, QUICK_BUDGET)
         sharded = copy.deepcopy(bare)
         for layer in sharded.model.layers:
             fully_shard(layer)
@@ -241,6 +250,7 @@ def compare_quick(rounds: int, folder: Path) -> dict[str, float]:
             "fsdp2": step(sharded, rows),
             "packed": step(bare, partial(end_to_end, given.members, QUICK_BUDGET)),
             "ours": lambda: ours.step(given),
+            "compiled": lambda: compiled.step(given),
         }
         took = medians(rounds, contenders)
     ratios = {f"{name}_over_ours": round(took[name] / took["ours"], 2) for name in contenders if name != "ours"}
