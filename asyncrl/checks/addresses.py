@@ -39,9 +39,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_private(host: str) -> bool:
-    """Whether `host` is this machine or one of a private network: every address of it."""
+    """Whether `host` is this machine or one of a private network: every address of it. Link-local ones are of neither:
+    at one of them clouds keep a machine's keys."""
     addresses = resolved(host) if host else []
-    return bool(addresses) and all(address.is_loopback or address.is_private for address in addresses)
+    return bool(addresses) and all(
+        address.is_loopback or (address.is_private and not address.is_link_local) for address in addresses
+    )
 
 
 def is_everywhere(host: str) -> bool:

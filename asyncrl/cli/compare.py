@@ -26,6 +26,7 @@ from asyncrl.telemetry.compared import (
 )
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.registry import metric_of
+from asyncrl.telemetry.report import diverged_from
 
 ABSENT = "-"
 
@@ -42,6 +43,8 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
     console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)  # foreign names and values
     console.print_whole(settings_table(runs))
     console.print_whole(ends_table(runs, ends))
+    if any(diverged_from(run.rows) is not None for run in runs):
+        console.print("Of a run that diverged, whose loss was not finite to its end, they are of the steps before.")
     console.print(
         f"Each is the mean over the last {TAIL:.0%} of the steps (at most {TAIL_MOST}); an evaluation's is its last. "
         "The last step is in the first line."
@@ -55,7 +58,10 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
 
 def as_object(runs: Sequence[Run], ends: dict[str, list[End | None]], apart: Sequence[Difference]) -> dict[str, Any]:
     return {
-        "runs": [{"name": run.name, "folder": str(run.folder), "rows": len(run.rows)} for run in runs],
+        "runs": [
+            {"name": run.name, "folder": str(run.folder), "rows": len(run.rows), "diverged": diverged_from(run.rows)}
+            for run in runs
+        ],
         "settings": different_settings(runs),
         "ends": {metric: [None if end is None else asdict(end) for end in each] for metric, each in ends.items()},
         "differences": [asdict(found) for found in apart],
@@ -72,13 +78,20 @@ def settings_table(runs: Sequence[Run]) -> Table:
 def ends_table(runs: Sequence[Run], ends: dict[str, list[End | None]]) -> Table:
     """The best of each metric that has a better way is marked."""
     table = Table("metric", "unit", *(run.name for run in runs), title="where they ended", title_justify="left")
-    table.add_row("step", "", *(str(run.rows[-1]["step"]) if run.rows else ABSENT for run in runs))
+    table.add_row("step", "", *map(last_step, runs))
     for metric, each in ends.items():
         known = metric_of(metric)
         mark = best_of(metric, each)
         cells = [ABSENT if end is None else f"{end.value:.4g}{' *' if end.value == mark else ''}" for end in each]
         table.add_row(metric, known.unit if known else "", *cells)
     return table
+
+
+def last_step(run: Run) -> str:
+    if not run.rows:
+        return ABSENT
+    broken = diverged_from(run.rows)
+    return f"{run.rows[-1]['step']}" + (f" (diverged from {broken} on)" if broken is not None else "")
 
 
 def sentence(found: Difference) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shlex
 import statistics
@@ -46,6 +47,13 @@ def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
+def diverged_from(rows: Sequence[Row]) -> int | None:
+    """The step from which the loss was not finite, to the end; None where it was there."""
+    losses = [row for row in rows if row["step"] > 0 and "loss/total" in row]
+    broken = [row["step"] for row in itertools.takewhile(lambda row: row["loss/total"] is None, reversed(losses))]
+    return broken[-1] if broken else None
+
+
 def evaluated(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """`(set, metric)` of all evaluations with a result."""
     return sorted({(name, found.metric) for row in rows for name, found in evaluations(row).items() if found.metric})
@@ -59,6 +67,8 @@ def summary(rows: Sequence[Row]) -> str:
     first, last = trained[0], trained[-1]
     to = f" to version {last['policy_version']}" if "policy_version" in last else ""
     lines = [f"trained {last['step']} steps{to} in {clock(last['time'] - first['time'])}"]
+    if (broken := diverged_from(rows)) is not None:
+        lines.append(f"diverged: from step {broken} on the loss was not finite; means are of the steps before")
     for label, name, form in (
         ("reward", "reward/mean", "{:.3f}"),
         ("staleness of trained tokens", "staleness/mean", "{:.2f}"),

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from asyncrl.checks import addresses
-from asyncrl.checks.addresses import is_everywhere, is_loopback, numeric
+from asyncrl.checks.addresses import is_everywhere, is_loopback, is_private, numeric
 
 EVERYWHERE = ("0", "0.0.0.0", "0x0", "00.0", "::", "0:0:0:0:0:0:0:0", "::0", "::ffff:0.0.0.0", "*", "")
 LOOPBACK = ("127.0.0.1", "127.8.9.10", "127.1", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "localhost")
@@ -27,6 +27,17 @@ def test_however_it_is_written_loopback_is_loopback(host: str) -> None:
 @pytest.mark.parametrize("host", OTHERS)
 def test_nothing_else_is(host: str) -> None:
     assert not is_loopback(host) and not is_everywhere(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        *((host, True) for host in ("10.0.0.5", "192.168.3.4", "172.16.0.1", "127.0.0.1", "::1", "fd00::1")),
+        *((host, False) for host in ("169.254.169.254", "::ffff:169.254.169.254", "2852039166", "fe80::1", "8.8.8.8")),
+    ],
+)
+def test_a_link_local_address_is_of_no_private_network(host: str, private: bool) -> None:
+    assert is_private(host) == private
 
 
 def answer(*hosts: str) -> list[tuple[object, ...]]:

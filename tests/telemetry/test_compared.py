@@ -13,6 +13,7 @@ import pytest
 from asyncrl.cli.main import main
 from asyncrl.telemetry import compared
 from asyncrl.telemetry.compared import by_chance, names_of
+from asyncrl.telemetry.report import read_metrics, summary
 
 
 def make_run(folder: Path, seed: int, lr: float, rewards: list[float], accuracy: float | None = None) -> Path:
@@ -46,6 +47,20 @@ def test_settings_that_differ_and_where_the_curves_end(tmp_path: Path, capsys: p
     assert main(["compare", str(first), str(second)]) == 0
     said = capsys.readouterr().out
     assert "learner.lr" in said and "0.9375 *" in said and "two seeds" in said
+
+
+def test_a_run_that_diverged_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its curves end in means of the steps in which they were finite."""
+    good, bad = (make_run(tmp_path / name, 0, lr, []) for name, lr in (("good", 0.1), ("bad", 9.0)))
+    for folder, last in ((good, 0.2), (bad, None)):
+        losses = [0.3, None, 0.2, last, last]
+        rows = [{"step": step, "time": float(step), "loss/total": loss} for step, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [run["diverged"] for run in told(capsys, good, bad)["runs"]] == [None, 4]
+    assert main(["compare", str(good), str(bad)]) == 0
+    said = capsys.readouterr().out
+    assert "5 (diverged from 4 on)" in said and "of the steps before" in said
+    assert "diverged: from step 4 on" in summary(read_metrics(bad)) and "diverged" not in summary(read_metrics(good))
 
 
 def test_names_and_values_in_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ class ServerLink:
                     if not isinstance(chunk, dict) or "error" in chunk:
                         raise self.broken_off(f"{self.url} broke off {name!r}: {text:.300}")
                     yield chunk
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
+        except (httpx.HTTPError, json.JSONDecodeError, RecursionError) as error:  # the last: lists in lists without end
             raise self._gone(error) from error
         raise ServerGoneError(f"{self.url} broke off {name!r}")
 
@@ -188,7 +188,7 @@ class ServerLink:
             if text:
                 return answer.text
             return answer.json() if answer.content else None
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise self._gone(error) from error

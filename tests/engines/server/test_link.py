@@ -91,6 +91,14 @@ def test_json_of_something_else_is_no_answer(body):
         streamed(url)
 
 
+def test_json_that_is_nested_without_end_is_no_answer():
+    deep = b"[" * 100_000
+    with answering(200, deep) as url, pytest.raises(ServerGoneError, match="RecursionError"):
+        asyncio.run(link(url).get("/version", "version"))
+    with answering(200, b"data: " + deep + b"\n\n") as url, pytest.raises(ServerGoneError, match="RecursionError"):
+        streamed(url)
+
+
 def test_settings_that_nobody_knows_are_refused_with_the_version():
     odd = b'{"vllm_config": {"model": 1}, "version": "0.32.0"}'
     with answering(200, odd) as url, pytest.raises(ConfigError, match=r"is not that of vLLM 0\.32 \(KeyError"):
