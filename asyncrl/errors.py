@@ -142,4 +142,5 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class NonFiniteError(AsyncRLError, ArithmeticError):
-    """Loss or gradient stayed non-finite for more steps than `learner.max_nonfinite_steps`."""
+    """Loss or gradient stayed non-finite for more steps than `learner.max_nonfinite_steps`, or the policy gives no
+    numbers any more."""

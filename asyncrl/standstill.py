@@ -37,7 +37,7 @@ class Kind:
 
 LOCAL = Kind("asyncrl local", "nothing that dies is started again, and nobody shows the run")
 POOL = Kind("the rollout pool", "a worker that dies is not started again")
-WORKER = Kind("a rollout worker", "its groups are made by others", "the learner waits")
+WORKER = Kind("a rollout worker", "its groups are made by other workers or not at all", "the learner waits")
 REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "everybody waits")
 SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it", "the replay server waits")
 TORCHRUN = Kind("torchrun", "a learner rank that dies is not started again")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.checks.architecture import experts_in
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.errors import NonFiniteError
 from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
 from asyncrl.schema import Config
@@ -31,6 +32,10 @@ class ProvingPublisher:
 
     A worker may join at any version, so every one needs it. Collective like the publication itself: one small forward
     over all ranks.
+
+    Raises:
+        NonFiniteError: of `publish`, where the policy's own log-probs are no numbers, as after an optimizer step with
+            a learning rate far too large: every engine would be blamed for what the learner made.
     """
 
     def __init__(self, publisher: Publisher, config: Config, model: PolicyModel, device: torch.device) -> None:
@@ -42,6 +47,10 @@ class ProvingPublisher:
         # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
         self._look = not is_routed(model) and "bfloat16" in (*self._dtypes, chosen.engine.dtype)
         self._probes = probes_of(model, config.seed)
+        self._way_out = (
+            f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "
+            "last checkpoint with resume=auto"
+        )
         self._stats: dict[str, float] = {}
 
     def publish(
@@ -50,6 +59,11 @@ class ProvingPublisher:
         started = time.perf_counter()
         if canary is None:
             canary = canary_of(self._model, self._probes, self._device, *self._dtypes, with_noise=self._look)
+            if any(np.isnan(logprobs).any() for logprobs in canary.logprobs):
+                raise NonFiniteError(
+                    f"version {policy_version} of the policy gives log-probs that are no numbers (nan), and no engine "
+                    f"gets it. {self._way_out if policy_version else 'The model that the run begins with is broken'}"
+                )
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
         stopped = time.perf_counter()

@@ -20,6 +20,7 @@ from asyncrl.errors import (
     DataError,
     DiskFullError,
     EpisodeError,
+    NonFiniteError,
     OwnCodeError,
     RewardError,
     RunFolderError,
@@ -34,7 +35,7 @@ AHEAD = "ASYNCRL_AHEAD"
 """Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
 HOPELESS = (
     *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
-    *(OwnCodeError, RewardError, RunFolderError),
+    *(NonFiniteError, OwnCodeError, RewardError, RunFolderError),
 )
 """What would end the ranks in the same way after every restart."""
 

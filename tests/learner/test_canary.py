@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from asyncrl.errors import NonFiniteError
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.canary import canary_of, probes_of
+from asyncrl.learner.canary import ProvingPublisher, canary_of, probes_of
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
+from asyncrl.weights.base import Publisher
 from asyncrl.weights.canary import Canary, compare
 from tests.learner.feed import tiny_checkpoint, tiny_model
 
@@ -68,6 +71,24 @@ def test_of_24_layers_in_bfloat16_even_the_last_two_exchanged_are_found(
     for layers in ((22, 23), (11, 12), (0, 1)):
         found = compare(canary, scored(exchanged(engine, *layers), canary), allowed.max)
         assert not allowed.admits(found) and found.mean > 1.1 * allowed.mean, (layers, found, allowed)
+
+
+@pytest.mark.parametrize(("version", "said"), [(2, r"Lower learner\.lr \(it is 1e\+30\)"), (0, "is broken")])
+def test_a_policy_that_gives_no_numbers_is_sent_to_no_engine(
+    version: int, said: str, backend: FSDP2, tmp_path: Path
+) -> None:
+    """An engine refused it as its own failure, and was started again and again."""
+    model = policy_of(tmp_path, "llama", "float32", backend)
+    config, sent = Config(), []
+    config.learner.lr = 1e30
+    inner = cast(Publisher, SimpleNamespace(publish=lambda *given: sent.append(given), stats=dict[str, float]))
+    publisher = ProvingPublisher(inner, config, model, CPU)
+    publisher.publish(1, [])
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=rf"version {version} of the policy .* no engine.*{said}"):
+        publisher.publish(version, [])
+    assert [given[0] for given in sent] == [1]
 
 
 def test_what_the_learner_scores_is_the_same_after_it_was_disturbed(backend: FSDP2, tmp_path: Path):
