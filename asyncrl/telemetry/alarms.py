@@ -1,9 +1,9 @@
 """Alarms: what the rows of a run say of it that somebody should look at. Each has a name, a sentence and a way out.
 
 Pure over rows and a clock that is given: the learner asks of each row it writes, whoever shows a run asks how long ago
-the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, may be told
-again; after that for twice as many, and so on: one that comes and goes at its limit is told a few times. After a
-resume the first rows are those that come then.
+the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, that it is over;
+the next time that takes twice as many rows, and so on: one that comes and goes at its limit is told a few times. After
+a resume the first rows are those that come then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -36,18 +36,40 @@ ends the run itself."""
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An alarm that has begun to hold."""
+    """An alarm that has begun to hold, or is over."""
 
     name: str
     step: int
     said: str
-    advice: str
+    advice: str = ""
+    over: int | None = None
+    """For how many steps it held; None where it has begun."""
+
+    @classmethod
+    def of(cls, row: Row) -> Raised | None:
+        """As it stands in `alarms.jsonl`; None of a row that is damaged."""
+        known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
+        return cls(**known) if {"name", "step", "said"} <= known.keys() else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value not in ("", None)}
+
+    @property
+    def stops(self) -> bool:
+        """Whether it may stop a run."""
+        return self.over is None and self.name not in PASSING
 
     def __str__(self) -> str:
-        return f"alarm {self.name} at step {self.step}: {self.said}. {self.advice}"
+        return f"alarm {self.name} at step {self.step}: {self.said}.{self.advice and f' {self.advice}'}"
 
 
-RAISED = tuple(each.name for each in fields(Raised))
+@dataclass(slots=True)
+class Told:
+    """An alarm that was told, and is not over: when it came, when it held last, how many rows came since."""
+
+    first: int
+    last: int
+    quiet: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,20 +344,21 @@ class Alarms:
             )
         self._ignored = ignored
         self._course = Course()
-        self._quiet: dict[str, int] = {}
-        """Of each alarm that holds, or did: for how many rows it has not. After `_patience` of them it is forgotten."""
+        self._known: dict[str, Told] = {}
         self._patience: dict[str, int] = {}
-        """Doubles each time that an alarm is told."""
+        """So many rows without it, and an alarm is over. Doubles each time that it is told."""
         self._since: float | None = None
         self._step = 0
 
     def row(self, row: Row, now: float) -> list[Raised]:
         """A row came at `now`, in seconds of any clock."""
         self._course.add(row)
-        self._since, self._step = now, max(self._step, row["step"])
-        self._quiet.pop(STALL.name, None)
+        silent, self._since = now - (self._since or 0.0), now
+        self._step = max(self._step, row["step"])
+        stalled = self._known.pop(STALL.name, None)
+        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step came", over=1)] if stalled else []
         found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS if alarm is not STALL)
-        return [raised for alarm, said in found if (raised := self._told(alarm, said))]
+        return [*over, *(raised for alarm, said in found if (raised := self._told(alarm, said)))]
 
     def silence(self, now: float) -> list[Raised]:
         """No row has come since the last one, and it is `now`."""
@@ -351,16 +374,24 @@ class Alarms:
         return [raised] if raised else []
 
     def _told(self, alarm: Alarm, said: str) -> Raised | None:
-        """None unless it begins to hold."""
-        known = alarm.name in self._quiet
-        if not said or alarm.name in self._ignored:
-            if known and self._quiet[alarm.name] >= self._patience[alarm.name]:
-                del self._quiet[alarm.name]
-            elif known:
-                self._quiet[alarm.name] += 1
+        """None unless it begins to hold, or is over."""
+        if alarm.name in self._ignored:
             return None
-        self._quiet[alarm.name] = 0
+        known = self._known.get(alarm.name)
+        if not said:
+            return self._over(alarm, known) if known else None
         if known:
+            known.last, known.quiet = self._step, 0
             return None
+        self._known[alarm.name] = Told(self._step, self._step)
         self._patience[alarm.name] = 2 * self._patience.get(alarm.name, WINDOW // 2)
         return Raised(alarm.name, self._step, said, alarm.advice)
+
+    def _over(self, alarm: Alarm, known: Told) -> Raised | None:
+        known.quiet += 1
+        if known.quiet <= self._patience[alarm.name]:
+            return None
+        del self._known[alarm.name]
+        held = known.last - known.first + 1
+        said = f"over after {held} steps, of which step {known.last} was the last"
+        return Raised(alarm.name, self._step, said, over=held)

@@ -245,5 +245,12 @@ def is_histogram(each: Any) -> bool:
 
 
 def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
-    rows = read_lines(Path(run["folder"]) / ALARMS_FILE).rows
-    return [[run["name"], *(cell(row.get(key)) for key in ("step", "name", "said", "advice"))] for row in rows]
+    """Of each when it came, and for how many steps it held, where it was over before the run."""
+    found: list[dict[str, Any]] = []
+    for row in read_lines(Path(run["folder"]) / ALARMS_FILE).rows:
+        began = next((each for each in reversed(found) if each.get("name") == row.get("name")), None)
+        if row.get("over") is None:
+            found.append(row)
+        elif began:
+            began["over"] = row["over"]
+    return [[run["name"], *(cell(row.get(key)) for key in ("step", "name", "said", "over", "advice"))] for row in found]

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,7 +23,7 @@ from rich.text import Text
 from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile, row_of
-from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, PASSING, RAISED, Alarms, Raised
+from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, STALL, Alarms, Raised
 from asyncrl.telemetry.console import live_on
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
@@ -137,8 +136,8 @@ class PrintingLog(MetricsLog):
         free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
         for raised in self._alarms.row({"step": step, **row, **free}, time.monotonic()):
             print(raised, flush=True)
-            self._told.append([asdict(raised)])
-            if self._stops is not None and raised.name not in PASSING:
+            self._told.append([raised.as_row()])
+            if self._stops is not None and raised.stops:
                 self._stops.touch()
 
 
@@ -267,9 +266,9 @@ class RunView:
             self._take({name: value for name, value in row.items() if isinstance(value, int | float)})
         for warning in self._warnings.read():
             self.say(warning)
-        told = [Raised(**{key: row[key] for key in RAISED}) for row in self._told.read() if row.keys() >= set(RAISED)]
+        told = [raised for row in self._told.read() if (raised := Raised.of(row))]
         for raised in (*told, *self._alarms.silence(time.monotonic())):
-            self.alarmed |= raised.name not in PASSING
+            self.alarmed |= raised.stops
             self.say(str(raised))
         if self._live:
             self._live.update(self._render(), refresh=True)
@@ -285,7 +284,9 @@ class RunView:
 
     def _take(self, row: Row) -> None:
         self.trained = True
-        self._alarms.row(row, time.monotonic())  # told by the learner; here for the silence after it
+        for raised in self._alarms.row(row, time.monotonic()):
+            if raised.name == STALL.name:  # the learner tells the others
+                self.say(str(raised))
         for name, evaluation in evaluations(row).items():
             self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
             if evaluation.mean is not None:

@@ -12,14 +12,17 @@ from rich.console import Console
 
 from asyncrl.cli.alarms import as_markdown
 from asyncrl.cli.folder_check import examine
+from asyncrl.cli.main import main
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.alarms import ALARMS, ALARMS_FILE, FREE_BYTES, GAP_S, WINDOW, Alarms, Raised
+from asyncrl.telemetry.page import page_of
 from asyncrl.telemetry.progress import PrintingLog, RunView
 from asyncrl.telemetry.registry import metric_of
 from asyncrl.telemetry.run_folder import STOP_FILE
+from tests.telemetry.test_page import data_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SOUND = {
@@ -55,21 +58,27 @@ def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str)
     assert fed(alarms, *[{}] * 30) == []
     (raised,) = fed(alarms, *TROUBLES[name], first=31)
     assert raised.name == name and raised.said and 31 <= raised.step < 41
-    assert fed(alarms, *TROUBLES[name][-1:] * 30, first=41) == []
-    assert fed(alarms, *[{}] * 30, first=71) == []
-    if name not in ("nonfinite", "canary_failed"):  # totals do not fall
+    total = name in ("nonfinite", "canary_failed")  # which stays as it is, and does not grow
+    during = fed(alarms, *TROUBLES[name][-1:] * 30, first=41)
+    (end,) = [*during, *fed(alarms, *[{}] * 30, first=71)]
+    held = end.over or 0
+    assert (9 if total else 30) <= held <= 50 and bool(during) == total
+    assert f"over after {held} steps, of which step {raised.step + held - 1} was the last" in str(end)
+    assert end.name == name and end.step == raised.step + held + WINDOW and not end.stops
+    if not total:
         assert [again.name for again in fed(alarms, *TROUBLES[name], first=101)] == [name]
     assert fed(Alarms([name]), *[{}] * 30, *TROUBLES[name]) == []
 
 
 def test_one_that_comes_and_goes_at_its_limit_is_told_a_few_times() -> None:
     """Thirty times over and under in 900 steps."""
-    alarms, told = Alarms(), 0
+    alarms, told, ended = Alarms(), 0, 0
     for turn in range(30):
         shares = [0.95] * 12 + [0.3] * 18
         found = fed(alarms, *[{"reward/zero_variance_groups": share} for share in shares], first=1 + 30 * turn)
-        told += len(found)
-    assert told == 3, "each time it is over for 23 steps: more than 10 and 20, and less than 40"
+        told += len([raised for raised in found if raised.over is None])
+        ended += len([raised for raised in found if raised.over])
+    assert (told, ended) == (3, 2), "each time it is over for 23 steps: more than 10 and 20, and less than 40"
 
 
 def evaluated(
@@ -118,6 +127,8 @@ def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:
     (raised,) = alarms.silence(3 + 301)
     assert (raised.name, raised.step) == ("stall", 3) and "301 s" in raised.said
     assert alarms.silence(3 + 400) == []
+    (over,) = alarms.row({**SOUND, "time/step": 30.0, "step": 4}, 603.0)
+    assert str(over) == "alarm stall at step 4: over after 600 s: a step came."
     fed(alarms, {"time/step": 30.0}, first=4)
     assert [again.name for again in alarms.silence(4 + 301)] == ["stall"]
 
@@ -152,6 +163,25 @@ def test_the_learner_writes_them_down_and_asks_for_a_stop_where_that_is_wanted(
         assert "alarm low_ess at step 10" in capsys.readouterr().out
         assert (tmp_path / LOG_DIR / STOP_FILE).exists() == (action == "stop")
     assert FREE_BYTES not in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_the_end_of_one_is_written_down_and_shown_in_watch_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    (folder / LOG_DIR).mkdir(parents=True)
+    (folder / "config.yaml").write_text("learner:\n  steps: 99\n")
+    log = PrintingLog.of(Config(run=RunConfig(dir=str(folder))), folder, 0, on_alarm="stop")
+    for step in range(1, 2 * WINDOW + 6):
+        workers = {"time/step": 1.0, "replay/workers": 0.0 if step in (3, 4) else 2.0}
+        log.write(step, step, {**workers, "reward/zero_variance_groups": 0.95 if step > WINDOW else 0.0})
+    log.close()
+    end = f"alarm no_workers at step {5 + WINDOW}: over after 2 steps, of which step 4 was the last."
+    assert end in capsys.readouterr().out
+    assert main(["watch", str(folder)]) == 0
+    assert end in capsys.readouterr().out
+    told = [row[1:3] + row[4:5] for row in data_in(page_of([folder]))["alarms"]]
+    assert told == [[3, "no_workers", 2], [2 * WINDOW - 1, "zero_variance", None]]
 
 
 def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
