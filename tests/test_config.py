@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from asyncrl.checks.engine import versions_and_logprobs_stay_true
 from asyncrl.checks.machine import check_machine
+from asyncrl.cli.settings import catalogue
 from asyncrl.config import (
     config_dir,
     config_from_dict,
@@ -21,10 +23,13 @@ from asyncrl.config import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
+from asyncrl.sft.rules import load_sft
+from asyncrl.sft.settings import SftConfig
 
 URL = "http://127.0.0.1:8000"
 SERVER = ["engine=server", f"engine.urls=[{URL}]", "rollout.workers=1"]
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+SFT = REQUIRED[:2]
 
 REFUSED = [
     (["data.curriculum=difficulty"], ["data.curriculum=difficulty", "pass_rate"]),
@@ -355,7 +360,7 @@ REFUSED = [
     (["reward.gpus=-1"], ["reward.gpus must be at least 0"]),
     (["weights.timeout_s=-3"], ["weights.timeout_s must be above 0", "-3"]),
     (["replay.wait_timeout_s=0"], ["replay.wait_timeout_s must be above 0"]),
-    (["replay.wait_timeout_s=7200"], ["at most 3600", "got 7200", "Set replay.wait_timeout_s=3600"]),
+    (["replay.wait_timeout_s=7200"], ["at most 3,600", "got 7200", "Set replay.wait_timeout_s=3600"]),
     (["learner.beta2=1"], ["learner.beta2 must be between 0 and 1", "got 1"]),
     (
         ["replay.max_bytes=1000"],
@@ -475,6 +480,9 @@ REFUSED = [
     ),
     (["model.checkpoint_every=0"], ["model.checkpoint_every must be at least 1"]),
     (["learner.profile=4:2"], ["learner.profile must be FIRST:LAST", "got 4:2", "Set 10:13"]),
+    (["rollout.workers=100000"], ["rollout.workers must be at most 65,536", "got 100000", "Set rollout.workers=65536"]),
+    (["weights.port=70000"], ["weights.port must be at most 65,535", "got 70000"]),
+    (["weights.timeout_s=1e30"], ["weights.timeout_s must be at most 1,000,000", "got 1e+30"]),
     (["run.dir=${run.nam}"], ["`run.dir=${run.nam}` is refused", "run.nam"]),
 ]
 
@@ -485,6 +493,18 @@ def test_a_refused_setting_says_the_rule_the_value_and_the_way_out(overrides: li
         load_config([*REQUIRED, *overrides])
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(("load", "kind", "required"), [(load_config, Config, REQUIRED), (load_sft, SftConfig, SFT)])
+def test_no_count_and_no_time_is_without_end(
+    load: Callable[[list[str]], object], kind: type, required: list[str]
+) -> None:
+    counted = {setting.key: setting.kind for setting in catalogue(kind) if setting.kind in ("int", "float")}
+    for key, number in counted.items():
+        if number == "int" or key.endswith(("_s", "_ms", "epochs", "gpus", "gpus_per_worker")):
+            huge = f"{key}={10**20}" if number == "int" else f"{key}=1e30"
+            with pytest.raises(ConfigError, match=rf"{key} must be at most [\d,]+; got 1.* Set {key}=\d+ or less"):
+                load([*required, huge])
 
 
 def test_everything_that_is_wrong_is_reported_at_once() -> None:

@@ -11,10 +11,6 @@ from asyncrl.schema import Config
 BYTES_PER_TOKEN = 13
 """Of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
 
-
-LONGEST_WAIT_S = 3600.0
-"""For which a request may ask the replay server to wait."""
-
 SIBLING_BASELINES = ("mean", "loo", "opo")
 """Those against which equal rewards are all 0."""
 
@@ -205,14 +201,6 @@ def silence_outlasts_heartbeats(config: Config) -> Problems:
         )
 
 
-def waits_end(config: Config) -> Problems:
-    if LONGEST_WAIT_S < config.replay.wait_timeout_s < math.inf:
-        yield (
-            f"replay.wait_timeout_s must be at most {LONGEST_WAIT_S:.0f}: the replay server grants no longer wait; got "
-            f"{config.replay.wait_timeout_s:g}. Set replay.wait_timeout_s={LONGEST_WAIT_S:.0f}"
-        )
-
-
 def address_is_safe(config: Config) -> Problems:
     replay = config.replay
     given = {"replay.address": replay.address}
@@ -275,7 +263,6 @@ RULES = (
     memory_keeps_no_journal,
     shards_keep_what_they_take,
     silence_outlasts_heartbeats,
-    waits_end,
     address_is_safe,
     weights_are_served_on_one_network,
 )

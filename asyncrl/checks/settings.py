@@ -11,7 +11,7 @@ from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
 from asyncrl.checks.sampling import evaluation_is_truncated_within_bounds
-from asyncrl.checks.values import ABOVE_ZERO, SMALLEST, WORDS, in_words, other_words, out_of_range
+from asyncrl.checks.values import ABOVE_ZERO, SMALLEST, WORDS, in_words, other_words, out_of_range, too_many
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.losses.rules import CHOICES, RANGES
@@ -62,6 +62,7 @@ def known_words(config: Config) -> Problems:
 
 def numbers_in_range(config: Config) -> Problems:
     yield from out_of_range(config, SMALLEST, ABOVE_ZERO)
+    yield from too_many(config)
     for key, value in (("advantage.gamma", config.advantage.gamma), ("advantage.lam", config.advantage.lam)):
         if not 0 <= value <= 1:
             yield f"{key} must be between 0 and 1; got {value}"

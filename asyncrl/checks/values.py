@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
+from typing import Any
 
 from asyncrl.chat.names import AUTO, RENDERERS
 from asyncrl.checks.dtypes import DTYPES
@@ -77,6 +79,25 @@ ABOVE_ZERO = (
     *("advantage.kl_horizon", "critic.lr", "learner.lr", "learner.clip_norm", "learner.adam_eps"),
     "learner.save_timeout_s",
 )
+LONGEST_WAIT_S = 3600.0
+"""For which a request may ask the replay server to wait."""
+PROCESSES = """
+    model.lora_rank reward.workers reward.concurrency reward.gpus engine.max_sequences engine.threads
+    engine.tensor_parallel rollout.workers rollout.group_size replay.shards learner.ranks learner.replicas
+    learner.sequence_parallel learner.expert_parallel learner.tensor_parallel eval.samples ray.gpus_per_worker
+    placement.gpus
+"""
+MOST: dict[str, int] = {
+    **dict.fromkeys(PROCESSES.split(), 1 << 16),
+    **{"weights.port": 65_535, "replay.wait_timeout_s": int(LONGEST_WAIT_S)},
+    **dict.fromkeys(("seed", "replay.max_bytes"), (1 << 63) - 1),
+    **dict.fromkeys(("learner.epochs", "advantage.kl_horizon"), (1 << 31) - 1),
+}
+"""What there may be some of, and a machine has no more of."""
+MOST_OF: dict[str, int] = {"_s": 1_000_000, "_ms": 60_000, "_mb": 1 << 24}
+"""By the end of a key: seconds that a system call can still wait for, milliseconds, MiB."""
+MOST_COUNTED = (1 << 31) - 1
+"""Of every other count: versions and places of tokens are stored in 32 bits."""
 
 
 def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Problems:
@@ -100,10 +121,35 @@ def out_of_range(config: RunSettings, smallest: Mapping[str, float], above_zero:
         yield f"{key} must be above 0 and finite{why}; got {value}"
 
 
+def too_many(config: RunSettings) -> Problems:
+    for key, value in _numbers(config):
+        most = most_of(key, value)
+        if most is not None and most < abs(value) < math.inf:
+            yield f"{key} must be at most {most:,}; got {value}. Set {key}={most} or less"
+
+
+def most_of(key: str, value: float) -> int | None:
+    """The largest that a setting may be; None of what is neither a count nor a time."""
+    ending = f"_{key.rpartition('_')[2]}"
+    counted = MOST_COUNTED if isinstance(value, int) else None
+    return MOST.get(key, MOST_OF.get(ending, counted))
+
+
+def _numbers(settings: Any, prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every setting that is a number, by its key."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{each.name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{each.name}", value
+
+
 def in_words(
     words: Mapping[str, tuple[str, ...]], smallest: Mapping[str, float], above_zero: Iterable[str]
 ) -> dict[str, str]:
     """Key -> what it may be."""
     found = {key: ", ".join(choices) for key, choices in words.items()}
     found |= {key: f"at least {least:g}" for key, least in smallest.items()}
-    return found | dict.fromkeys(above_zero, "above 0")
+    found |= dict.fromkeys(above_zero, "above 0")
+    return {key: f"{said}, at most {most:,}" if (most := most_of(key, 0.0)) else said for key, said in found.items()}
