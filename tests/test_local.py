@@ -22,11 +22,13 @@ from asyncrl.cli import local
 from asyncrl.cli.commands import Command, learner_command, local_commands, quoted
 from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
 from asyncrl.config import load_config
-from asyncrl.errors import RunFolderError
+from asyncrl.errors import CheckpointDamagedError, RunFolderError
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.schema import Config
 from asyncrl.storage import sealed
 from asyncrl.telemetry import curves
 from asyncrl.telemetry.progress import RunView
+from asyncrl.telemetry.resumed import resumed_lines
 from asyncrl.telemetry.run_folder import origin_of, prepare_run_folder
 
 pytestmark = pytest.mark.timeout(400)
@@ -261,6 +263,36 @@ def test_a_start_says_what_the_learner_will_do_when_the_link_to_the_newest_check
     said = capsys.readouterr().out
     assert "latest is missing: going on from step_20" in said and "\nresumed from step 20\n" in said
     assert Checkpoints(folder / "ckpt", rank=0, keep=1).choose("auto", restarted=False) == saved
+
+
+def a_run_with_two_checkpoints(tmp_path: Path) -> tuple[Config, Path]:
+    first = load_config([*REQUIRED, f"run.dir={tmp_path / 'run'}", "learner.steps=30"])
+    folder = prepare_run_folder(first, "one")
+    for step in (10, 20):
+        saved = folder / "ckpt" / f"step_{step}"
+        saved.mkdir(parents=True)
+        state = LearnerState(step=step - 1, policy_version=step, skipped_steps=0, run=origin_of(folder))
+        (saved / "state.json").write_text(json.dumps(asdict(state)))
+        sealed.seal(saved)
+    (folder / "ckpt" / "latest").symlink_to("step_20")
+    return first, folder / "ckpt" / "step_20"
+
+
+def test_a_damaged_checkpoint_is_judged_before_it_is_said_from_which_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, damaged = a_run_with_two_checkpoints(tmp_path)
+    (damaged / "state.json").write_text("{")
+    monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=FINE))
+    assert local._run(replace(first, resume="auto"), [], ["asyncrl", "local"]) == 0
+    said = capsys.readouterr().out
+    assert "step_20/state.json has 1 bytes" in said and "A resume passes it over" in said
+    assert "\nresumed from step 10\n" in said and "from step 20" not in said
+    changed = replace(first, resume="auto", learner=replace(first.learner, lr=2e-6))
+    assert resumed_lines(changed, damaged.parents[1], ["x"]) == ["# resumed from step_10: x"]
+    with pytest.raises(CheckpointDamagedError, match=r"state\.json has 1 bytes"):
+        local._run(replace(first, resume=str(damaged)), [], ["asyncrl", "local"])
+    assert "resumed from" not in capsys.readouterr().out
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole, position_of
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, position_of, proven
 from asyncrl.storage.lines import Lines, read_lines
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.alarms import ALARMS_FILE
@@ -39,6 +39,8 @@ class Findings:
     """Nothing may be built on this folder as it is."""
     notes: list[str] = field(default_factory=list)
     """Missing or damaged, and told."""
+    checkpoint: Path | None = None
+    """From which a resume goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ def examine(folder: Path) -> Findings:
     """Read everything that a run left in `folder`, and compare."""
     found = Findings()
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
-    checkpoint = _attempt(found.refusals, lambda: _checkpoint(folder / CHECKPOINT_DIR, found.notes))
+    begins = found.checkpoint = _attempt(found.refusals, lambda: proven(folder, "auto", found.notes.append))
+    checkpoint = _attempt(found.refusals, lambda: position_of(begins)) if begins is not None else None
     lines: dict[str, Lines] = {}
     for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
         lines[name] = read_lines(folder / name)
@@ -84,8 +87,11 @@ def examine(folder: Path) -> Findings:
     return found
 
 
-def refuse_damaged(folder: Path, say: Callable[[str], None]) -> None:
+def refuse_damaged(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Before a resume in `folder`: tell the notes.
+
+    Returns:
+        The checkpoint that `resume=auto` goes on from.
 
     Raises:
         RunFolderError: with everything that cannot be built on.
@@ -95,6 +101,7 @@ def refuse_damaged(folder: Path, say: Callable[[str], None]) -> None:
         say(note)
     if found.refusals:
         raise RunFolderError("\n".join(found.refusals))
+    return found.checkpoint
 
 
 def tell(run: Path) -> int:
@@ -135,14 +142,6 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
         events=state.applied,
         first_event=counts[0] if counts else 0,
     )
-
-
-def _checkpoint(folder: Path, notes: list[str]) -> tuple[int, int] | None:
-    """`(trained steps, policy_version)` of the one that a resume goes on from. Raises CheckpointError."""
-    path, damaged, said = newest_whole(folder)
-    notes += [said] if said else []
-    notes += [f"{why}. A resume passes it over, and goes on from the newest one that is whole" for _, why in damaged]
-    return None if path is None else position_of(path)
 
 
 def _lost(

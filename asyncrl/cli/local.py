@@ -17,6 +17,7 @@ import signal
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, proven, trained_in, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.evaluations import Row
@@ -91,11 +92,10 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     console = PlainConsole()
     run_id = uuid.uuid4().hex[:12]
     folder = Path(config.run.dir).resolve()
-    resumed = trained_steps(chosen(folder, config.resume))
-    if resumed >= config.learner.steps and trained_in(folder / EXPORT_DIR) == resumed:
-        _say(console, nothing_to_do(config, folder, resumed, typed))
+    if trained := trained_whole(config, folder):
+        _say(console, nothing_to_do(config, folder, trained, typed))
         return 0
-    check_resumed(config, console)
+    resumed = trained_steps(check_resumed(config, folder, console))
     for change in changes_in(config):
         _say(console, f"this resume changes {change}")
     prepare_run_folder(config, run_id, overrides=overrides)
@@ -132,15 +132,31 @@ def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[st
     )
 
 
-def check_resumed(config: Config, console: Console) -> None:
+def trained_whole(config: Config, folder: Path) -> int:
+    """Steps of a run that has come to its end and left its model; 0 of one that has not."""
+    with suppress(CheckpointError):  # the start judges it
+        resumed = trained_steps(chosen(folder, config.resume))
+        if resumed >= config.learner.steps and trained_in(folder / EXPORT_DIR) == resumed:
+            return resumed
+    return 0
+
+
+def check_resumed(config: Config, folder: Path, console: Console) -> Path | None:
     """Found only when a rank restores, damage would burn every restart of torchrun first.
+
+    Returns:
+        The checkpoint from which the run goes on, whole.
 
     Raises:
         RunFolderError: the run that is to go on is damaged, or its files contradict each other.
+        CheckpointDamagedError: the checkpoint that `resume` names is.
     """
-    folder = Path(config.run.dir).resolve()
-    if config.resume != "never" and not config.overwrite and owner_of(folder) is not None:
-        load("asyncrl.cli.folder_check").refuse_damaged(folder, lambda note: _say(console, note))
+    if config.resume == "never":
+        return None
+    newest = None
+    if owner_of(folder) is not None:
+        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, lambda note: _say(console, note))
+    return newest if config.resume == "auto" else proven(folder, config.resume, lambda note: _say(console, note))
 
 
 def check_room(config: Config, folder: Path) -> None:

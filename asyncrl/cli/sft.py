@@ -25,7 +25,7 @@ from asyncrl.sft.examples import Encoder, open_encoder
 from asyncrl.sft.look import Looked, lines, look, runs
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven, trained_in, trained_steps
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
 from asyncrl.telemetry.resumed import kept_dtypes
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     encoder = open_encoder(given)
     looked = look(given, encoder)
     by, rows = given.learner, sum(each.rows for each in looked[: len(looked) - bool(given.eval.path)])
-    begun = chosen(Path(given.run.dir).resolve(), given.resume)
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    begun = proven(Path(given.run.dir).resolve(), given.resume, lambda note: console.print(note, markup=False))
     at = {"step": trained_steps(begun), "draw": draws_before(begun)}
     course = Course.of(rows, by.rows_per_step, by.epochs, by.steps, **at)
     plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course)
-    console = PlainConsole(highlight=False, soft_wrap=True)
     for line in (*lines(looked, given), *(f"this resume changes {change}" for change in changes)):
         console.print(line, markup=False)
     if dry_run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from asyncrl.errors import CheckpointDamagedError, CheckpointError
@@ -129,6 +129,28 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     if resume == "never":
         return None
     return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
+
+
+def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """What a learner will find when it goes on by `resume`: of `chosen` one of which every file is as it was written.
+
+    Args:
+        say: is told what else lies there and is passed over.
+
+    Raises:
+        CheckpointDamagedError: none is whole.
+    """
+    if resume != "auto":
+        path = chosen(run_dir, resume)
+        if path is not None:
+            sealed.verify(path)
+        return path
+    path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR)
+    if said:
+        say(said)
+    for _, why in damaged:
+        say(f"{why}. A resume passes it over, and goes on from the newest one that is whole")
+    return path
 
 
 def trained_steps(checkpoint: Path | None) -> int:

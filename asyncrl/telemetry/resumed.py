@@ -25,7 +25,7 @@ from asyncrl.checks.sources import Place, Source, places, sources
 from asyncrl.config import by_key, config_to_dict
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage.checkpoints import chosen
+from asyncrl.storage.checkpoints import proven
 from asyncrl.telemetry.origins import FromFile
 
 RUN_FILE = "run.json"
@@ -241,6 +241,6 @@ def history_of(folder: Path) -> list[str]:
 
 
 def resumed_lines(config: RunSettings, folder: Path, changes: list[str]) -> list[str]:
-    """For the head of `config.yaml`: from where, and what was changed."""
-    start = chosen(folder, config.resume)
+    """For the head of `config.yaml`: from where, and what was changed. Raises CheckpointDamagedError."""
+    start = proven(folder, config.resume, lambda _: None) if changes else None
     return [f"{RESUMED}from {start.name if start else 'the start'}: {change}" for change in changes]

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.cli import sft
 from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
-from asyncrl.errors import CheckpointMismatchError
+from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
 from asyncrl.learner.resume import begin
 from asyncrl.sft.__main__ import open_log
 from asyncrl.sft.train import Start
@@ -53,6 +53,23 @@ def test_there_is_something_to_do_until_what_was_drawn_and_what_is_exported_are_
     # Trained further and stopped: what lies in hf/ is of step 4.
     train_alone(settings(tmp_path, *OWN, "learner.epochs=2", "resume=auto"), stop_after=2)
     assert go_on(tmp_path, "learner.rows_per_step=6", "learner.steps=6") == 0 and started == [6, 6]
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_what_is_said_and_by_what_is_counted(
+    tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = settings(tmp_path, *OWN, "learner.save_every=2")
+    prepare_run_folder(given, "one")
+    train_alone(given)
+    (tmp_path / "run" / "ckpt" / "step_4" / "state.json").write_text("{")
+    assert go_on(tmp_path, "learner.rows_per_step=6", "learner.save_every=2") == 0 and started == [4]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step_4/state.json has 1 bytes" in said and "resumed from step 2" in said
+    for path in (tmp_path / "run" / "ckpt").glob("step_*/state.json"):
+        path.write_text("{")
+    with pytest.raises(CheckpointDamagedError):
+        go_on(tmp_path, "learner.rows_per_step=6", "learner.save_every=2")
+    assert "resumed from" not in capsys.readouterr().out and started == [4]
 
 
 def test_a_start_that_saved_nothing_leaves_no_rows_behind(tmp_path: Path) -> None:

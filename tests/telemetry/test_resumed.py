@@ -10,6 +10,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import learner_digest, load_config, read_config
 from asyncrl.errors import RunFolderError
 from asyncrl.schema import Config
+from asyncrl.storage import sealed
 from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
 
 
@@ -36,6 +37,8 @@ def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(ta
     assert lines == ["learner.groups_per_step: 32 -> 4", "learner.lr: 1e-06 -> 0.0001"]
     folder = prepare_run_folder(first, "two")
     (folder / "ckpt" / "step_50").mkdir(parents=True)
+    (folder / "ckpt" / "step_50" / "state.json").write_text("{}")
+    sealed.seal(folder / "ckpt" / "step_50")
     (folder / "ckpt" / "latest").symlink_to("step_50")
     prepare_run_folder(resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4", "loss=ppo"), "three")
     text = (folder / "config.yaml").read_text().splitlines()
