@@ -17,6 +17,7 @@ from types import FrameType, MappingProxyType
 
 from asyncrl.family import LOOK_S, Family, ProcessId, ProcessTable, bound
 from asyncrl.standstill import Standstills
+from asyncrl.telemetry.over import forget_ends, note_ends
 
 TAIL_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -102,6 +103,7 @@ class Supervisor:
         return self.roles[name]
 
     def __enter__(self) -> Supervisor:
+        forget_ends(self._log_dir)
         # Ignored is what nohup made of SIGHUP: then the run outlives its terminal.
         heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._notice) for number in heard}
@@ -109,6 +111,7 @@ class Supervisor:
 
     def __exit__(self, *exc: object) -> None:
         self.stop(list(self.roles))
+        note_ends(self._log_dir, {name: (role.code, role.stopped_by_us) for name, role in self.roles.items()})
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from rich.table import Table
+
 from asyncrl.config import read_settings
 from asyncrl.errors import RunFolderError
 from asyncrl.telemetry.console import PlainConsole
@@ -24,5 +26,9 @@ def main(folder: Path) -> int:
     with WatchView(folder.resolve(), steps, console, ignored=ignored) as view:
         while view.look():
             time.sleep(TURN_S)
-        console.print(*view.below(), sep="\n")
+        for part in view.below():
+            if isinstance(part, Table):
+                console.print_whole(part)
+            else:
+                console.print(part, soft_wrap=True)
     return 0

@@ -22,6 +22,7 @@ from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
+from asyncrl.telemetry.over import ends_in
 from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
@@ -76,6 +77,7 @@ class WatchView(RunView):
         self._moved, self._trained_s = now(), 0.0
         self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
         self._full: Seen | None = None
+        self._over = False
         self._waits: dict[tuple[str, float], str] = {}
         self._lasting = set[tuple[str, float]]()
 
@@ -89,7 +91,8 @@ class WatchView(RunView):
         self._notice_waits(now, bool(living))
         self._samples = [*self._samples, *map(dict, self._samples_tail.read())][-SAMPLES:]
         before = self._latest.get("step")
-        self.refresh("training" if living else "nobody is in this run")
+        self._over = not living
+        self.refresh("training" if living else "nobody is in this run any more")
         self._moved = now if self._latest.get("step") != before else self._moved
         return bool(living)
 
@@ -176,6 +179,29 @@ class WatchView(RunView):
             super().say(text)
 
     def below(self) -> Sequence[Table | Text]:
+        waits = [Text(text, style="bold red") for text in self._waits.values()]
+        head = [self._last_step(), self._ends()] if self._over else [self._roles()]
+        samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
+        for row in self._samples:
+            samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
+        said = [one_line(text) for text in self._said]
+        return [*waits, *head, *said, *([samples] if self._samples else [])]
+
+    def _last_step(self) -> Text:
+        """Of a run that is over."""
+        step = self._latest.get("step", 0)
+        when = f", at {moment(self._latest['time'])}" if "time" in self._latest else ""
+        rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
+        return Text(f"this run has ended. Its last step was {step} of {self._steps}{when}{rest * self.unfinished}")
+
+    def _ends(self) -> Table:
+        """How the roles ended, as far as their logs tell."""
+        table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
+        for end in ends_in(self._run_dir / LOG_DIR):
+            table.add_row(end.name, end.how, moment(end.last_word))
+        return table
+
+    def _roles(self) -> Table:
         now = self._now()
         roles = Table("who", "pid", "state", "since", box=None, padding=(0, 2, 0, 0))
         alike: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -185,12 +211,7 @@ class WatchView(RunView):
             many = f" x {len(found)}" * (len(found) > 1)
             pids = f"{found[0][0]} ..." if many else str(found[0][0])
             roles.add_row(f"{name}{many}", pids, state, f"{clock(now - max(since for _, since in found))} ago")
-        samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
-        for row in self._samples:
-            samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
-        said = [one_line(text) for text in self._said]
-        waits = [Text(text, style="bold red") for text in self._waits.values()]
-        return [*waits, roles, *said, *([samples] if self._samples else [])]
+        return roles
 
 
 def sample_cells(row: Row) -> list[str]:
@@ -198,6 +219,11 @@ def sample_cells(row: Row) -> list[str]:
     step, reward, prompt, completion = ("" if row.get(key) is None else str(row[key]) for key in SHOWN)
     fate = fate_of(row)
     return [step, reward, prompt, f"[{fate}] {completion}" if fate else completion]
+
+
+def moment(time_s: float) -> str:
+    """`2026-11-25 07:55:12, 0:08 ago`, of seconds of the epoch."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}, {clock(time.time() - time_s)} ago"
 
 
 def one_line(text: str) -> Text:

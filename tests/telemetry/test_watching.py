@@ -17,11 +17,13 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.main import main
+from asyncrl.cli.supervisor import Supervisor
 from asyncrl.family import ProcessId
 from asyncrl.plain_text import PlainStream
 from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.over import ENDS_FILE
 from asyncrl.telemetry.progress import Spark
 from asyncrl.telemetry.watching import WatchView, sample_cells
 from tests.replay.helpers import Clock
@@ -87,7 +89,7 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
         assert not view.look()
         out.truncate(0)
         console.print(*view.below(), sep="\n")
-    assert f"(pid {role.pid}) is gone" in out.getvalue()
+    assert f"(pid {role.pid}) is gone" in out.getvalue() and "Its last step was 2 of 4" in out.getvalue()
 
 
 def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(tmp_path: Path) -> None:
@@ -206,6 +208,25 @@ def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "step 2 | reward 0.500" in said and "low_ess" in said and "three" in said
     assert main(["watch", str(tmp_path)]) == 2
+
+
+def test_of_a_run_that_is_over_it_says_how_its_roles_ended_and_which_step_was_the_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run")
+    with Supervisor(folder / "logs") as supervisor:
+        supervisor.start("replay", [sys.executable, "-c", "import time; time.sleep(600)"], {})
+        learner = supervisor.start("learner", [sys.executable, "-c", "exit(3)"], {})
+        learner.process.wait()
+    (folder / "logs" / "rollout-0.log").touch()
+    assert main(["watch", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Its last step was 2 of 4, at 1970-01-01" in said and "not finished; resume=auto goes on" in said
+    assert "the replay server ended: signal SIGTERM, stopped at the end of the run 20" in said
+    assert "torchrun, the learner ended: exit code 3 20" in said and "rollout worker 0 ended with the pool" in said
+    (folder / "logs" / ENDS_FILE).write_text('{"learner": [')
+    assert main(["watch", str(folder)]) == 0
+    assert "ended; nobody has written down how" in capsys.readouterr().out
 
 
 def test_of_a_group_that_was_dropped_a_sample_says_why_and_nothing_of_what_it_does_not_have() -> None:

@@ -1,0 +1,60 @@
+"""A run in which nobody is any more: how its roles ended, as far as its `logs` tell.
+
+consumes: the logs, and what `asyncrl local` wrote down of the ends of those that it had started
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.family import describe_exit
+
+ENDS_FILE = "ends.json"
+CALLED = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun, the learner"}
+NUMBERED = {"rollout": "rollout worker", "shard": "shard of the replay"}
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Of a role."""
+
+    name: str
+    how: str
+    last_word: float
+    """When its log was last written to, in seconds of the epoch."""
+
+
+def note_ends(log_dir: Path, codes: Mapping[str, tuple[int | None, bool]]) -> None:
+    """Of each role its exit code, and whether it was stopped by whoever had started it."""
+    with contextlib.suppress(OSError):  # a full disk: that the run ends well is worth more
+        (log_dir / ENDS_FILE).write_text(json.dumps(codes))
+
+
+def forget_ends(log_dir: Path) -> None:
+    (log_dir / ENDS_FILE).unlink(missing_ok=True)
+
+
+def ends_in(log_dir: Path) -> Iterator[End]:
+    """One for each log that there is."""
+    codes: dict[str, tuple[int | None, bool]] = {}
+    with contextlib.suppress(OSError, ValueError):  # none was written, or half of it
+        codes = json.loads((log_dir / ENDS_FILE).read_text())
+    for path in sorted(log_dir.glob("*.log")):
+        kind, _, number = path.stem.partition("-")
+        if known := re.fullmatch(r"\d+", number) and NUMBERED.get(kind):
+            called = f"{known} {number}"
+        else:
+            called = CALLED.get(path.stem, path.stem)
+        yield End(called, _how(codes.get(path.stem), bool(known), bool(codes)), path.stat().st_mtime)
+
+
+def _how(code: tuple[int | None, bool] | None, below: bool, known: bool) -> str:
+    match code:
+        case [int() | None as number, bool() as stopped]:
+            return f"ended: {describe_exit(number)}{', stopped at the end of the run' if stopped else ''}"
+    return "ended with the pool" if below and known else "ended; nobody has written down how"
