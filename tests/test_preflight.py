@@ -53,6 +53,38 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 
+@pytest.mark.parametrize("command", ["local", "rollout"])
+def test_a_model_that_the_built_in_engine_cannot_batch_is_refused_at_the_start(
+    command: str, task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    Path("model/config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1024}))
+    assert main([command, *task, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "model.path=model: the built-in engine (engine=transformers)" in said and "sliding window" in said
+    assert main([command, *task, "--dry-run", "engine=fake"]) == 0
+    Path("model/config.json").write_text(
+        json.dumps(settings | {"max_position_embeddings": 1024, "sliding_window": None})
+    )
+    assert main([command, *task, "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("command", [["local"], ["data", "check"]])
+def test_an_order_by_a_column_that_is_none_is_refused_at_the_start(
+    command: list[str], task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(
+        Path("d.jsonl"), {"prompt": "a", "answer": "b", "level": 1}, {"prompt": "a", "answer": "b", "level": "x"}
+    )
+    dry = [] if command == ["data", "check"] else ["--dry-run"]
+    assert main([*command, *task, *dry, "data.order_by=levle"]) == 2
+    said = capsys.readouterr().err
+    assert "d.jsonl:1: data.order_by=levle is no column of numbers" in said
+    assert "it has answer, level, prompt. Did you mean `level`?" in said and "order by another column" in said
+    assert main([*command, *task, *dry, "data.order_by=level"]) == 2
+    assert "d.jsonl:2: data.order_by=level" in (said := capsys.readouterr().err) and "got 'x'" in said
+
+
 @pytest.mark.parametrize("asked", [["--dry-run"], []])
 def test_a_curriculum_of_more_rows_than_are_counted_is_refused_at_the_start(
     asked: list[str], task: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -48,6 +48,8 @@ ROUTERS_FOLLOW = EXPERTS_APART
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank, and
 another in a pack than in a sequence alone."""
+ATTEND_TO_ALL = ("gpt2", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types whose layers see everything before, unless their `config.json` says otherwise."""
 UNBOUNDED = sys.maxsize
 """Tokens of an episode that is as long as the engine holds."""
 
@@ -88,6 +90,19 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
             "(Llama, Qwen2, Qwen3, Mistral)"
         )
     return ""
+
+
+def may_forget(settings: Mapping[str, Any]) -> bool:
+    """Whether layers of a model may see less than everything before; false where its `config.json` alone tells.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = of_its_decoder(settings)
+    kinds = text.get("layer_types") or ()
+    told = isinstance(kinds, list | tuple) and all(kind == "full_attention" for kind in kinds)
+    windows = text.get("use_sliding_window") is True
+    return bool(text.get("model_type")) and (text["model_type"] not in ATTEND_TO_ALL or windows or not told)
 
 
 def not_together(settings: Mapping[str, Any], ranks: int) -> str:

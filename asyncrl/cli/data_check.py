@@ -56,8 +56,11 @@ def main(overrides: Sequence[str]) -> int:
     sets = eval_sets(config)
     model = str(described_in(config.model.path) or config.model.path)
     found = [
-        look_over(source, model, limit=limit, counted=COUNTED, first=SCORED)
-        for source in (*train, *(each.source for each in sets))
+        look_over(source, model, limit=limit, counted=COUNTED, first=SCORED, order_by=order_by)
+        for source, order_by in (
+            *((source, config.data.order_by) for source in train),
+            *((each.source, "") for each in sets),
+        )
     ]
     for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:
         console.print(line, markup=False)

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from asyncrl.chat.hub import described_in
+from asyncrl.checks.architecture import may_forget
 from asyncrl.checks.evaluations import EvalSet, eval_sets
-from asyncrl.checks.machine import check_machine
+from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
@@ -52,13 +53,14 @@ class Preflight:
 def look_ahead(config: Config) -> Preflight:
     """
     Raises:
-        ConfigError, DataError: the run could not work; the message names the row, or the server.
+        ConfigError, DataError: the run could not work; the message names the row, the server or the model.
     """
     if config.engine.name in SERVERS:
         load("asyncrl.engines.server.look").look_at_servers(config)
+    refuse_unbatched(config)
     limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
     model = str(described or config.model.path)
-    train = [look_over(source, model, limit=limit) for source in sources(config.data)]
+    train = [look_over(source, model, limit=limit, order_by=config.data.order_by) for source in sources(config.data)]
     if config.data.curriculum and (why := too_many(sum(each.rows for each in train))):
         raise ConfigError(why)
     sets = eval_sets(config)
@@ -83,6 +85,14 @@ def look_ahead(config: Config) -> Preflight:
             with said_of(each):
                 said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
     return Preflight(tuple(lines), tuple(said), sum(each.rows for each in train))
+
+
+def refuse_unbatched(config: Config) -> None:
+    """Raises ConfigError: the built-in engine cannot batch the model, which else its worker finds out by loading it."""
+    folder, path = described_in(config.model.path), config.model.path
+    if config.engine.name == "transformers" and folder is not None and may_forget(model_settings(path)):
+        settings = {"path": path, "folder": str(folder)}
+        try_in_process("asyncrl.engines.hf.trial", settings, f"the config of model.path={path}")
 
 
 def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Config, list[str]]:

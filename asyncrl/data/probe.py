@@ -34,11 +34,13 @@ def look_over(
     limit: int,
     counted: int = SAMPLED,
     first: int = FIRST,
+    order_by: str = "",
     timeout_s: float = LOOK_S,
 ) -> Survey:
     """
     Args:
         model_path: whose tokenizer renders and counts, if it is in a folder here.
+        order_by: column that every row has to have for its place in the epoch; empty is none.
         limit, counted, first: of `survey`.
 
     Raises:
@@ -47,9 +49,9 @@ def look_over(
             too long.
     """
     if not source.runs_own_code:
-        return _looked(source, model_path, limit, counted, first)
+        return _looked(source, model_path, limit, counted, first, order_by)
     with tempfile.TemporaryFile() as answers:
-        question = msgpack.packb([asdict(source), model_path, limit, counted, first])
+        question = msgpack.packb([asdict(source), model_path, limit, counted, first, order_by])
         arguments = [sys.executable, "-m", "asyncrl.data.probe", str(answers.fileno()), str(os.getpid())]
         try:
             ended = subprocess.run(
@@ -92,9 +94,11 @@ def tokenizer_of(model_path: str) -> LocalTokenizer | None:
         raise ConfigError(f"model.path={model_path}: {error}") from error
 
 
-def _looked(source: Source, model_path: str, limit: int, counted: int, first: int) -> Survey:
+def _looked(source: Source, model_path: str, limit: int, counted: int, first: int, order_by: str) -> Survey:
     rows = open_source(source)
     try:
+        if order_by:
+            rows.ranks(order_by)
         return survey(rows, tokenizer_of(model_path), limit=limit, counted=counted, first=first)
     finally:
         rows.close()
@@ -103,9 +107,9 @@ def _looked(source: Source, model_path: str, limit: int, counted: int, first: in
 def main(answer_fd: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     os.set_inheritable(answer_fd, False)
-    given, model_path, *numbers = msgpack.unpackb(sys.stdin.buffer.read())
+    given, model_path, *rest = msgpack.unpackb(sys.stdin.buffer.read())
     try:
-        answer: list[Any] = ["found", asdict(_looked(_source(given), model_path, *numbers))]
+        answer: list[Any] = ["found", asdict(_looked(_source(given), model_path, *rest))]
         packed = msgpack.packb(answer, unicode_errors="surrogatepass")
     except AsyncRLError as error:
         packed = msgpack.packb(["refused", str(error)], unicode_errors="surrogatepass")

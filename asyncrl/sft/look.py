@@ -45,10 +45,11 @@ def look(given: SftConfig, encoder: Encoder) -> list[Looked]:
     Raises:
         DataError: a row has no usable form or cannot be rendered, or all rows of a source are too long.
     """
-    found = [*train_sources(given)]
-    if (held_out := eval_source(given)) is not None:
-        found.append(held_out)
-    return [_looked(SftRows(source, given.data), encoder, given) for source in found]
+    trained, held_out = train_sources(given), eval_source(given)
+    found = [SftRows(source, given.data) for source in (*trained, *([held_out] if held_out else []))]
+    for rows in found[: len(trained)] if given.data.order_by else ():
+        rows.ranks(given.data.order_by)
+    return [_looked(rows, encoder, given) for rows in found]
 
 
 def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:

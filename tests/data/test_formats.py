@@ -242,6 +242,8 @@ def test_a_class_of_the_users_is_looked_over_by_a_process_of_its_own(tmp_path: P
     assert len(pids) == 1 and pids[0] != str(__import__("os").getpid())
     with pytest.raises(DataError, match=r"Rows\[2\] failed"):
         look_over(source(f"{tmp_path}/mine.py:Rows", args={"count": 5, "bad": 2}), str(tmp_path), limit=10)
+    with pytest.raises(DataError, match=r"Rows\[0\]: data\.order_by=level .*it has answer, prompt, vector"):
+        look_over(source(f"{tmp_path}/mine.py:Rows", args={"count": 5}), str(tmp_path), limit=10, order_by="level")
     with pytest.raises(ConfigError, match=r"ended its process \(exit code 5\)"):
         look_over(source(f"{tmp_path}/mine.py:Ends"), str(tmp_path), limit=10)
 

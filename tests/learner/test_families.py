@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.checks.architecture import foreign_maths, longest_sequence, too_long_to_guess
+from asyncrl.checks.architecture import foreign_maths, longest_sequence, may_forget, too_long_to_guess
+from asyncrl.checks.machine import model_settings
+from asyncrl.engines.hf.trial import trial
 from asyncrl.errors import ConfigError
 from asyncrl.learner import layout
 from asyncrl.learner.canary import canary_of, probes_of
@@ -26,6 +29,7 @@ from tests.learner.families import (
     BEGIN,
     END,
     FAMILIES,
+    batched,
     build,
     logprobs_alone,
     outcome,
@@ -43,19 +47,21 @@ PAGE = Path("docs/models.md")
 FAST = ("OPT", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE")
 """One of each way to be wrong: dropout by hand, a value width of its own, recurrent layers beside attention and alone,
 attention that knows no interface, a window that only a mask knows."""
+TOLD_LATE = ("BLOOM", "MPT")
+"""Refused by the built-in engine once they are loaded: positions come with their masks."""
 REFUSED = ("Gemma 2", "Cohere", "GPT-OSS", "ModernBERT decoder")
 
 
-def rows_of_the_page() -> dict[str, str]:
-    """Family -> cell."""
+def rows_of_the_page() -> dict[str, tuple[str, str]]:
+    """Family -> whether the built-in engine batches it, and how sequences go."""
     part = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     cells = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")][2:]
-    return {name: cell for name, _, cell in cells}
+    return {name: (engine, cell) for name, _, engine, cell in cells}
 
 
 def agrees(name: str, folder: Path) -> None:
     model = build(name, folder)
-    assert rows_of_the_page()[name] == ("packed" if model.layout is Layout.PACKED else "a row each")
+    assert rows_of_the_page()[name][1] == ("packed" if model.layout is Layout.PACKED else "a row each")
     batch = siblings()
     assert len(batch.input_ids) < len(batch.packing.rows.index)  # prompts are shared
     alone = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -90,13 +96,29 @@ def test_so_it_is_of_every_other_family_of_the_page(name: str, tmp_path: Path):
 def test_what_the_learner_would_compute_otherwise_is_refused(name: str, tmp_path: Path):
     said = outcome(name, tmp_path)
     assert said.startswith("refused: ")
-    assert rows_of_the_page()[name] == said
+    assert rows_of_the_page()[name][1] == said
 
 
 def test_the_table_of_the_page_names_every_family_and_no_other():
     page = rows_of_the_page()
     assert list(page) == list(FAMILIES)
     assert table(page) in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_built_in_engine_batches_what_the_page_says_and_is_refused_by_the_config_where_that_tells(
+    name: str, tmp_path: Path
+):
+    wanted = rows_of_the_page()[name][0]
+    assert batched(name) == wanted
+    tiny_family(name).config.save_pretrained(tmp_path)
+    with (
+        pytest.raises(ConfigError, match="built-in engine")
+        if wanted == "no" and name not in TOLD_LATE
+        else nullcontext()
+    ):
+        trial({"path": "m", "folder": str(tmp_path)})
+    assert wanted == "yes" or may_forget(model_settings(str(tmp_path)))
 
 
 def test_a_warning_says_which_layers_keep_a_model_from_being_packed_and_what_that_costs(

@@ -76,6 +76,11 @@ def test_messages_without_a_chat_template_are_refused_with_the_row(
     assert "rows.jsonl:1: the tokenizer has no chat template" in capsys.readouterr().err
 
 
+def test_an_order_by_a_column_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given(tmp_path, "data.order_by=level", "--dry-run")) == 2
+    assert "rows.jsonl:1: data.order_by=level is no column of numbers" in capsys.readouterr().err
+
+
 def test_a_run_that_has_ended_says_so_and_is_longer_with_more_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

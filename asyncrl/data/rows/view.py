@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.checks.conditions import Condition
+from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
 from asyncrl.errors import DataError
@@ -75,9 +76,13 @@ class SourceRows:
             value = dug(columns, column.split("."))
             kinds = (str,) if values and isinstance(values[0], str) else (int, float) if values else (str, int, float)
             if not isinstance(value, kinds) or value != value:
+                known = sorted(self._rows[int(self._kept[row])])
+                got = (
+                    f"got {value!r:.80}" if value is not None else f"it has {', '.join(known)}.{nearest(column, known)}"
+                )
                 raise DataError(
-                    f"{self.where(row)}: data.order_by={column} orders by numbers, or by texts, that every row has; "
-                    f"got {value!r:.80}. Mend the row, leave it out with data.where, or order by another column"
+                    f"{self.where(row)}: data.order_by={column} is no column of numbers, or of texts, that every row "
+                    f"has; {got.rstrip('.')}. Mend the row, leave it out with data.where, or order by another column"
                 )
             values.append(value)
         return np.unique(np.asarray(values), return_inverse=True)[1].reshape(-1)

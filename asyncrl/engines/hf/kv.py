@@ -9,30 +9,48 @@ rows `[0, rows)` are always live. Nothing is padded on the left, nothing is conc
 from __future__ import annotations
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from asyncrl.errors import ConfigError
 
 _MIN_COLUMNS = 64
 
 
-def check_mergeable(model: PreTrainedModel) -> None:
+def check_mergeable(kind: type[PreTrainedModel] | None, config: PreTrainedConfig) -> None:
     """Refuse models whose cache is not plain keys and values of full attention.
+
+    Args:
+        kind: the model's class, where it is known.
 
     Raises:
         ConfigError: names the first layer kind that cannot be merged into a running batch.
     """
-    config = model.config
-    stateful = "_is_stateful" in dir(type(model)) and bool(type(model)._is_stateful)  # pyright: ignore
-    kinds = [] if stateful else [type(layer) for layer in DynamicCache(config=config).layers]
-    foreign = [kind.__name__ for kind in kinds if kind is not DynamicLayer]
-    if stateful or foreign:
-        found = foreign[0] if foreign else "recurrent state"
-        raise ConfigError(
-            f"the transformers engine batches full-attention KV caches only, and model type {config.model_type!r} uses "
-            f"{found}. Take a model without sliding windows or recurrent layers, or another engine."
+    found = "recurrent state" if bool(getattr(kind, "_is_stateful", False)) else ""
+    if not found:
+        found = next(
+            (_said(layer) for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer), ""
         )
+    if found:
+        raise ConfigError(
+            "the built-in engine (engine=transformers) keeps the keys of every token of a sequence, and a model of "
+            f"type {config.model_type!r} has {found}. Use engine=vllm, or a model whose layers all attend to all that "
+            "is before"
+        )
+
+
+def _said(layer: object) -> str:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "recurrent or convolutional layers"
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return "layers with a sliding window, or that attend in chunks"
+    return f"layers of its own kind ({type(layer).__name__})"
 
 
 class SlotLayer(CacheLayerMixin):

@@ -60,7 +60,7 @@ class ModelRunner:
         exact: bool = False,
         fp32_head: bool = False,
     ) -> None:
-        check_mergeable(model)
+        check_mergeable(type(model), model.config)
         if fp32_head:
             widen(model.get_output_embeddings())
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
@@ -211,8 +211,8 @@ class ModelRunner:
             ours = self.decode(np.array([1, 1]), np.array([2, 5])).float()
         except _UNFIT as error:
             raise ConfigError(
-                f"model type {self.model.config.model_type!r} cannot be batched by the transformers engine: a merged "
-                f"batch fails in it ({error!r}). Take another engine."
+                f"model type {self.model.config.model_type!r} cannot be batched by the built-in engine "
+                f"(engine=transformers): a merged batch fails in it ({error!r}). Use engine=vllm, or another model"
             ) from error
         plain = [self.model(input_ids=self._tensor(np.append(p, 1)[None])).logits[0, -1] for p in prompts]
         theirs = torch.stack(plain).float()
@@ -220,8 +220,9 @@ class ModelRunner:
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
         if not worst <= tolerance * scale:
             raise ConfigError(
-                f"model type {self.model.config.model_type!r} cannot be batched by the transformers engine: "
-                f"its logits in a merged batch differ by {worst:.3g} from a plain forward. Take another engine."
+                f"model type {self.model.config.model_type!r} cannot be batched by the built-in engine "
+                f"(engine=transformers): its logits in a merged batch differ by {worst:.3g} from a plain forward. Use "
+                "engine=vllm, or another model"
             )
 
     def _tensor(self, array: NDArray) -> torch.Tensor:

@@ -1,0 +1,34 @@
+"""Whether the built-in engine can batch a model, by its config alone: asked before a start, by a process of its own,
+since transformers takes seconds to import.
+
+`python -m asyncrl.engines.hf.trial SETTINGS ANSWER_FD PARENT_PID` is internal.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from asyncrl.engines.hf.kv import check_mergeable
+from asyncrl.errors import ConfigError
+from asyncrl.own_code import answer
+
+
+def trial(settings: dict[str, Any]) -> None:
+    """Raises ConfigError."""
+    try:
+        config = AutoConfig.from_pretrained(settings["folder"], local_files_only=True)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except Exception:  # a config that transformers cannot read is refused by whoever loads the model
+        return
+    try:
+        check_mergeable(kind, config)
+    except ConfigError as error:
+        raise ConfigError(f"model.path={settings['path']}: {error}") from error
+
+
+if __name__ == "__main__":
+    answer(sys.argv[1:], trial)
