@@ -42,18 +42,20 @@ REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "ev
 SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it", "the replay server waits")
 TORCHRUN = Kind("torchrun", "a learner rank that dies is not started again")
 RANK = Kind("a learner rank", "no step ends", "the run waits")
+SCORED = "what it scores waits"
+REWARD = Kind("a reward process", "its calls fail after reward.timeout_s, and it is replaced", SCORED)
 
 KINDS = (
     ("asyncrl.learner.torchrun", TORCHRUN),
     ("torch.distributed.run", TORCHRUN),
-    ("asyncrl.rewards.child", Kind("a reward process", "its calls fail after reward.timeout_s, and it is replaced")),
+    ("asyncrl.rewards.child", REWARD),
     ("asyncrl.rollout --worker", WORKER),
     ("ray::RolloutWorkerActor", WORKER),
-    ("ray::RewardService", Kind("the reward service", "its calls fail when they are overdue")),
+    ("ray::RewardService", Kind("the reward service", "its calls fail when they are overdue", SCORED)),
     ("ray::", Kind("a process of Ray", "Ray may start nothing")),
     ("raylet/raylet", Kind("Ray's raylet", "Ray starts nothing on this machine")),
     ("gcs/gcs_server", Kind("Ray's gcs_server", "Ray starts nothing")),
-    ("VLLM::", Kind("a process of vLLM", "its engine generates nothing")),
+    ("VLLM::", Kind("a process of vLLM", "its engine generates nothing", "its rollout worker waits")),
     ("asyncrl.learner", RANK),
     ("asyncrl.replay.shards", SHARD),
     ("asyncrl shard", SHARD),

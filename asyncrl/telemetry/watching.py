@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config import LOG_DIR
-from asyncrl.family import STOPPED, ProcessId, ancestors
+from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
 from asyncrl.plain_text import plain
 from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
@@ -44,10 +44,16 @@ class Seen:
 
 
 def in_run(folder: Path) -> list[ProcessId]:
-    """Those that hold its lock, and those of a run that they run below, as torchrun."""
+    """Those that hold its lock, those of a run that they run below, as torchrun, and those below them that somebody
+    waits for, as reward processes."""
     own = living_in(folder)
     above = {each for process in own for each in ancestors(process.pid) if kind_of(each.command()) is not None}
-    return [*own, *(above - set(own))]
+    below = {
+        each
+        for each in descendants(*(process.pid for process in own))
+        if (kind := kind_of(each.command())) and kind.waits
+    }
+    return [*own, *((above | below) - set(own))]
 
 
 class WatchView(RunView):

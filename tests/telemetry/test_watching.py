@@ -25,15 +25,15 @@ from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.over import ENDS_FILE
 from asyncrl.telemetry.progress import Spark
-from asyncrl.telemetry.watching import WatchView, sample_cells
+from asyncrl.telemetry.watching import WatchView, in_run, sample_cells
 from tests.replay.helpers import Clock
 
 
 @contextmanager
-def started() -> Iterator[subprocess.Popen]:
-    """A process that looks like a replay server, and does nothing until it is killed."""
+def started(like: str = "asyncrl.replay") -> Iterator[subprocess.Popen]:
+    """A process that looks like a replay server or another, and does nothing until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "asyncrl.replay"],
+        [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", like],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -201,6 +201,18 @@ def test_those_that_hold_the_lock_of_a_folder_live_in_it(tmp_path: Path) -> None
     assert os.getpid() not in [process.pid for process in living_in(tmp_path)]
     with lived_in(tmp_path):
         assert os.getpid() in [process.pid for process in living_in(tmp_path)]
+
+
+def test_a_process_that_somebody_waits_for_is_seen_though_it_holds_no_lock(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with started("asyncrl.rewards.child") as reward, started("ray::IDLE") as idle, lived_in(tmp_path):
+        assert idle.pid not in [process.pid for process in in_run(tmp_path)], "nobody waits for it"
+        with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: in_run(tmp_path)) as view:
+            os.kill(reward.pid, signal.SIGSTOP)
+            os.waitpid(reward.pid, os.WUNTRACED)
+            view.look()
+            waits = f"what it scores waits for a reward process (pid {reward.pid}) since "
+            assert any(waits in str(line) for line in view.below())
 
 
 def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
