@@ -19,6 +19,7 @@ from asyncrl.checks.rewards import AT_ONCE, RewardTerm, full_name
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, WireError
 from asyncrl.rewards.process import FunctionProcess
 from asyncrl.rewards.score import Outcome, RewardScore
+from asyncrl.rewards.silence import Silence
 from asyncrl.rewards.wire import IDLE, TOGETHER, WHOLE, pack_frame, told
 from asyncrl.types import Completion
 
@@ -84,6 +85,7 @@ class FunctionPool:
         self._start_timeout_s = start_timeout_s
         self._workers = workers
         self._timeout_s = timeout_s
+        self._silence = Silence(f"the {kind} {function}")
         self._processes: list[FunctionProcess] = []
         self._waiting: dict[int, _Call] = {}
         self._next_id = 1
@@ -181,6 +183,7 @@ class FunctionPool:
             self._ready.set()
             return
         self._blameless_deaths = 0
+        self._silence.heard()
         call = process.outstanding.pop(head, None)
         if call is None or call.answer.done():
             return
@@ -228,7 +231,7 @@ class FunctionPool:
         self._processes.append(process)
 
     async def _watch(self) -> None:
-        """Enforce the deadlines.
+        """Enforce the deadlines, and say who keeps all calls waiting.
 
         consumes: nothing; waits for: the clock; unblocked by: the clock, until the pool is closed.
         """
@@ -236,6 +239,9 @@ class FunctionPool:
             await asyncio.sleep(min(0.25, self._timeout_s / 4))
             for process in list(self._processes):
                 self._check_deadline(process)
+            calls = len(self._waiting) + sum(len(process.outstanding) for process in self._processes)
+            if said := self._silence.look(calls):
+                log.warning("%s (reward.timeout_s=%g)", said, self._timeout_s)
 
     def _check_deadline(self, process: FunctionProcess) -> None:
         call_id, began, place = process.progress()
