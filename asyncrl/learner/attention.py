@@ -41,7 +41,11 @@ SLACK_TOKENS = 16
 """A row at most so much shorter than the longest of a block joins it: one more block costs more than the padding."""
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
-REFUSED_KWARGS = ("softcap", "s_aux", "position_bias")
+REFUSED_KWARGS = {
+    "softcap": "a cap on its scores (softcap)",
+    "s_aux": "attention sinks (s_aux)",
+    "position_bias": "a bias by position (position_bias)",
+}
 """Changes to the attention scores that this kernel does not know; ignoring one would train another model."""
 
 FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -183,7 +187,7 @@ def packed_attention(
     Raises:
         ConfigError: the model needs something this kernel does not do (a mask, score capping, attention sinks).
     """
-    refused = [name for name in REFUSED_KWARGS if kwargs.get(name) is not None]
+    refused = [said for name, said in REFUSED_KWARGS.items() if kwargs.get(name) is not None]
     if packing is None or attention_mask is not None or refused:
         cause = ", ".join(refused) or ("an attention mask" if packing is not None else "a forward without packing")
         raise (ConfigError if refused else UnpackedCall)(

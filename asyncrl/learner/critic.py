@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 
 from asyncrl.checks.architecture import longest_sequence
 from asyncrl.errors import ConfigError
-from asyncrl.learner.attention import PACKED_ATTENTION, Packing
+from asyncrl.learner.attention import Packing
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import Build, built
+from asyncrl.learner.layout import with_our_attention
 from asyncrl.learner.loading import REFUSALS, Recipe
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.tensor import whole
@@ -110,17 +112,12 @@ def build_critic(config: Config, device: torch.device, backend: Backend | None) 
         ) from error
 
 
-OPTIONS: dict[str, Any] = {
-    "dtype": torch.float32,
-    "attn_implementation": PACKED_ATTENTION,
-    "trust_remote_code": False,
-}
+OPTIONS: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
 
 
 def load_classifier(path: str) -> PreTrainedModel:
-    hf, loaded = AutoModelForTokenClassification.from_pretrained(
-        path, num_labels=1, output_loading_info=True, **OPTIONS
-    )
+    options = OPTIONS | {"num_labels": 1, "output_loading_info": True}
+    hf, loaded = with_our_attention(partial(AutoModelForTokenClassification.from_pretrained, path, **options))
     if any(key.split(".")[-2] in HEADS for key in loaded["missing_keys"]):
         for parameter in value_head(hf).parameters():
             nn.init.zeros_(parameter)  # random values would send the first advantages astray
@@ -129,7 +126,7 @@ def load_classifier(path: str) -> PreTrainedModel:
 
 def blank_classifier(path: str) -> PreTrainedModel:
     settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
-    return AutoModelForTokenClassification.from_config(settings, **OPTIONS)
+    return with_our_attention(partial(AutoModelForTokenClassification.from_config, settings, **OPTIONS))
 
 
 def value_loss(

@@ -134,6 +134,16 @@ def own_attention(hf: PreTrainedModel) -> str:
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
+def with_our_attention(make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """What `make` makes with it; with transformers' own where a model knows but a list of its own, as GPT-J."""
+    try:
+        return make(attn_implementation=PACKED_ATTENTION)
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        return make()
+
+
 @torch.no_grad()
 def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     """The layout in which `model` computes what transformers does; PACKED if both do.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from asyncrl.checks.architecture import foreign_maths, longest_sequence
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
-from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, PACKED_ATTENTION, Packing
+from asyncrl.learner.attention import EXACT_PACKED_ATTENTION, Packing
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import DTYPES, Build, built
 from asyncrl.learner.flops import Work
+from asyncrl.learner.layout import with_our_attention
 from asyncrl.learner.loading import REFUSALS, Recipe
 from asyncrl.learner.logprobs import judged_logprobs, largest_logits, token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters, base_fingerprint, start_adapters
@@ -251,15 +252,16 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
     problem = foreign_maths(hf_config.to_dict())
     if problem:
         raise ConfigError(f"{setting}: {problem}")
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED_ATTENTION, "trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
 
     def build() -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(hf_config, **options)
+        model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
         with suppress(OSError):  # a checkpoint need not bring any
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
 
-    return Recipe(path=config.path, load=lambda: _load_whole(config.path, options), build=build)
+    load = partial(with_our_attention, partial(_load_whole, config.path, options))
+    return Recipe(path=config.path, load=load, build=build)
 
 
 @contextmanager
@@ -276,9 +278,9 @@ def as_causal_lm(setting: str) -> Iterator[None]:
         ) from error
 
 
-def _load_whole(path: str, options: dict[str, Any]) -> PreTrainedModel:
+def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:
     """Raises ValueError where the checkpoint lacks a weight: transformers makes it at random and says so in a log."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
     model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:

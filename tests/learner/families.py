@@ -101,6 +101,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere": ("cohere", {"logit_scale": 0.0625}),
     "GPT-OSS": ("gpt_oss", {}),
     "ModernBERT decoder": ("modernbert-decoder", {}),
+    "DeepSeek-V4": ("deepseek_v4", {}),
+    "GPT-J": ("gptj", {"rotary_dim": 4}),
+    "GPT-Neo": ("gpt_neo", {"attention_types": [[["global", "local"], 2]], "window_size": 6}),
 }
 """Name -> (transformers' model type, settings of its own)."""
 BEGIN, END = "<!-- families: begin (written by python -m tests.learner.families) -->", "<!-- families: end -->"
@@ -118,6 +121,9 @@ def tiny_family(name: str) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.15)
+        for each in (buffer for key, buffer in model.named_buffers() if key.endswith("tid2eid")):
+            # All zero it names one expert twice for each token, and what chooses between them has no gradient.
+            each.copy_(torch.rand(len(each), settings.n_routed_experts).argsort(-1)[:, : each.shape[1]])
     return model
 
 

@@ -44,10 +44,11 @@ from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
 
 PAGE = Path("docs/models.md")
-FAST = ("OPT", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE")
+FAST = ("OPT", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE", "GPT-J", "DeepSeek-V4")
 """One of each way to be wrong: dropout by hand, a value width of its own, recurrent layers beside attention and alone,
-attention that knows no interface, a window that only a mask knows."""
-TOLD_LATE = ("BLOOM", "MPT")
+attention that knows no interface, a window that only a mask knows, a list of attentions that has not ours, routers that
+go by the token."""
+TOLD_LATE = ("BLOOM", "MPT", "GPT-J", "GPT-Neo")
 """Refused by the built-in engine once they are loaded: positions come with their masks."""
 REFUSED = ("Gemma 2", "Cohere", "GPT-OSS", "ModernBERT decoder")
 

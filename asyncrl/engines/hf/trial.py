@@ -19,6 +19,7 @@ from asyncrl.own_code import answer
 
 def trial(settings: dict[str, Any]) -> None:
     """Raises ConfigError."""
+    kind: Any = None
     try:
         config = AutoConfig.from_pretrained(settings["folder"], local_files_only=True)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
