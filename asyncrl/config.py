@@ -44,6 +44,8 @@ JOURNAL_DIR = "journal"
 """In the run folder; made by the replay server, perhaps before the learner has prepared the folder."""
 KEYS_DIR = "keys"
 """In the run folder; made by whichever process of the run comes first, unless `replay.keys` names another."""
+UNREADABLE = (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
+"""What a file that is no YAML raises."""
 SCORES_ITSELF = ("reasoning_gym", "gymnasium", "openai", "verifiers")
 """Environments of ours that need no `reward.function`, or may need none."""
 
@@ -139,13 +141,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         return by_key(_read_yaml(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+    except UNREADABLE as error:
         raise ConfigError(
             f"the settings file {path} cannot be read: {error}. Write `key: value` lines in it"
         ) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    """Raises one of UNREADABLE."""
     read = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(read, dict):
         raise ValueError("it holds a list, not settings")
@@ -366,8 +369,9 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return asdict(config)
 
 
-def config_from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `config_to_dict`, for processes that get their config from the one that started them.
+def config_from_dict(values: dict[str, Any], source: str = "a config received from another process") -> Config:
+    """The inverse of `config_to_dict`, for processes that get their config from the one that started them, or from
+    another `source`.
 
     Raises:
         ConfigError: a key or a type that is not in the schema.
@@ -376,16 +380,19 @@ def config_from_dict(values: dict[str, Any]) -> Config:
         node = OmegaConf.merge(OmegaConf.structured(Config), values)
         return cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"a config received from another process does not fit this version: {error}") from error
+        raise ConfigError(f"{source} does not fit this version of asyncrl: {error}") from error
 
 
 def read_config(path: Path) -> Config:
     """The settings of a run, from the `config.yaml` in its folder.
 
     Raises:
-        ConfigError: it does not fit this version of asyncrl.
+        ConfigError: it cannot be read, or does not fit this version of asyncrl.
     """
-    return config_from_dict(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))
+    try:
+        return config_from_dict(_read_yaml(path), str(path))
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Restore it from a copy") from error
 
 
 def settings_as_used(config: RunSettings) -> dict[str, Any]:

@@ -327,3 +327,11 @@ def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:
     assert overrides[0] == "experiment=quickstart"
     assert overrides[-1] == "data.path=mine.jsonl"
     assert f"model.path='{tmp_path}/a b/model'" in overrides
+
+
+def test_a_folder_where_a_file_should_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert main(["compare", str(tmp_path)]) == 2
+    assert f"{str(tmp_path / 'metrics.jsonl')!r}: it should be a file" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").rmdir()  # the end of the session reads all metrics that tests wrote

@@ -73,3 +73,26 @@ def test_a_run_in_half_precision_is_exported_so_without_its_ranks_or_a_gpu(tmp_p
     for name, value in roles.policy.named_parameters():
         found = exported.get_parameter(name.removeprefix("hf."))
         torch.testing.assert_close(found, value.to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_run_and_damaged_settings_are_refused_by_name_and_changed_ones_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tiny_checkpoint(tmp_path / "model")
+    config = load_config([f"model.path={path}", f"run.dir={tmp_path}/run", "data.path=d", "reward.function=r.py:f"])
+    run = prepare_run_folder(config, "first")
+    Checkpoints(run / "ckpt", rank=0, keep=3).save(state(0), build_roles(config, CPU, None), {})
+    origin = run / "run.json"
+    origin.write_text(origin.read_text().replace("first", "other"))
+    for step in ([], ["--step", "1"]):
+        assert main(["export", str(run), *step]) == 2
+        assert "ckpt/step_1 was saved by run first, and this folder is of run other" in capsys.readouterr().err
+    origin.unlink()
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("seed: 0", "seed: 1"))
+    assert main(["export", str(run)]) == 0
+    assert f"{settings} was changed or cut after it was written" in capsys.readouterr().err
+    for damage in ("[" * 100_000, "3", "\0", "- a", "data: {messages_column: x}", "x: ["):
+        settings.write_text(damage)
+        assert main(["export", str(run)]) == 2
+        assert f"ConfigError: {settings} " in capsys.readouterr().err

@@ -20,13 +20,15 @@ from asyncrl.learner.export import export_hf
 from asyncrl.learner.fitting import check_fits, shapes_in
 from asyncrl.learner.lora import check_base, without_frozen
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.state import refuse_stranger
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.schema import Config
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, finished, newest_whole, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, finished, proven, trained_steps
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.run_folder import config_note, origin_of
 
 CPU = torch.device("cpu")
 EXPORTS = "exports"
@@ -61,24 +63,25 @@ def settings_of(run: Path) -> Config:
     file = run / CONFIG_FILE
     if not file.is_file():
         raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}")
+    if said := config_note(run):
+        print(f"note: {said}", file=sys.stderr)
     return learner_config(load_sft(with_files([str(file)], SftConfig))) if is_supervised(run) else read_config(file)
 
 
 def chosen_checkpoint(run: Path, step: int | None) -> Path:
-    """Proven. Raises CheckpointError."""
+    """Proven, and of this run. Raises CheckpointError."""
     folder = run / CHECKPOINT_DIR
     if step is None:
-        path, damaged, _ = newest_whole(folder)
-        for _, why in damaged:
-            print(f"passed over: {why}")
+        path = proven(run, "auto", lambda line: print(f"note: {line}", file=sys.stderr))
         if path is None:
             raise CheckpointError(f"{run} has no checkpoint yet (in {folder})")
-        return path
-    path = folder / f"step_{step}"
-    if not path.is_dir():
-        there = ", ".join(each.name for each in finished(folder)) or "none"
-        raise CheckpointError(f"{path} is not there. There are {there} (learner.keep_every keeps some for good)")
-    sealed.verify(path)
+    else:
+        path = folder / f"step_{step}"
+        if not path.is_dir():
+            there = ", ".join(each.name for each in finished(folder)) or "none"
+            raise CheckpointError(f"{path} is not there. There are {there} (learner.keep_every keeps some for good)")
+        sealed.verify(path)
+    refuse_stranger(path, origin_of(run), "export it from the folder of that run, or delete it")
     return path
 
 

@@ -22,6 +22,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
 PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the user's disk or its owner says, and no program can mend."""
+NO_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+"""Where a file is expected."""
 
 COMMANDS = {
     "local": ("asyncrl.cli.local", "everything on this machine: replay server, rollout workers, learner"),
@@ -222,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if given.command in (*COMMANDS, "sft") and not _unread(2):  # as with `2>&1`
                 print("asyncrl: ended, since nobody reads its output any more. Send it to a file", file=sys.stderr)
             return EXIT_UNREAD
+        if error.errno in NO_FILES:
+            print(f"asyncrl: {error}: it should be a file. Restore it from a copy, or move it away", file=sys.stderr)
+            return EXIT_REFUSED
         if error.errno not in PLACES:
             raise
         print(f"asyncrl: {error}. Free space, or give a folder that can be written", file=sys.stderr)

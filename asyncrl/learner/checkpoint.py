@@ -46,7 +46,7 @@ from asyncrl.learner.ranks import barrier, however_long, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.saving import HOST, BackgroundSave, HostCopy, own_group
 from asyncrl.learner.sealing import prove_own
-from asyncrl.learner.state import LearnerState, read_state
+from asyncrl.learner.state import LearnerState, read_state, refuse_stranger
 from asyncrl.learner.writing import write_tensors
 from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
@@ -262,7 +262,12 @@ class Checkpoints:
             log.warning("%s", said)
         if path is None:
             return None
-        self._refuse_stranger(path)
+        refuse_stranger(
+            path,
+            self._run,
+            "they have other groups and other versions. To begin with its weights all the same give "
+            f"resume={path}; or delete it",
+        )
         for line in put_aside(self._folder, damaged, path, self._patience):
             log.error("%s", line)
         self._verified = path
@@ -312,15 +317,6 @@ class Checkpoints:
             raise RunFolderError(
                 f"{self._folder.parent} was of run {self._run or 'nobody'} when this learner began, and is of run "
                 f"{now or 'nobody'} now: it was deleted and begun anew (overwrite=true). This learner ends"
-            )
-
-    def _refuse_stranger(self, path: Path) -> None:
-        """What lies in this folder but another run saved. Raises CheckpointMismatchError."""
-        saved_by = read_state(path / STATE_FILE).run
-        if saved_by and self._run and saved_by != self._run:
-            raise CheckpointMismatchError(
-                f"{path} was saved by run {saved_by}, and this folder is of run {self._run}: they have other groups "
-                f"and other versions. To begin with its weights all the same give resume={path}; or delete it"
             )
 
     def _verify_once(self, path: Path, device: torch.device) -> None:

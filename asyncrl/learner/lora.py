@@ -25,6 +25,7 @@ from xxhash import xxh3_128_hexdigest
 from asyncrl.errors import CheckpointMismatchError
 from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import ModelConfig
+from asyncrl.storage.objects import read_object
 from asyncrl.storage.sealed import seal
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import chain
@@ -215,7 +216,7 @@ def check_base(folder: Path, adapters: Adapters | None) -> None:
                 f"{folder} holds {has} and model.lora_rank={want}. Resume with the settings it had"
             )
         return
-    saved, ours = json.loads(file.read_text()), adapters.identity()
+    saved, ours = read_object(file), adapters.identity()
     if saved["fingerprint"] != ours["fingerprint"]:
         raise CheckpointMismatchError(
             f"{folder} holds adapters for the base {saved['path']} (fingerprint {saved['fingerprint'][:12]}); "

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, StepMemoryError
 from asyncrl.learner.ranks import text_of_rank_zero
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
+from asyncrl.storage.objects import read_object
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def _of(config: Config) -> list[object]:
 def _noted(note: Path, config: Config) -> int:
     """The budget that was too much with these settings; 0 where none was."""
     try:
-        said = json.loads(note.read_text())
+        said = read_object(note)
         return int(said["budget"]) if said["of"] == _of(config) else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0

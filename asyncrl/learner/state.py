@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.errors import CheckpointMismatchError
+from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
+from asyncrl.storage.checkpoints import STATE_FILE
+from asyncrl.storage.objects import read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,13 @@ class LearnerState:
 
 
 def read_state(file: Path) -> LearnerState:
-    """Raises CheckpointMismatchError."""
-    values = json.loads(file.read_text())
+    """Raises CheckpointDamagedError, CheckpointMismatchError."""
+    try:
+        values = read_object(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointDamagedError(
+            f"{file} cannot be read: {error}; resume from another checkpoint: resume=PATH"
+        ) from error
     try:
         return LearnerState(**values)
     except TypeError as error:
@@ -39,3 +45,12 @@ def read_state(file: Path) -> LearnerState:
             f"{file} was written by another version of asyncrl: it has {', '.join(values)}. Resume with that version, "
             "or start a new run with the model that it exported"
         ) from error
+
+
+def refuse_stranger(checkpoint: Path, run: str, way_out: str) -> None:
+    """What lies in the folder of `run` but another run saved. Raises CheckpointMismatchError."""
+    saved_by = read_state(checkpoint / STATE_FILE).run
+    if saved_by and run and saved_by != run:
+        raise CheckpointMismatchError(
+            f"{checkpoint} was saved by run {saved_by}, and this folder is of run {run}: {way_out}"
+        )

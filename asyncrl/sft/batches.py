@@ -42,7 +42,8 @@ def draws_before(checkpoint: Path | None) -> int:
         return 0
     try:
         found = msgpack.unpackb((checkpoint / REPLAY_FILE).read_bytes(), strict_map_key=False)
-        schema, draws = found["schema"], found.get("draw")
+        schema = found["schema"]
+        draws = int(found["draw"]) if schema == SUPERVISED else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise CheckpointDamagedError(
             f"{checkpoint / REPLAY_FILE} cannot be read ({error!r}). Resume from another checkpoint: resume=PATH"
@@ -52,7 +53,7 @@ def draws_before(checkpoint: Path | None) -> int:
             f"{checkpoint} was saved by reinforcement learning, which drew other rows. To go on from its weights give "
             f"model.path={checkpoint.parent.parent / 'hf'}"
         )
-    return int(draws)
+    return draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import LEFT
+from asyncrl.storage.objects import read_object
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ def read_best(folder: Path) -> Best | None:
     One that a branch has left is found under its new name.
     """
     try:
-        values = json.loads((folder / BEST_FILE).read_text())
-        best = Best(**values | {"value": float(values["value"])})
+        values = read_object(folder / BEST_FILE)
+        values["value"] = float(values["value"])
+        best = Best(**values)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if (folder / best.checkpoint).is_dir():

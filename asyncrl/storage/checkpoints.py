@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.errors import CheckpointDamagedError, CheckpointError
 from asyncrl.storage import sealed
 from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.objects import read_object
 
 CHECKPOINT_DIR = "ckpt"
 STATE_FILE = "state.json"
@@ -48,9 +49,9 @@ def newest(folder: Path) -> tuple[Path | None, str]:
     latest, whole = folder / LATEST, finished(folder)
     if latest.is_symlink():
         path = folder / latest.readlink()
-        if path.exists() or not whole:
+        if path in whole or not whole:
             return path, ""
-        return whole[-1], f"{latest} names {path.name}, which is not there: going on from {whole[-1].name}"
+        return whole[-1], f"{latest} names {latest.readlink()}, which is not there: going on from {whole[-1].name}"
     if whole:
         return whole[-1], f"{latest} is missing: going on from {whole[-1].name}, the checkpoint of the most steps"
     return None, ""
@@ -107,9 +108,9 @@ def position_of(path: Path) -> tuple[int, int]:
         CheckpointError: it does not say.
     """
     try:
-        state = json.loads((path / STATE_FILE).read_text())
+        state = read_object(path / STATE_FILE)
         return int(state["step"]) + 1, int(state["policy_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{path / STATE_FILE} cannot be read: {error!r}; restore it from a copy, or delete {path} and resume from "
             "an older checkpoint: resume=PATH"
@@ -166,15 +167,15 @@ def trained_in(exported: Path) -> int | None:
     """Steps behind an exported model; None where there is none, or none that says so. A run that was trained further
     and did not end has one of fewer steps than its checkpoints."""
     try:
-        return int(json.loads((exported / EXPORTED_FILE).read_text())["trained_steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(read_object(exported / EXPORTED_FILE)["trained_steps"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def branch_begun(folder: Path, resume: str, start: str) -> bool:
     """Whether `start`, the id of a start of the run, has begun its branch from `resume` already."""
     try:
-        return json.loads((folder / BRANCH_FILE).read_text()) == {"start": start, "from": resume}
+        return read_object(folder / BRANCH_FILE) == {"start": start, "from": resume}
     except (OSError, ValueError):
         return False
 

@@ -58,6 +58,8 @@ class Lines:
     """Byte after each row."""
     damaged: list[int] = field(default_factory=list)
     """Numbers, from 1, of lines that are not what was written, or follow one that is gone."""
+    unread: int = 0
+    """Lines that are no JSON object."""
     cut_off: bool = False
     """The file ends in the middle of a line, as a killed writer may leave it."""
     crc: int = 0
@@ -87,6 +89,7 @@ def read_lines(path: Path) -> Lines:
         row = row_of(line)
         if crc is None or row is None:
             found.damaged.append(number)
+            found.unread += row is None
             crc = checksum_of(line, None)
         before = before if crc is None else crc
         if row is not None:
@@ -101,7 +104,7 @@ def row_of(line: bytes) -> Row | None:
     1e999 is read: who calculates with it would be stopped by an OverflowError."""
     try:
         row = json.loads(line, parse_int=_whole) if _LONG in line.translate(_ZEROS) else json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):
         return None

@@ -12,6 +12,7 @@ from typing import TypedDict
 import xxhash
 
 from asyncrl.errors import CheckpointDamagedError
+from asyncrl.storage.objects import read_object
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 22
@@ -151,13 +152,13 @@ def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
 
 def _read_manifest(manifest: Path, way_out: str) -> Entries:
     try:
-        said = json.loads(manifest.read_text())
+        said = read_object(manifest)
         entries, seal = said["files"], said["seal"]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointDamagedError(
             f"{manifest} is missing, so nothing vouches for the files beside it; {way_out}"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamagedError(f"{manifest} is damaged ({error!r}); {way_out}") from error
     if not isinstance(entries, dict) or not entries or seal != _seal_of(entries):
         raise CheckpointDamagedError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.schema import Config
-from asyncrl.storage.lines import row_of
+from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import clock, failed_rewards, who_waits
@@ -34,10 +34,12 @@ def read_metrics(run_dir: Path) -> list[Row]:
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    rows = [row for line in lines if (row := row_of(line)) is not None and isinstance(row.get("step"), int)]
-    if len(rows) < len(lines):
-        log.warning("%s: lines that cannot be read (%d) are left out", path, len(lines) - len(rows))
+    found = read_lines(path)
+    rows = [row for row in found.rows if isinstance(row.get("step"), int)]
+    if found.crc and (problem := found.problem(path)):  # without any checksum it is of another hand
+        log.warning("%s", problem)
+    if unread := found.unread + len(found.rows) - len(rows):
+        log.warning("%s: lines that cannot be read (%d) are left out", path, unread)
     return by_step(rows)
 
 

@@ -26,6 +26,7 @@ from asyncrl.config import by_key, config_to_dict
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import proven
+from asyncrl.storage.objects import read_object
 from asyncrl.telemetry.origins import FromFile
 
 RUN_FILE = "run.json"
@@ -126,19 +127,27 @@ def fingerprint(path: str, endings: Sequence[str] = MODEL_FILES) -> str:
     return digest.hexdigest()[:16]
 
 
+def _noted(folder: Path, what: str) -> dict[str, Any]:
+    """Of `run.json`, empty where it is of an older version. Raises OSError, ValueError."""
+    found = read_object(folder / RUN_FILE).get(what, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is no object")
+    return found
+
+
 def is_supervised(folder: Path) -> bool:
     """Whether `folder` is of a run of `asyncrl sft`."""
     try:
-        return json.loads((folder / RUN_FILE).read_text()).get("made_of", {}).get("kind") == SUPERVISED
-    except (OSError, ValueError, AttributeError):
+        return _noted(folder, "made_of").get("kind") == SUPERVISED
+    except (OSError, ValueError):
         return False
 
 
 def refuse_other_run(config: RunSettings, folder: Path) -> None:
     """Raises RunFolderError when `folder` is of a run that is made of something else."""
     try:
-        known = json.loads((folder / RUN_FILE).read_text()).get("made_of", {})
-    except (OSError, ValueError, AttributeError):
+        known = _noted(folder, "made_of")
+    except (OSError, ValueError):
         return  # of nobody, or of an older version: there is nothing to compare
     given = made_of(config)
     if known.get("kind") != given.get("kind"):
@@ -211,7 +220,7 @@ def changes_of_resume(settings: Mapping[str, Any], folder: Path, usual: Mapping[
 def _settings_in(path: Path) -> dict[str, Any]:
     try:
         before = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
     if not isinstance(before, dict):
         raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
@@ -222,8 +231,8 @@ def changed_code(config: Config, folder: Path) -> list[str]:
     """`the code of SETTING (SPEC): old -> new` of every file of the user's that is not as the run last used it, where
     the setting itself is the same."""
     try:
-        before = dict(json.loads((folder / RUN_FILE).read_text()).get("code", {}))
-    except (OSError, ValueError, AttributeError):
+        before = _noted(folder, "code")
+    except (OSError, ValueError):
         return []
     now, named = code_hashes(config), own_code(config)
     return [

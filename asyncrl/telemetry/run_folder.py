@@ -28,6 +28,7 @@ from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
+from asyncrl.storage.objects import read_object
 from asyncrl.storage.occupancy import alone_in, holders
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.origins import commented, origins
@@ -186,8 +187,8 @@ def origin_of(folder: Path) -> str:
 
 def _run_file(folder: Path) -> dict[str, str]:
     try:
-        return {name: str(value) for name, value in json.loads((folder / RUN_FILE).read_text()).items()}
-    except (OSError, ValueError, AttributeError):
+        return {name: str(value) for name, value in read_object(folder / RUN_FILE).items()}
+    except (OSError, ValueError):
         return {}
 
 
@@ -233,7 +234,7 @@ def config_note(folder: Path) -> str:
         return f"{path} cannot be read ({error}): what a resume changes is not known"
     if f"{SEAL}{seal}" == _seal_of(text):
         return ""
-    return f"{path} was changed or cut after it was written: what a resume changes is told by what it says now"
+    return f"{path} was changed or cut after it was written: what it says now counts"
 
 
 def _seal_of(text: str) -> str:

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncrl.config import load_config
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.lines import LineFile
 from asyncrl.telemetry.curves import PANELS, curves_of, plot_curves
 from asyncrl.telemetry.evaluations import by_step
 from asyncrl.telemetry.registry import unit_of
@@ -76,6 +79,20 @@ def test_a_row_cut_off_by_a_kill_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
     assert read_metrics(tmp_path) == [{"step": 1}]
     assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_a_number_that_was_changed_is_told_and_a_file_of_another_hand_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    LineFile(file, Patience()).append([{"step": 1, "loss/total": 2.5}, {"step": 2, "loss/total": 1.5}])
+    file.write_text(file.read_text().replace("2.5", "0.5"))
+    assert [row["loss/total"] for row in read_metrics(tmp_path)] == [0.5, 1.5]
+    assert "metrics.jsonl: line 1 was changed after it was written" in caplog.text
+    caplog.clear()
+    file.write_text('{"step": 1}\n3\n')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    assert [record.getMessage() for record in caplog.records] == [f"{file}: lines that cannot be read (1) are left out"]
 
 
 def test_the_curves_are_a_png_even_when_some_are_missing(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""The small JSON files of a run folder, each one object: anybody may have cut, changed or exchanged them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Raises OSError; ValueError where the file holds anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__} and no object")
+    return found
