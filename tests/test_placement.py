@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checks.placement import gpus_per_engine, placement_of, visible_gpus, worker_gpus
+from asyncrl.checks.placement import gpus_per_engine, misread_gpus, placement_of, visible_gpus, worker_gpus
 from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.commands import Command, with_gpus
 from asyncrl.config import load_config
@@ -165,7 +166,14 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("exported", "seen"),
     [
         ("0,1", ("0", "1")),
-        ("GPU-a, MIG-b", ("GPU-a", "MIG-b")),
+        (" 1, 0 ", ("1", "0")),
+        ("GPU-a, GPU-b", ("GPU-a", "GPU-b")),
+        ("GPU-a,MIG-b", ("GPU-a",)),
+        ("0,GPU-a", ("0",)),
+        ("0,0", ()),
+        ("GPU-a,GPU-b,GPU-a", ()),
+        ("1,,0", ("1",)),
+        ("gpu0", ()),
         ("", ()),
         ("-1", ()),
         ("0,-1,1", ("0",)),
@@ -176,6 +184,39 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exported_names_are_read_as_cuda_does(exported: str, seen: tuple[str, ...], monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
     assert visible_gpus() == seen
+
+
+@pytest.mark.parametrize(
+    ("exported", "says"),
+    [
+        ("0,0", "names a GPU twice, and CUDA then sees none. Set CUDA_VISIBLE_DEVICES=0"),
+        ("0,-1,1", "its list ends at '-1', so CUDA sees 0 and not 1"),
+        ("0,,1", "its list ends at '', so CUDA sees 0 and not 1"),
+        ("0,5,1", "this machine has no GPU 5, so CUDA sees 0 and not 5,1"),
+        ("gpu0", "'gpu0' is the name of no GPU, so CUDA sees no GPU and not gpu0"),
+        ("0,GPU-a", "'GPU-a' is of another kind than '0', so CUDA sees 0 and not GPU-a"),
+        ("MIG-a,MIG-b", "learner.ranks=2 on CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: a process sees the first MIG instance"),
+    ],
+)
+def test_gpus_that_are_named_and_that_cuda_does_not_see_are_told(
+    exported: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("asyncrl.checks.placement.NVIDIA", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
+    config = load_config([*REQUIRED, "learner.ranks=2"])
+    for role in ("local", "learner"):
+        (said,) = missing_devices(config, role)
+        assert says in said
+    assert not list(missing_devices(load_config([*REQUIRED, "learner.device=cpu", "engine.device=cpu"]), "local"))
+    assert not list(missing_devices(config, "replay"))
+
+
+def test_lists_that_end_as_they_may_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for exported in ("", "-1", "0,1,-1", "0,1,", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
+        assert not list(misread_gpus(load_config(REQUIRED)))
 
 
 def test_fine_tuning_has_no_engines_that_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

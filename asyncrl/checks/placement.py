@@ -16,18 +16,68 @@ from asyncrl.schema import Config
 
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NAME = re.compile(r"\d+|(GPU|MIG)-.+")
+KINDS = (r"\d+", r"GPU-.+", r"MIG-.+")
+"""Of names in it: all of a list are of the first one's."""
+NONE = ("", "-1", "NoDevFiles", "none", "void")
+"""What people and schedulers write for no GPU."""
 
 
 def visible_gpus() -> tuple[str, ...] | None:
     """Those that this process may use, as CUDA_VISIBLE_DEVICES names them, as far as can be told without loading torch;
     None where it cannot be told."""
-    chosen = os.environ.get(VISIBLE)
-    if chosen is not None:  # as CUDA reads it: what follows a name that is none (-1, NoDevFiles) does not count either
-        return tuple(itertools.takewhile(NAME.fullmatch, (name.strip() for name in chosen.split(","))))
+    names = _exported()
+    if names is not None:
+        seen = _before_the_end(names)
+        return seen if len(set(seen)) == len(seen) else ()  # CUDA sees none if one is named twice
     if AMD.exists():
         return None
     return tuple(map(str, range(len(list(NVIDIA.iterdir()))))) if NVIDIA.is_dir() else ()
+
+
+def _exported() -> list[str] | None:
+    chosen = os.environ.get(VISIBLE)
+    return None if chosen is None else [name.strip() for name in chosen.split(",")]
+
+
+def _before_the_end(names: Sequence[str]) -> tuple[str, ...]:
+    """CUDA reads to the first name that is none, is of another kind than the first, or of a GPU that is not here."""
+    kind = next((kind for kind in KINDS if re.fullmatch(kind, names[0])), "")
+    here = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else math.inf
+
+    def counts(name: str) -> bool:
+        return re.fullmatch(kind, name) is not None and not (name.isdecimal() and int(name) >= here)
+
+    return tuple(itertools.takewhile(counts, names)) if kind else ()
+
+
+def misread_gpus(config: Config) -> Iterator[str]:
+    """What CUDA_VISIBLE_DEVICES names and CUDA does not see: a run would go on with fewer GPUs, or on the CPU."""
+    names = _exported() or []
+    seen = _before_the_end(names or [""])
+    given = f"{VISIBLE}={os.environ.get(VISIBLE)}"
+    if len(set(seen)) < len(seen):
+        yield f"{given} names a GPU twice, and CUDA then sees none. Set {VISIBLE}={','.join(dict.fromkeys(seen))}"
+    elif lost := [name for name in names[len(seen) :] if name not in NONE]:
+        why = _why_not(names[len(seen)], names[0])
+        yield (
+            f"{given}: {why}, so CUDA sees {','.join(seen) or 'no GPU'} and not {','.join(lost)}. Set {VISIBLE} to "
+            "GPUs of this machine, by their numbers (0,1) or all by their UUIDs (nvidia-smi -L), or to -1 for none"
+        )
+    wide = {"learner.ranks": config.learner.ranks, "engine.tensor_parallel": config.engine.tensor_parallel}
+    for key, count in wide.items() if seen and seen[0].startswith("MIG-") else ():
+        if count > 1:
+            yield (
+                f"{key}={count} on {given}: a process sees the first MIG instance alone. Set {key}=1, or use whole GPUs"
+            )
+
+
+def _why_not(name: str, first: str) -> str:
+    if name in NONE:
+        return f"its list ends at {name!r}"
+    if name.isdecimal() and first.isdecimal():
+        return f"this machine has no GPU {name}"
+    kinds = any(re.fullmatch(kind, name) for kind in KINDS)
+    return f"{name!r} is of another kind than {first!r}" if kinds else f"{name!r} is the name of no GPU"
 
 
 def gpus_seen() -> str:

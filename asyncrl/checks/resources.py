@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.checks.placement import impossible_placement, visible_gpus
+from asyncrl.checks.placement import impossible_placement, misread_gpus, on_gpus, visible_gpus
 from asyncrl.checks.replay import host_of, serves_weights
 from asyncrl.schema import Config
 
@@ -21,6 +21,10 @@ def missing_devices(config: Config, role: str, planned: bool = False) -> Iterato
     """
     visible = visible_gpus()
     if visible is None:
+        return
+    learner = role in ("local", "learner") and config.learner.device != "cpu"
+    if misread := list(misread_gpus(config)) if learner or (role in ("local", "rollout") and on_gpus(config)) else []:
+        yield from misread
         return
     gpus = config.placement.gpus if planned and config.placement.gpus else len(visible)
     problems = [*_more_than_there_are(config, role, gpus)]

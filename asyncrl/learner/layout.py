@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def own_attention(hf: PreTrainedModel) -> str:
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
-def with_our_attention(make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def with_our_attention(make: Callable[..., Any]) -> Any:
     """What `make` makes with it; with transformers' own where a model knows but a list of its own, as GPT-J."""
     try:
         return make(attn_implementation=PACKED_ATTENTION)
