@@ -217,6 +217,7 @@ def supervise(
             if view.alarmed and telemetry.on_alarm == "stop":
                 (folder / LOG_DIR / STOP_FILE).touch()
             time.sleep(TURN_S)
+        supervisor.note_end()
         saved = view.trained and save_first(supervisor, folder, view, notices) if supervisor.signal else True
         view.refresh("finishing")
         if supervisor.roles["learner"].code == 0 and not supervisor.signal and "rollout" in supervisor.roles:

@@ -111,9 +111,13 @@ class Supervisor:
 
     def __exit__(self, *exc: object) -> None:
         self.stop(list(self.roles))
-        note_ends(self._log_dir, {name: (role.code, role.stopped_by_us) for name, role in self.roles.items()})
+        self.note_end()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def note_end(self) -> None:
+        """The run is over, or is about to be: from here on nobody waits for a role that is gone."""
+        note_ends(self._log_dir, {name: (role.code, role.stopped_by_us) for name, role in self.roles.items()})
 
     def _notice(self, number: int, _frame: FrameType | None) -> None:
         self.impatient = self.signal != 0

@@ -22,7 +22,7 @@ from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
-from asyncrl.telemetry.over import ends_in
+from asyncrl.telemetry.over import ENDS_FILE, ends_in
 from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
@@ -150,9 +150,10 @@ class WatchView(RunView):
 
     def _waiting(self) -> Iterator[tuple[tuple[str, float], str]]:
         """`X waits for Y since ...`: for whom or what somebody waits now, and what does not happen without."""
+        ending = (self._run_dir / LOG_DIR / ENDS_FILE).exists()
         running = {seen.kind for seen in self._seen.values() if seen.state == "runs"}
         for process, seen in sorted(self._seen.items(), key=lambda pair: pair[1].since):
-            if seen.state == "runs" or seen.kind is None:
+            if seen.state == "runs" or seen.kind is None or (ending and seen.state == "gone"):
                 continue
             waits = ITS_GROUPS if seen.kind is WORKER and WORKER in running else seen.kind.waits
             said = "stopped by a signal" if seen.state == "stopped" else "gone, and not started again yet"

@@ -157,6 +157,21 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
         assert not any(waits in str(line) for line in view.below())
 
 
+def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, role: subprocess.Popen) -> None:
+    server, me = ProcessId.of(role.pid), ProcessId.of(os.getpid())
+    assert server is not None and me is not None
+    living, folder = [server, me], make_run(tmp_path / "run")
+    with WatchView(folder, 4, Console(file=io.StringIO()), living=lambda _: living) as view:
+        view.look()
+        living = [me]
+        with Supervisor(folder / "logs") as supervisor:
+            view.look()
+            assert any("everybody waits for" in str(line) for line in view.below())
+            supervisor.note_end()
+            view.look()
+            assert not any("everybody waits for" in str(line) for line in view.below())
+
+
 def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
     clock, out, folder = Clock(), io.StringIO(), make_run(tmp_path / "run")
     me = ProcessId.of(os.getpid())
