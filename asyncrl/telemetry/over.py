@@ -18,6 +18,8 @@ ENDS_FILE = "ends.json"
 CALLED = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun, the learner"}
 NUMBERED = {"rollout": "rollout worker", "shard": "shard of the replay"}
 
+ERROR = re.compile(r"\b[A-Z]\w*Error: ")
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -27,6 +29,8 @@ class End:
     how: str
     last_word: float
     """When its log was last written to, in seconds of the epoch."""
+    error: str
+    """The last one that its log has, where it failed; empty where it did not."""
 
 
 def note_ends(log_dir: Path, codes: Mapping[str, tuple[int | None, bool]]) -> None:
@@ -50,7 +54,15 @@ def ends_in(log_dir: Path) -> Iterator[End]:
             called = f"{known} {number}"
         else:
             called = CALLED.get(path.stem, path.stem)
-        yield End(called, _how(codes.get(path.stem), bool(known), bool(codes)), path.stat().st_mtime)
+        code = codes.get(path.stem)
+        failed = code is not None and code[0] != 0 and not code[1]
+        how = _how(code, bool(known), bool(codes))
+        yield End(called, how, path.stat().st_mtime, _last_error(path) if failed else "")
+
+
+def _last_error(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if ERROR.search(line)), "")
 
 
 def _how(code: tuple[int | None, bool] | None, below: bool, known: bool) -> str:

@@ -187,7 +187,7 @@ class WatchView(RunView):
 
     def below(self) -> Sequence[Table | Text]:
         waits = [Text(text, style="bold red") for text in self._waits.values()]
-        head = [self._last_step(), self._ends()] if self._over else [self._roles()]
+        head = self._ended() if self._over else [self._roles()]
         samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
         for row in self._samples:
             samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
@@ -201,12 +201,14 @@ class WatchView(RunView):
         rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
         return Text(f"this run has ended. Its last step was {step} of {self._steps}{when}{rest * self.unfinished}")
 
-    def _ends(self) -> Table:
+    def _ended(self) -> list[Table | Text]:
         """How the roles ended, as far as their logs tell."""
+        ends = list(ends_in(self._run_dir / LOG_DIR))
         table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
-        for end in ends_in(self._run_dir / LOG_DIR):
+        for end in ends:
             table.add_row(end.name, end.how, moment(end.last_word))
-        return table
+        errors = [one_line(f"{end.name}: {end.error}") for end in ends if end.error]
+        return [self._last_step(), table, *errors]
 
     def _roles(self) -> Table:
         now = self._now()

@@ -243,7 +243,9 @@ def test_of_a_run_that_is_over_it_says_how_its_roles_ended_and_which_step_was_th
     folder = make_run(tmp_path / "run")
     with Supervisor(folder / "logs") as supervisor:
         supervisor.start("replay", [sys.executable, "-c", "import time; time.sleep(600)"], {})
-        learner = supervisor.start("learner", [sys.executable, "-c", "exit(3)"], {})
+        learner = supervisor.start(
+            "learner", [sys.executable, "-c", "print('rank: NonFiniteError: no numbers\\nbye'); exit(3)"], {}
+        )
         learner.process.wait()
     (folder / "logs" / "rollout-0.log").touch()
     assert main(["watch", str(folder)]) == 0
@@ -251,6 +253,7 @@ def test_of_a_run_that_is_over_it_says_how_its_roles_ended_and_which_step_was_th
     assert "Its last step was 2 of 4, at 1970-01-01" in said and "not finished; resume=auto goes on" in said
     assert "the replay server ended: signal SIGTERM, stopped at the end of the run 20" in said
     assert "torchrun, the learner ended: exit code 3 20" in said and "rollout worker 0 ended with the pool" in said
+    assert "torchrun, the learner: rank: NonFiniteError: no numbers" in said
     (folder / "logs" / ENDS_FILE).write_text('{"learner": [')
     assert main(["watch", str(folder)]) == 0
     assert "ended; nobody has written down how" in capsys.readouterr().out
