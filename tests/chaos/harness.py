@@ -17,6 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from asyncrl.family import bound
+
 from .check import Verdict, check, lines
 from .flip import find_flip
 from .network import TO_PEER, TO_SERVER, Network
@@ -51,7 +53,7 @@ class Harness:
         module = "worker" if name.startswith("w") else name.partition("-")[0]
         with (self.settings.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name],
+                bound([sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=Path(__file__).parents[2],

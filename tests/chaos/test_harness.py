@@ -1,0 +1,48 @@
+"""What the harness started dies with it, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.family import ProcessId
+from tests.addresses import free_address
+
+DRIVER = """
+import sys, time
+from tests.chaos.harness import Harness
+from tests.chaos.settings import ChaosSettings
+
+harness = Harness(ChaosSettings(folder=sys.argv[1], address=sys.argv[2]), 0)
+harness.start("server")
+print(harness.processes["server"].pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", DRIVER, str(tmp_path / "run"), free_address()]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        server = ProcessId.of(int(driver.stdout.readline()))
+        try:
+            assert server is not None and server.running()
+            # Not before it has bound itself and become the server.
+            deadline = time.monotonic() + 200
+            while "tests.chaos.server" not in server.command()[:3]:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            driver.send_signal(signal.SIGTERM)
+            while server.running():
+                assert time.monotonic() < deadline, "it outlived the harness"
+                time.sleep(0.02)
+        finally:
+            driver.kill()
+            if server:
+                server.kill()
