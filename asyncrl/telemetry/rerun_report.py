@@ -15,6 +15,10 @@ COMPARED = ("kl/behavior", "policy/entropy")
 """Metrics of the policy alone: they mean the same whatever was minimised."""
 OF_ONE_LOSS = ("loss/total", "optim/grad_norm")
 """Of two losses they are numbers of different things."""
+LEFT_OUT = (
+    f"{' and '.join(OF_ONE_LOSS)} are left out: the two minimise different things. {' and '.join(COMPARED)} are of the "
+    "policies alone, and can be compared."
+)
 LEGEND = """\
 reward_data: mean reward of the batch that comes next, made by the run's own policy (some versions old).
 estimate: the same for the rerun's policy, which has not been trained on it: rewards weighted by pi/mu per trajectory.
@@ -41,6 +45,8 @@ def comparison(original: Sequence[Row], again: Sequence[Row], *, same_loss: bool
             both = f"{_number(of_run.get(row['step'], {}), name, '.4g')} / {_number(row, name, '.4g')}"
             cells += f" {both:>28}"
         lines.append(cells)
+    if not same_loss:
+        lines.append(LEFT_OUT)
     return "\n".join(lines)
 
 
