@@ -85,18 +85,39 @@ def test_a_sink_that_is_not_installed_names_its_extra(
 
 
 @pytest.mark.slow
+def rows_of(stored: Path) -> list[dict[str, Any]]:
+    """What wandb would send: its file is a log as LevelDB's, in blocks of 32 KiB, whose records may be cut."""
+    record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    data, at, part, found = stored.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32_768 - at % 32_768 < 7:
+            at += 32_768 - at % 32_768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part of one
+            each, part = record.FromString(part), b""
+            items = each.history.item if each.HasField("history") else ()
+            found += [{"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in items}]
+    return [row for row in found if row]
+
+
 def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     log = open_log(tmp_path, wandb=True)
     log.write(1, 1, {"reward/mean": 0.5})
-    log.write(0, 0, {"eval/heldout/reward": 0.5})  # late, and not refused
+    log.write(0, 0, {"eval/heldout/reward": 0.75})  # late, and not refused
+    log.write(2, 2, {"reward/mean": 0.25})
     sample = {"prompt": "p", "reward": 0.5, "rewards": {"a": 0.5}, "version_min": 3, "version_max": 4}
     log.samples(1, [sample | {"segments": [["learned", "ab"], ["read", "c"]], "staleness_min": 0, "staleness_max": 0}])
     log.samples(0, [{"prompt": "q", "failed": "why"}], "heldout")
     log.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    kept = rows_of(stored)
+    assert [row["reward/mean"] for row in kept if "reward/mean" in row] == [0.5, 0.25]
+    assert [row["eval/heldout/reward"] for row in kept if "eval/heldout/reward" in row] == [0.75]
     tables = [json.loads(file.read_text()) for file in tmp_path.glob("wandb/offline-run-*/files/media/**/*.table.json")]
     assert sorted(table["data"] for table in tables) == [
         [["p", "ab[read: c]", "0.5", "a 0.5", "3 to 4", "0", "", ""]],
