@@ -483,11 +483,19 @@ REFUSED = [
     (["rollout.workers=100000"], ["rollout.workers must be at most 65,536", "got 100000", "Set rollout.workers=65536"]),
     (["weights.port=70000"], ["weights.port must be at most 65,535", "got 70000"]),
     (["weights.timeout_s=1e30"], ["weights.timeout_s must be at most 1,000,000", "got 1e+30"]),
+    (["learner.beta1=nan"], ["learner.beta1 must be at least 0 and below 1; got nan", "The default is 0.9"]),
+    (["learner.min_lr_ratio=-1"], ["learner.min_lr_ratio must be between 0 and 1; got -1.0"]),
+    (["rollout.temperature=1e-3"], ["rollout.temperature must be 0.01 to 100; got 0.001", "vLLM draws at 0.01"]),
+    (["eval.temperature=1e30"], ["eval.temperature must be 0.01 to 100; got 1e+30", "eval.temperature=0 is greedy"]),
+    (["replay.heartbeat_s=1e-30"], ["replay.heartbeat_s must be at least 0.001, a millisecond", "got 1e-30"]),
+    (["loss.entropy_coef=inf"], ["loss.entropy_coef must be at least 0, and finite; got inf"]),
+    (["loss.opsm_delta=nan"], ["loss.opsm_delta must be a number; got nan"]),
+    (["learner.steps=" + "9" * 5000], ["`learner.steps=99999999999999999999...`", "5000 digits", "a shorter one"]),
     (["run.dir=${run.nam}"], ["`run.dir=${run.nam}` is refused", "run.nam"]),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=[" ".join(overrides)[:80] for overrides, _ in REFUSED])
 def test_a_refused_setting_says_the_rule_the_value_and_the_way_out(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([*REQUIRED, *overrides])

@@ -133,6 +133,8 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
             if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value) or value.lower() in NO_TEXT:  # as smoke/NAME
                 what = f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}."
                 problems.append(what + _of_ones_own(key, value))
+        elif re.search(r"\d{4300}", value):  # Python makes no number of more digits
+            problems.append(f"`{key}={value[:20]}...` has a number of {len(value)} digits. Give a shorter one")
         elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
             problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from operator import attrgetter
 from pathlib import Path
 
 from asyncrl.checks.evaluations import eval_sets
@@ -11,18 +12,22 @@ from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
 from asyncrl.checks.sampling import evaluation_is_truncated_within_bounds
-from asyncrl.checks.values import ABOVE_ZERO, SMALLEST, WORDS, in_words, other_words, out_of_range, too_many
+from asyncrl.checks.values import ABOVE_ZERO, SMALLEST, WORDS, in_words, other_words, out_of_bounds, out_of_range
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.losses.rules import CHOICES, RANGES
 from asyncrl.schema import Config, RunSettings
 
 ENVIRONMENTS = ("single_turn", "tools", "python", "search", "reasoning_gym", "gymnasium", "openai", "verifiers")
+SHARES = ("advantage.gamma", "advantage.lam", "reward.max_failure_share", "learner.min_lr_ratio")
+COLDEST, HOTTEST = 0.01, 100
 SAID = {
     "engine.device": "auto, cpu, cuda, cuda:N",
     "learner.device": "auto, cpu, cuda, cuda:N",
-    "advantage.gamma": "0 to 1",
-    "advantage.lam": "0 to 1",
+    **dict.fromkeys(SHARES, "0 to 1"),
+    "rollout.temperature": f"{COLDEST} to {HOTTEST}",
+    "eval.temperature": f"0, or {COLDEST} to {HOTTEST}",
+    "learner.beta1": "at least 0, below 1",
     "learner.proximal_ema": "at least 0, below 1",
     "learner.beta2": "above 0, below 1",
     "learner.skip_spikes": "0, or above 1",
@@ -62,12 +67,13 @@ def known_words(config: Config) -> Problems:
 
 def numbers_in_range(config: Config) -> Problems:
     yield from out_of_range(config, SMALLEST, ABOVE_ZERO)
-    yield from too_many(config)
-    for key, value in (("advantage.gamma", config.advantage.gamma), ("advantage.lam", config.advantage.lam)):
-        if not 0 <= value <= 1:
+    yield from out_of_bounds(config)
+    for key in SHARES:
+        if not 0 <= (value := attrgetter(key)(config)) <= 1:
             yield f"{key} must be between 0 and 1; got {value}"
-    if not 0 <= config.reward.max_failure_share <= 1:
-        yield f"reward.max_failure_share must be between 0 and 1; got {config.reward.max_failure_share}"
+    yield from _temperatures(config)
+    if not 0 <= config.learner.beta1 < 1:
+        yield f"learner.beta1 must be at least 0 and below 1; got {config.learner.beta1}. The default is 0.9"
     if not 0 <= config.learner.proximal_ema < 1:
         yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if config.learner.skip_spikes != 0 and not 1 < config.learner.skip_spikes < math.inf:
@@ -77,6 +83,19 @@ def numbers_in_range(config: Config) -> Problems:
         yield f"telemetry.samples_per_evaluation must be 0 to {MOST_SAMPLES}: they travel with the results; got {kept}"
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
+
+
+def _temperatures(config: Config) -> Problems:
+    for key, value in (
+        ("rollout.temperature", config.rollout.temperature),
+        ("eval.temperature", config.eval.temperature),
+    ):
+        if 0 < value < COLDEST or HOTTEST < value < math.inf:
+            greedy = " eval.temperature=0 is greedy" if key.startswith("eval") else ""
+            yield (
+                f"{key} must be {COLDEST} to {HOTTEST}; got {value}. Below, vLLM draws at {COLDEST} all the same, and "
+                f"logits that are divided by it overflow.{greedy}"
+            )
 
 
 def run_name_is_a_folder_name(config: RunSettings) -> Problems:

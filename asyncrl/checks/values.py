@@ -96,6 +96,7 @@ MOST: dict[str, int] = {
 """What there may be some of, and a machine has no more of."""
 MOST_OF: dict[str, int] = {"_s": 1_000_000, "_ms": 60_000, "_mb": 1 << 24}
 """By the end of a key: seconds that a system call can still wait for, milliseconds, MiB."""
+SHORTEST_S = 0.001
 MOST_COUNTED = (1 << 31) - 1
 """Of every other count: versions and places of tokens are stored in 32 bits."""
 
@@ -121,8 +122,10 @@ def out_of_range(config: RunSettings, smallest: Mapping[str, float], above_zero:
         yield f"{key} must be above 0 and finite{why}; got {value}"
 
 
-def too_many(config: RunSettings) -> Problems:
+def out_of_bounds(config: RunSettings) -> Problems:
     for key, value in _numbers(config):
+        if key.endswith("_s") and 0 < value < SHORTEST_S:
+            yield f"{key} must be at least {SHORTEST_S}, a millisecond, where it is not 0; got {value}"
         most = most_of(key, value)
         if most is not None and most < abs(value) < math.inf:
             yield f"{key} must be at most {most:,}; got {value}. Set {key}={most} or less"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.preset_row import Preset
@@ -161,6 +162,7 @@ def _positive(key: str) -> tuple[str, float, float, str]:
     return key, math.ulp(0.0), math.inf, "above 0"
 
 
+LARGEST = sys.float_info.max
 RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("clip_low", 0.0, math.inf, "at least 0 (the lower bound is 1 - clip_low)"),
     ("clip_high", 0.0, math.inf, "at least 0 (the upper bound is 1 + clip_high)"),
@@ -178,12 +180,13 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("max_age", 0, math.inf, "at least 0"),
     _positive("tau_pos"),
     _positive("tau_neg"),
-    ("beta", 0.0, math.inf, "at least 0"),
+    ("beta", 0.0, LARGEST, "at least 0, and finite"),
     _positive("epsilon"),
     ("m2_tau", 0.0, math.inf, "at least 0"),
-    ("kl_coef", 0.0, math.inf, "at least 0"),
-    ("behavior_kl", 0.0, math.inf, "at least 0"),
-    ("entropy_coef", 0.0, math.inf, "at least 0"),
+    ("kl_coef", 0.0, LARGEST, "at least 0, and finite"),
+    ("behavior_kl", 0.0, LARGEST, "at least 0, and finite"),
+    ("entropy_coef", 0.0, LARGEST, "at least 0, and finite"),
     _positive("constant_length"),
+    *((key, -math.inf, math.inf, "a number") for key in ("opsm_delta", "reject_low", "reject_high")),
 )
 """(key, smallest, largest, rule in words)."""

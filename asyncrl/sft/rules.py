@@ -86,7 +86,7 @@ def known_words(given: SftConfig) -> Problems:
 
 def numbers_in_range(given: SftConfig) -> Problems:
     yield from values.out_of_range(given, SMALLEST, ABOVE_ZERO)
-    yield from values.too_many(given)
+    yield from values.out_of_bounds(given)
     if not 0 < given.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {given.learner.beta2}"
 
