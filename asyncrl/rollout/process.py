@@ -48,6 +48,9 @@ REFUSALS = (
     OtherVersionError,
 )
 """A restart cannot help."""
+SWITCH_S = 0.0005
+"""For so long one thread of a worker computes while another waits for Python's lock. With Python's 5 ms the engine's
+thread, which lets go of it in every call of torch, waits that long for it again after each."""
 
 
 def run_worker_process(spec: WorkerSpec) -> int:
@@ -56,6 +59,7 @@ def run_worker_process(spec: WorkerSpec) -> int:
     make_streams_plain()  # a Ray actor has not come through our own `__main__`
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_heap()  # groups leave through it, tens of MB/s
+    sys.setswitchinterval(SWITCH_S)
     ending = EndWatch()
     print(
         f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}{gpus_seen()}",
