@@ -7,8 +7,8 @@ updates, environments) in the planner's virtual time. The best fixed setting of 
 all groups in flight, and of the best with a half and a quarter of them, the least stale of those within 1 % of the
 fastest. It is searched for with other completions than it is then judged by: the fastest of a dozen would be the one
 that had luck with its completions, too.
-Then it is tuned, once from depth 0 and once from the deepest, and what is counted, of it and of the fixed setting with
-the same completions, begins at step 50. `good`: 95 % of the tokens/s of the fixed one or more, at a mean staleness of at
+Then it is tuned, once from depth 0 and once from the deepest. What is counted, of it and of the fixed setting with the
+same completions, begins at step 50. `good`: 95 % of the tokens/s of the fixed one or more, at a mean staleness of at
 most 1.05 times its own + 0.25.
 
 `--real`: three real runs of the replay server and the workers' loops, whose engines and learner sleep (see
