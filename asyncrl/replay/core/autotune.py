@@ -17,6 +17,7 @@ is remembered, and what was in vain is tried again only after a time that double
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -46,8 +47,9 @@ HOLD, LONGEST_HOLD = 100, 1600
 """Steps for which what was in vain is left alone: at first, and at most."""
 TURNS = 2
 """Moves back to what was known, after which it rests."""
-DEEPEST_LOOKS, DEEPEST_GAIN = 3, 0.02
-"""Epochs at the deepest that is allowed and at one less, and by how much it has to be better."""
+DEEPEST_LOOKS, MOST_LOOKS, DEEPEST_GAIN = 3, 8, 0.02
+"""Epochs at one less than the deepest that is allowed, and as many there at least and at most; it is left where it is
+clear that it is not better by so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,28 +356,41 @@ class Tuner:
 
 class Dive:
     """Whether the deepest that is allowed is better than one less: only there are groups admitted to nobody but who
-    serves the newest version, which may cost more than a batch more brings. Epochs of both, by turns."""
+    serves the newest version, which may cost more than a batch more brings. Epochs of the one, then of the other."""
 
     def __init__(self) -> None:
         self.rates: tuple[list[float], list[float]] = [], []
-        self.deepest_is_better = False
+        self.deepest_is_better = self.is_over = False
         self.said = ""
 
     @property
     def dives(self) -> bool:
         """It is being tried."""
-        return self.deepest_is_better and len(self.rates[1]) < DEEPEST_LOOKS
+        return self.deepest_is_better and not self.is_over
 
     def look(self, epoch: Epoch, *, deepest: bool) -> None:
-        less, most = self.rates
-        if len(less) == len(most) == DEEPEST_LOOKS:
+        if self.is_over:
             return
+        less, most = self.rates
         (most if deepest else less).append(epoch.rate)
         if len(less) < DEEPEST_LOOKS:
             return
-        if len(most) < DEEPEST_LOOKS:
+        if len(most) < DEEPEST_LOOKS or self._is_unsure():
             self.deepest_is_better, self.said = True, "whether the deepest that is allowed is better"
             return
-        change = sum(most) / len(most) / (sum(less) / len(less)) - 1
-        self.deepest_is_better = change > DEEPEST_GAIN
-        self.said = f"the deepest that is allowed made {change:+.1%} tokens/s"
+        self.is_over, self.deepest_is_better = True, self._gain() + self._error() > DEEPEST_GAIN
+        self.said = f"the deepest that is allowed made {self._gain():+.1%} tokens/s"
+
+    def _gain(self) -> float:
+        less, most = self.rates
+        return statistics.mean(most) / statistics.mean(less) - 1
+
+    def _error(self) -> float:
+        """Standard error of the gain."""
+        less, most = self.rates
+        error = math.hypot(*(statistics.stdev(rates) / math.sqrt(len(rates)) for rates in (less, most)))
+        return error / statistics.mean(less)
+
+    def _is_unsure(self) -> bool:
+        """And not for long yet."""
+        return len(self.rates[1]) < MOST_LOOKS and abs(self._gain() - DEEPEST_GAIN) < self._error()
