@@ -135,9 +135,8 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
     name: str = "transformers"
-    """`vllm` (CPU or GPU), `transformers` (built in, CPU or GPU; for models whose layers all attend to all that is
-    before, see docs/models.md), `server` (vLLM servers that you started, see docs/servers.md), `sglang` (SGLang servers
-    that you started, tried with 0.5.23 on a CPU) or `fake` (deterministic, for tests)."""
+    """`vllm` (CPU or GPU), `transformers` (built in, CPU or GPU; not for every model, see docs/models.md), servers
+    that you started: `server` (vLLM), `sglang` (docs/servers.md), or `fake` (deterministic, for tests)."""
     urls: list[str] = field(default_factory=list)
     """With `engine=server` or `sglang`: where they are, `engine.urls=[http://127.0.0.1:8000,http://10.0.0.7:8000]`. On
     this machine or a private network alone: no key guards what loads weights into vLLM."""

@@ -11,16 +11,8 @@ import pytest
 from asyncrl.checks.engine import versions_and_logprobs_stay_true
 from asyncrl.checks.machine import check_machine
 from asyncrl.cli.settings import catalogue
-from asyncrl.config import (
-    config_dir,
-    config_from_dict,
-    config_groups,
-    config_keys,
-    config_to_dict,
-    learner_digest,
-    load_config,
-    run_digest,
-)
+from asyncrl.config import config_dir, config_from_dict, config_groups, config_keys, config_to_dict, load_config
+from asyncrl.digests import learner_digest, run_digest
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.sft.rules import load_sft

@@ -9,7 +9,8 @@ import pytest
 from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.cli.rerun import changed_by, main, name_of, prepare, rerun_config, written
-from asyncrl.config import config_to_dict, learner_digest, load_config, read_config
+from asyncrl.config import config_to_dict, load_config, read_config
+from asyncrl.digests import learner_digest
 from asyncrl.errors import ConfigError, JournalError, RunFolderError
 from asyncrl.replay.audit.rerun import read_surviving
 from asyncrl.telemetry.run_folder import write_config

@@ -21,7 +21,8 @@ from asyncrl.cli.commands import (
 from asyncrl.cli.memory_table import memory_lines, size
 from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan, placement_lines
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
-from asyncrl.config import load_config, run_digest
+from asyncrl.config import load_config
+from asyncrl.digests import run_digest
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.schema import Config
 from asyncrl.telemetry.resumed import kept_dtypes

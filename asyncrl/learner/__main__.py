@@ -19,7 +19,8 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
-from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config
+from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import early_groups, why_not_early
-from asyncrl.config import disk_patience, learner_digest
+from asyncrl.config import disk_patience
+from asyncrl.digests import learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import said_of_attention

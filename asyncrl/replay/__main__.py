@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.checks.machine import check_machine
-from asyncrl.config import JOURNAL_DIR, begin_trace, disk_patience, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, begin_trace, disk_patience, load_config
+from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE, LedgerFile

@@ -27,7 +27,8 @@ from typing import Any
 
 from asyncrl.checks.placement import VISIBLE, visible_gpus, worker_gpus
 from asyncrl.checks.sources import HUB, is_own
-from asyncrl.config import config_to_dict, run_digest
+from asyncrl.config import config_to_dict
+from asyncrl.digests import run_digest
 from asyncrl.errors import ConfigError
 from asyncrl.family import Family, undertaker
 from asyncrl.replay.net.keyring import with_keys

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.config import learner_digest, load_config, read_config, run_digest
+from asyncrl.config import load_config, read_config
+from asyncrl.digests import learner_digest, run_digest
 from asyncrl.telemetry.origins import origins
 from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, config_note, keep_dtypes, prepare_run_folder

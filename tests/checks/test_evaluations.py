@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.cli.eval import chosen_set
-from asyncrl.config import config_from_dict, config_to_dict, load_config, run_digest
+from asyncrl.config import config_from_dict, config_to_dict, load_config
+from asyncrl.digests import run_digest
 from asyncrl.errors import ConfigError
 
 GIVEN = ["model.path=m", "data.path=d.jsonl", "reward=exact_match", "data.where.level=3", "data.prompt_column=ask"]

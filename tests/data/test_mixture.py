@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from asyncrl.checks.sources import sources
 from asyncrl.cli.settings_file import with_files
-from asyncrl.config import config_to_dict, load_config, run_digest
+from asyncrl.config import config_to_dict, load_config
 from asyncrl.data.dataset import open_dataset
 from asyncrl.data.mixture import SourceNames
+from asyncrl.digests import run_digest
 from asyncrl.drawing.order import DrawOrder, epoch_order
 from asyncrl.drawing.turns import LONGEST_ROUND, Turns, round_counts, spread
 from asyncrl.errors import ConfigError, DataError

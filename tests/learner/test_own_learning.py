@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.advantages.own import own_advantages, try_advantages
-from asyncrl.config import learner_digest
+from asyncrl.digests import learner_digest
 from asyncrl.errors import AsyncRLError, OwnCodeError
 from asyncrl.learner.batch import pack
 from asyncrl.learner.gradients import accumulate, loss_inputs

@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import load_config, run_digest
+from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
+from asyncrl.digests import run_digest
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.keyring import with_keys

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.config import learner_digest, load_config, read_config
+from asyncrl.config import load_config, read_config
+from asyncrl.digests import learner_digest
 from asyncrl.errors import RunFolderError
 from asyncrl.schema import Config
 from asyncrl.storage import sealed

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.checks.machine import check_machine
-from asyncrl.config import JOURNAL_DIR, disk_patience, load_config, run_digest
+from asyncrl.config import JOURNAL_DIR, disk_patience, load_config
+from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError, ConfigError, FencedError
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.config import ReplayConfig
