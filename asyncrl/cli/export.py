@@ -65,7 +65,10 @@ def settings_of(run: Path) -> Config:
         raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}")
     if said := config_note(run):
         print(f"note: {said}", file=sys.stderr)
-    return learner_config(load_sft(with_files([str(file)], SftConfig))) if is_supervised(run) else read_config(file)
+    if not is_supervised(run):
+        return read_config(file)
+    # Without the second it would be said in which folder the run is repeated, and none is.
+    return learner_config(load_sft(with_files([str(file), "overwrite=true"], SftConfig)))
 
 
 def chosen_checkpoint(run: Path, step: int | None) -> Path:

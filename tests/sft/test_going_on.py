@@ -96,3 +96,13 @@ def test_reinforcement_learning_does_not_go_on_from_a_checkpoint_of_it(tmp_path:
     replay: Any = None  # is not asked
     with pytest.raises(CheckpointMismatchError, match=r"step_4 was saved by asyncrl sft.*model\.path=.*/run/hf"):
         begin(replay, parts.checkpoints, parts.roles, saved, rank=0, device=CPU)
+
+
+def test_an_export_repeats_no_run_and_says_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = settings(tmp_path, *OWN)
+    prepare_run_folder(given, "one")
+    train_alone(given)
+    assert main(["export", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    assert "the policy after 4 steps" in said.out and "repeats" not in said.err
+    assert (tmp_path / "run" / "ckpt" / "latest").exists()
