@@ -49,7 +49,7 @@ def newest(folder: Path) -> tuple[Path | None, str]:
     latest, whole = folder / LATEST, finished(folder)
     if latest.is_symlink():
         path = folder / latest.readlink()
-        if path in whole or not whole:
+        if path in (*whole, *folder.glob(f"{LEFT}step_*")) or not whole:  # gone on from by name, that is the newest
             return path, ""
         return whole[-1], f"{latest} names {latest.readlink()}, which is not there: going on from {whole[-1].name}"
     if whole:
