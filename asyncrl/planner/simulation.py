@@ -154,7 +154,7 @@ class Simulation:
         core, asking = self.core, self._asking
         while asking and core.has_work():
             if self.now - asking[0].asked_at >= TURN_S:
-                for engine in asking:
+                for engine in [each for each in asking if self.now - each.asked_at >= TURN_S]:
                     self._ask_anew(engine)
                 asking.sort(key=attrgetter("asked_at"))
             engine = asking.pop(0)

@@ -273,7 +273,10 @@ class Rollouts:
 
     def may_serve(self, member: Worker) -> bool:
         """Its weights are recent enough for a new assignment."""
-        return self._state.version != NO_VERSION and self._lag(member.served) <= self._run.settings.max_lag
+        return self._is_recent(member.served)
+
+    def _is_recent(self, version: int) -> bool:
+        return self._state.version != NO_VERSION and self._lag(version) <= self._run.settings.max_lag
 
     def _why_not(self, member: Worker) -> str:
         if self._run.why_paused:
@@ -301,9 +304,12 @@ class Rollouts:
         key = (self._state.version, self._run.workers.revision)
         if key != self._ready[0]:
             window = window_of(self._run.settings)
-            claims = [other.capacity for other in self._run.workers.live.values() if self.may_serve(other)]
-            known = sum(min(window, claim) for claim in claims if claim is not None)
-            self._ready = (key, known, claims.count(None))
+            known = unknown = 0
+            for (served, capacity), count in self._run.workers.claims.items():
+                if self._is_recent(served):
+                    known += 0 if capacity is None else count * min(window, capacity)
+                    unknown += count if capacity is None else 0
+            self._ready = (key, known, unknown)
         return fair_share(self._run.settings, member, self._ready[1], self._ready[2])
 
     def _issue(self, member: Worker, request: int) -> Assignment | None:

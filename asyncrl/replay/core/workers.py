@@ -4,6 +4,7 @@ hellos."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.pace import PACES
@@ -53,6 +54,8 @@ class Workers:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.live: dict[str, Worker] = {}
+        self.claims: Counter[tuple[int, int | None]] = Counter()
+        """Of the live ones, how many serve this version and can take so much."""
         self.revision = 0
         """Grows with every change of who is live, what they serve and how much they can take."""
         self.moves = 0
@@ -65,16 +68,18 @@ class Workers:
         """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released."""
         known = self.live.get(name)
         if known is not None and known.incarnation == incarnation:
-            known.seen, known.served = now, max(known.served, served)
-            self.revision += 1
+            known.seen = now
+            self.note(known, served=max(known.served, served))
             return None
         if known is not None:
+            self._claim(known, -1)
             self._retire(known)
-        self.revision += 1
         self.moves += 1
         stats = self._gone.pop(incarnation, {})
         self._count_past(stats, -1)
-        self.live[name] = Worker(name=name, incarnation=incarnation, served=served, seen=now, moved=now, stats=stats)
+        worker = Worker(name=name, incarnation=incarnation, served=served, seen=now, moved=now, stats=stats)
+        self.live[name] = worker
+        self._claim(worker, 1)
         return known
 
     def get(self, name: str, incarnation: str) -> Worker | None:
@@ -84,7 +89,7 @@ class Workers:
 
     def remove(self, name: str) -> Worker:
         worker = self.live.pop(name)
-        self.revision += 1
+        self._claim(worker, -1)
         self._gone[worker.incarnation] = worker.stats
         if len(self._gone) > REMEMBERED:
             del self._gone[next(iter(self._gone))]
@@ -93,12 +98,18 @@ class Workers:
 
     def note(self, worker: Worker, *, served: int | None = None, capacity: int | None = None) -> None:
         """What a worker says it serves, or can work on at once."""
-        if served is not None and served != worker.served:
-            worker.served = served
-            self.revision += 1
-        if capacity is not None and capacity != worker.capacity:
-            worker.capacity = capacity
-            self.revision += 1
+        new = worker.served if served is None else served, worker.capacity if capacity is None else capacity
+        if new != (worker.served, worker.capacity):
+            self._claim(worker, -1)
+            worker.served, worker.capacity = new
+            self._claim(worker, 1)
+
+    def _claim(self, worker: Worker, change: int) -> None:
+        claim = worker.served, worker.capacity
+        self.claims[claim] += change
+        if not self.claims[claim]:
+            del self.claims[claim]
+        self.revision += 1
 
     def silent(self, now: float) -> list[Worker]:
         """Workers not heard of for longer than the timeout."""
