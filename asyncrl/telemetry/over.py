@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.family import describe_exit
+from asyncrl.storage.objects import read_object
 
 ENDS_FILE = "ends.json"
 CALLED = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun, the learner"}
@@ -47,7 +48,7 @@ def ends_in(log_dir: Path) -> Iterator[End]:
     """One for each log that there is."""
     codes: dict[str, tuple[int | None, bool]] = {}
     with contextlib.suppress(OSError, ValueError):  # none was written, or half of it
-        codes = json.loads((log_dir / ENDS_FILE).read_text())
+        codes = read_object(log_dir / ENDS_FILE)
     for path in sorted(log_dir.glob("*.log")):
         kind, _, number = path.stem.partition("-")
         if known := re.fullmatch(r"\d+", number) and NUMBERED.get(kind):
