@@ -272,9 +272,10 @@ def read_config(path: Path) -> Config:
         ConfigError: it cannot be read, or does not fit this version of asyncrl.
     """
     try:
-        return config_from_dict(_read_yaml(path), str(path))
+        values = _read_yaml(path)
     except UNREADABLE as error:
         raise ConfigError(f"{path} cannot be read: {error}. Restore it from a copy") from error
+    return config_from_dict(values, str(path))
 
 
 def settings_as_used(config: RunSettings) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from asyncrl.cli import local
 from asyncrl.cli.commands import Command, learner_command, local_commands, quoted
+from asyncrl.cli.dry_run import resume_lines
 from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
 from asyncrl.config import load_config
 from asyncrl.errors import CheckpointDamagedError, RunFolderError
@@ -293,6 +294,35 @@ def test_a_damaged_checkpoint_is_judged_before_it_is_said_from_which_a_run_goes_
     with pytest.raises(CheckpointDamagedError, match=r"state\.json has 1 bytes"):
         local._run(replace(first, resume=str(damaged)), [], ["asyncrl", "local"])
     assert "resumed from" not in capsys.readouterr().out
+
+
+def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, newest = a_run_with_two_checkpoints(tmp_path)
+    read: list[Path] = []
+    monkeypatch.setattr(sealed, "verify", read.append)
+    monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=FINE))
+    changed = replace(first, resume="auto", learner=replace(first.learner, lr=2e-6))
+    assert local._run(changed, [], ["asyncrl", "local"]) == 0
+    assert read == [newest]
+    text = (newest.parents[1] / "config.yaml").read_text()
+    assert text.startswith("# resumed from step_20: learner.lr: 1e-06 -> 2e-06\n")
+
+
+def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_start_would(
+    tmp_path: Path,
+) -> None:
+    first, newest = a_run_with_two_checkpoints(tmp_path)
+    auto = replace(first, resume="auto")
+    assert resume_lines(first, "local") == []
+    assert resume_lines(auto, "local")[-1] == f"goes on from {newest}, of step 20"
+    (newest / "state.json").write_text("{")
+    for command in ("local", "learner"):
+        said = resume_lines(auto, command)
+        assert "step_20/state.json has 1 bytes" in said[0] and said[-1].endswith("step_10, of step 10")
+        with pytest.raises(CheckpointDamagedError, match=r"state\.json has 1 bytes"):
+            resume_lines(replace(first, resume=str(newest)), command)
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:

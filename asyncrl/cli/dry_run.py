@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
@@ -18,6 +19,7 @@ from asyncrl.cli.commands import (
     shard_command,
     with_gpus,
 )
+from asyncrl.cli.local import check_resumed
 from asyncrl.cli.memory_table import memory_lines, size
 from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan, placement_lines
 from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
@@ -25,6 +27,7 @@ from asyncrl.config import load_config
 from asyncrl.digests import run_digest
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import proven, trained_steps
 from asyncrl.telemetry.resumed import kept_dtypes
 from asyncrl.telemetry.run_folder import changes_in, refuse_used_folder
 
@@ -161,6 +164,21 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
     return "\n".join([*head, "\ndry run: nothing was started"])
 
 
+def resume_lines(config: Config, command: str) -> list[str]:
+    """From which checkpoint a resume would go on, what it passes over, and what it changes.
+
+    Raises:
+        CheckpointDamagedError, RunFolderError: the start would be refused for what lies there.
+    """
+    said: list[str] = []
+    folder = Path(config.run.dir).resolve()
+    local = command == "local"
+    begins = check_resumed(config, said.append) if local else proven(folder, config.resume, said.append)
+    if begins is not None:
+        said.append(f"goes on from {begins}, of step {trained_steps(begins)}")
+    return [*said, *(f"this resume changes {change}" for change in changes_in(config))]
+
+
 def main(command: str, overrides: Sequence[str]) -> int:
     """Raises ConfigError and RunFolderError as the real start would."""
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
@@ -178,7 +196,7 @@ def main(command: str, overrides: Sequence[str]) -> int:
     if found and command == "local":
         config, overrides = with_steps(config, overrides, found.rows)
     if command in ("local", "learner"):
-        for change in changes_in(config):
-            print(f"this resume changes {change}")
+        for line in resume_lines(config, command):
+            print(line)
     print(plan_text(config, command, overrides, found))
     return 0

@@ -16,7 +16,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,10 +95,11 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     if trained := trained_whole(config, folder):
         _say(console, nothing_to_do(config, folder, trained, typed))
         return 0
-    resumed = trained_steps(check_resumed(config, folder, console))
+    begins = check_resumed(config, lambda note: _say(console, note))
+    resumed = trained_steps(begins)
     for change in changes_in(config):
         _say(console, f"this resume changes {change}")
-    prepare_run_folder(config, run_id, overrides=overrides)
+    prepare_run_folder(config, run_id, overrides=overrides, begins=begins)
     check_room(config, folder)
     with_keys(config)  # Here, once; each role finds them by itself.
     commands = with_gpus(local_commands(config, overrides, run_id), config, visible_gpus() or ())
@@ -141,7 +142,7 @@ def trained_whole(config: Config, folder: Path) -> int:
     return 0
 
 
-def check_resumed(config: Config, folder: Path, console: Console) -> Path | None:
+def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
     """Found only when a rank restores, damage would burn every restart of torchrun first.
 
     Returns:
@@ -153,10 +154,10 @@ def check_resumed(config: Config, folder: Path, console: Console) -> Path | None
     """
     if config.resume == "never":
         return None
-    newest = None
+    newest, folder = None, Path(config.run.dir).resolve()
     if owner_of(folder) is not None:
-        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, lambda note: _say(console, note))
-    return newest if config.resume == "auto" else proven(folder, config.resume, lambda note: _say(console, note))
+        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, say)
+    return newest if config.resume == "auto" else proven(folder, config.resume, say)
 
 
 def check_room(config: Config, folder: Path) -> None:

@@ -45,6 +45,8 @@ class Plan:
     encoder: Encoder
     looked: list[Looked]
     course: Course
+    begun: Path | None
+    """From which checkpoint it goes on."""
 
 
 def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     begun = proven(Path(given.run.dir).resolve(), given.resume, lambda note: console.print(note, markup=False))
     at = {"step": trained_steps(begun), "draw": draws_before(begun)}
     course = Course.of(rows, by.rows_per_step, by.epochs, by.steps, **at)
-    plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course)
+    plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course, begun=begun)
     for line in (*lines(looked, given), *(f"this resume changes {change}" for change in changes)):
         console.print(line, markup=False)
     if dry_run:
@@ -127,7 +129,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
         )
         console.print(f"  {more}", markup=False)
         return 0
-    prepare_run_folder(given, run_id, overrides=plan.overrides)
+    prepare_run_folder(given, run_id, overrides=plan.overrides, begins=plan.begun)
     config = learner_config(given)
     # The folder is prepared once, here: ranks that are restarted must find what they saved.
     kept = [text for text in with_absolute_run_dir(config, plan.overrides) if not text.startswith("overwrite=")]

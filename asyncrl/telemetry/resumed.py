@@ -249,7 +249,8 @@ def history_of(folder: Path) -> list[str]:
     return [line for line in lines if line.startswith(RESUMED)]
 
 
-def resumed_lines(config: RunSettings, folder: Path, changes: list[str]) -> list[str]:
-    """For the head of `config.yaml`: from where, and what was changed. Raises CheckpointDamagedError."""
-    start = proven(folder, config.resume, lambda _: None) if changes else None
+def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins: Path | None = None) -> list[str]:
+    """For the head of `config.yaml`: from where, which is looked for unless it `begins` at a checkpoint that is known,
+    and what was changed. Raises CheckpointDamagedError."""
+    start = begins or proven(folder, config.resume, lambda _: None) if changes else None
     return [f"{RESUMED}from {start.name if start else 'the start'}: {change}" for change in changes]

@@ -54,11 +54,16 @@ SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
 
 
 def prepare_run_folder(
-    config: RunSettings, run_id: str, *, keep: tuple[str, ...] = (), overrides: Sequence[str] | None = None
+    config: RunSettings,
+    run_id: str,
+    *,
+    keep: tuple[str, ...] = (),
+    overrides: Sequence[str] | None = None,
+    begins: Path | None = None,
 ) -> Path:
     """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
     the names of what other processes of the new run may have begun. `overrides`, those that `config` was loaded with,
-    tell where each of its values came from.
+    tell where each of its values came from. `begins`: from which checkpoint a resume goes on, where that is known.
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
@@ -68,9 +73,9 @@ def prepare_run_folder(
     if owner_of(folder) == run_id:
         return folder
     refuse_used_folder(config)
-    changes = changes_in(config)
+    changed = resumed_lines(config, folder, changes_in(config), begins)
     with _writing(config):
-        _prepare(config, folder, run_id, keep, changes, overrides)
+        _prepare(config, folder, run_id, keep, changed, overrides)
     return folder
 
 
@@ -94,7 +99,7 @@ def _prepare(
     folder: Path,
     run_id: str,
     keep: tuple[str, ...],
-    changes: list[str],
+    changed: list[str],
     overrides: Sequence[str] | None,
 ) -> None:
     origin = run_id if config.overwrite else origin_of(folder) or run_id
@@ -114,7 +119,7 @@ def _prepare(
     # Aside in a folder that makes none used: half written, it would make one of nobody's, which is never touched again.
     aside = folder / LOG_DIR / RUN_FILE
     patience.through(folder / RUN_FILE, len(text), lambda: replace_text(folder / RUN_FILE, text, aside))
-    write_config(config, folder, [*history_of(folder), *resumed_lines(config, folder, changes)], overrides)
+    write_config(config, folder, [*history_of(folder), *changed], overrides)
 
 
 @contextmanager

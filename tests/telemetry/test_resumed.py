@@ -9,7 +9,7 @@ import pytest
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import load_config, read_config
 from asyncrl.digests import learner_digest
-from asyncrl.errors import RunFolderError
+from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
 from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
@@ -48,6 +48,17 @@ def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(ta
     assert len(history) > 2 and all(line.startswith("# resumed from step_50: loss.") for line in history[2:])
     config = read_config(folder / "config.yaml")
     assert (config.learner.lr, config.learner.groups_per_step) == (1e-4, 4)
+
+
+def test_a_config_of_another_version_is_not_taken_for_one_that_cannot_be_read(task: list[str]) -> None:
+    path = prepare_run_folder(load_config(task), "one") / "config.yaml"
+    path.write_text("learner:\n  colour: red\n")
+    with pytest.raises(ConfigError, match=r"does not fit this version of asyncrl.*colour") as refused:
+        read_config(path)
+    assert "cannot be read" not in str(refused.value)
+    path.write_text("- a list\n")
+    with pytest.raises(ConfigError, match=r"cannot be read: it holds a list, not settings\. Restore it"):
+        read_config(path)
 
 
 def test_a_setting_that_there_was_not_when_the_run_began_had_its_default(task: list[str], tmp_path: Path) -> None:
