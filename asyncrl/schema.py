@@ -304,8 +304,8 @@ class WeightsConfig:
     other is on its way, so that training waits for a copy at most; or `none` (of the broadcast): they are cast and sent
     piece by piece, and the optimizer waits until they are sent. For models of which two more do not fit."""
     slices: str = "auto"
-    """Of the broadcast to an engine of several processes (`engine.tensor_parallel`): each of them receives and stages
-    what vLLM's loaders keep of the weights there (`auto`), or `never`: the whole model."""
+    """Of the broadcast to an engine or server of several processes (tensor parallelism): each of them receives and
+    stages what vLLM's loaders keep of the weights there (`auto`), or `never`: the whole model."""
     delta: str = "never"
     """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
     faster (`files` and `pull`: while it saves half of the bytes). For bfloat16 on slow links: a small step changes few

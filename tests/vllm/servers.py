@@ -24,27 +24,28 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     # Without these it listens for its own processes wherever the machine's name leads.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""As `engines.vllm.settings.set_environment`."""
 ARGUMENTS = (
     *("--seed", "1", "--enable-scale-out", "--generation-config", "vllm", "--skip-tokenizer-init"),
     *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION),
     *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-    *("--distributed-executor-backend", "uni"),
 )
 
 
 class RealServer:
     """Serves the model of `folder` at one port of loopback, which it takes again when it is started again."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *, tensor_parallel: int = 1) -> None:
         self._folder, self._log, self._port = folder, log, free_port()
+        self._tensor_parallel = tensor_parallel
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,7 +88,7 @@ class RealServer:
     def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*self.command(self._folder), "--host", "127.0.0.1", "--port", str(self._port)],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **(ALONE if self._tensor_parallel == 1 else {})},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -105,4 +106,7 @@ class RealServer:
 
 class VllmServer(RealServer):
     def command(self, folder: Path) -> list[str]:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *ARGUMENTS]
+        serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *ARGUMENTS]
+        backend = "uni" if self._tensor_parallel == 1 else "mp"
+        serve += ["--tensor-parallel-size", str(self._tensor_parallel), "--distributed-executor-backend", backend]
+        return serve

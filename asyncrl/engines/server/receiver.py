@@ -33,6 +33,7 @@ class ServersReceiver:
         call: `call(url, method, *arguments)`: the answers of all workers of one.
         lost: told of one that gave none.
         broken: told of all that were to form a group which did not form.
+        tensors: of the model; see `VllmReceiver`.
     """
 
     def __init__(
@@ -41,21 +42,37 @@ class ServersReceiver:
         call: Callable[..., list[Any]],
         lost: Callable[[str, str], None],
         broken: Callable[[Sequence[str], str], None],
+        tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._there, self._call, self._lost, self._broken = there, call, lost, broken
+        self._tensors = tensors or {}
         self._receivers: dict[str, VllmReceiver] = {}
         self._asked: Mapping[str, tuple[int, int]] = {}
+        self._wanted: Sequence[Wanted] = ()
 
     @property
     def width(self) -> int:
+        """Servers that do not say what they keep are in no seat."""
         self._asked = dict(self._there())
+        self._receivers = {url: self._receiver(url, width) for url, (width, _) in self._asked.items()}
+        try:
+            self._wanted = self._ask_for_parts()
+        except RuntimeError as error:
+            self._broken(tuple(self._receivers), str(error))
+            return 0
         return sum(width for width, _ in self._asked.values())
 
     def wanted(self) -> Sequence[Wanted]:
-        return ()  # whole tensors: what a server was told of its parts is gone when it starts again
+        return self._wanted
+
+    def _ask_for_parts(self) -> list[Wanted]:
+        """Of each process, anew for each seat: a server that was started again knows nothing of its parts."""
+        if not any(width > 1 for width, _ in self._asked.values()):
+            return []
+        found = self._each(lambda url, receiver: receiver.wanted() or [{}] * self._asked[url][0])
+        return [each for parts in found for each in parts]
 
     def join(self, seat: Seat) -> None:
-        self._receivers = {url: self._receiver(url, width) for url, (width, _) in self._asked.items()}
         if not self._receivers:
             raise RuntimeError("no server of engine.urls answers")
         seats, rank = {}, seat.rank
@@ -86,7 +103,7 @@ class ServersReceiver:
         self._each(lambda _, receiver: receiver.leave())
 
     def _receiver(self, url: str, width: int) -> VllmReceiver:
-        return self._receivers.get(url) or VllmReceiver(lambda *asked: self._call(url, *asked), width)
+        return VllmReceiver(lambda *asked: self._call(url, *asked), width, self._tensors if width > 1 else None)
 
     def _each(self, work: Callable[[str, VllmReceiver], Result]) -> list[Result]:
         """Of all, side by side: the group forms when everyone is there. Raises RuntimeError: one failed at it."""

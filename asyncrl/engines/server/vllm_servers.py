@@ -22,9 +22,13 @@ class VllmServers(ServerEngine):
     def __init__(self, config: Config, links: Sequence[VllmLink]) -> None:
         self._links = {link.url: link for link in links}
         super().__init__(config, links)
+        self._parts = self._parameters.outlines() if config.weights.slices == "auto" else {}
+        """Tensors of which processes need parts alone."""
 
     def receiver(self) -> ServersReceiver:
-        return ServersReceiver(self._there, self._call_workers, self._report_lost, self._report_broken_join)
+        return ServersReceiver(
+            self._there, self._call_workers, self._report_lost, self._report_broken_join, self._parts
+        )
 
     def load_weights(self, policy_version: int, tensors: Any) -> None:
         if not isinstance(tensors, StagedInServers):

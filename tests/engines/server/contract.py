@@ -16,6 +16,7 @@ from asyncrl.engines.vllm.names import PROTOCOL
 from asyncrl.engines.vllm.receiver import SEAT
 from tests.engines.server.test_terms import SETTINGS
 
+PROCESSES = SETTINGS["parallel_config"]["tensor_parallel_size"]
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0",model_name="m"}} {running}.0
@@ -38,6 +39,8 @@ class ContractServer:
         """The path that is not answered until `stop`."""
         self.running, self.waiting = 0, 0
         """What it says that it has to do, whoever asked for it."""
+        self.wanted: list[Any] = []
+        """What each of its processes says that it keeps."""
         self.refuses = False
         """Sequences, as one that was given another key."""
         self.start()
@@ -127,9 +130,10 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/update_weight_version":
             contract.label = body["new_version"]
         answers = {"asyncrl_model": contract.shape | {"protocol": PROTOCOL, "seat": SEAT}, "asyncrl_load": ""}
+        answers["asyncrl_wanted"] = contract.wanted
         if path == "/collective_rpc":
             contract.loads += body["method"] == "asyncrl_load"
-            return self.say({"results": [answers[body["method"]]]})
+            return self.say({"results": [answers[body["method"]]] * PROCESSES})
         return self.say({})
 
     def _generate(self, body: dict[str, Any]) -> None:

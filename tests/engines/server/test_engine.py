@@ -173,6 +173,24 @@ def test_a_load_without_any_server_ends_the_engine_and_a_wait_for_one_is_bounded
         made(folder, *pair)
 
 
+def test_each_process_of_a_server_says_what_it_keeps_and_a_server_that_does_not_is_in_no_seat(folder, pair):
+    engine = made(folder, *pair)
+    pair[0].wanted = [["lm_head.weight", [[0, 16, 0, 8]]]]
+    receiver = engine.receiver()
+    assert receiver.width == 4
+    assert [*receiver.wanted()] == [{"lm_head.weight": (((0, 16), (0, 8)),)}] * 2 + [{}] * 2
+    load(engine, 0)
+    pair[0].stop()
+    pair[0].start()  # as quick as this, nobody may have seen it; it knows of no parts
+    pair[0].wanted = []
+    assert receiver.width == 4 and [*receiver.wanted()] == [{}] * 4
+    pair[0].stop()
+    assert receiver.width in (0, 2)
+    wait_until(lambda: receiver.width == 2)
+    assert [*receiver.wanted()] == [{}] * 2
+    asyncio.run(engine.close())
+
+
 def test_a_newcomer_that_does_not_join_is_left_alone_and_those_that_serve_go_on(folder, pair):
     pair[1].stop()
     engine = made(folder, *pair)
