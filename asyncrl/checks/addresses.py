@@ -61,3 +61,15 @@ def numeric(address: str) -> str:
         return address
     wrapped = f"[{found[0]}]" if isinstance(found[0], ipaddress.IPv6Address) else str(found[0])
     return f"tcp://{wrapped}:{address.rpartition(':')[2]}"
+
+
+def unknown_interfaces(given: str, *, nccl: bool = False) -> list[str]:
+    """Names in `given`, by commas, that no network interface of this machine has. nccl reads them as beginnings, and
+    what has `^` or `=` before it is its own language."""
+    here = [name for _, name in socket.if_nameindex()]
+    named = [name for name in given.split(",") if name and not (nccl and name[0] in "^=")]
+    return [name for name in named if not any(name == one or (nccl and one.startswith(name)) for one in here)]
+
+
+def interfaces_here() -> str:
+    return ", ".join(name for _, name in socket.if_nameindex())

@@ -25,7 +25,7 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.parallel import Layout
-from asyncrl.checks.resources import missing_devices, taken_addresses, unwritable_folders
+from asyncrl.checks.resources import missing_devices, missing_interfaces, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
 from asyncrl.checks.sources import places, sources
 from asyncrl.errors import ConfigError, DataError
@@ -71,7 +71,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
     if config.replay.keys and not Path(config.replay.keys).is_dir():
         problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
     problems += missing_devices(config, role, planned)
-    for find in (taken_addresses, unwritable_folders):
+    for find in (taken_addresses, missing_interfaces, unwritable_folders):
         problems += find(config, role)
     if problems:
         raise ConfigError(join_problems(problems))

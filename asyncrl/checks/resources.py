@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.checks.addresses import interfaces_here, unknown_interfaces
 from asyncrl.checks.placement import impossible_placement, misread_gpus, on_gpus, visible_gpus
 from asyncrl.checks.replay import host_of, serves_weights
 from asyncrl.schema import Config
@@ -61,6 +63,21 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
         yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))
     if serves_weights(config):
         yield from _taken("weights.host", config.weights.host, 0)
+
+
+def missing_interfaces(config: Config, role: str) -> Iterator[str]:
+    """Of a learner; what the workers' machines have they find out themselves."""
+    weights = config.weights
+    sends = os.environ.get("RANK", "0") == "0" or weights.senders == "all"
+    if role not in ("local", "learner") or weights.transport != "broadcast" or not sends:
+        return
+    nccl = weights.backend == "nccl" or (weights.backend == "auto" and bool(visible_gpus()))
+    missing = unknown_interfaces(weights.interface, nccl=nccl)
+    if missing:
+        yield (
+            f"weights.interface={weights.interface}: this machine has no network interface {', '.join(missing)}. It has "
+            f"{interfaces_here()}. Name those, or leave it empty"
+        )
 
 
 def _taken(key: str, host: str, port: int) -> Iterator[str]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.checks.addresses import unknown_interfaces
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
-from asyncrl.weights.broadcast.group import WeightGroup
+from asyncrl.weights.broadcast.group import WeightGroup, host_store
 from asyncrl.weights.broadcast.wires import gloo_devices
 
 GPU = torch.device("cuda", 0)
@@ -205,9 +207,25 @@ def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
 
 
 def test_gloo_takes_a_named_interface():
-    store = dist.HashStore()
+    store, _ = host_store("127.0.0.1", ENOUGH_S)
     group = WeightGroup(
         store, backend="gloo", host="127.0.0.1", epoch=1, rank=0, world=1, timeout_s=ENOUGH_S, interface="lo"
     )
     send(group)
     group.abort()
+
+
+def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_own_language_is_not():
+    store, _ = host_store("127.0.0.1", ENOUGH_S)
+    with pytest.raises(ConfigError, match=r"names eth77, which is no network interface of .* It has lo"):
+        WeightGroup(
+            store, backend="gloo", host="127.0.0.1", epoch=1, rank=0, world=2, timeout_s=SHORT_S, interface="eth77"
+        )
+    assert unknown_interfaces("lo,eth77,l") == ["eth77", "l"]
+    assert unknown_interfaces("l,^docker,=lo,eth77", nccl=True) == ["eth77"]
+
+
+def test_a_learner_that_cannot_listen_says_which_setting_is_wrong():
+    for host in ("no.such.host.invalid", "192.0.2.1"):
+        with pytest.raises(WeightsError, match=f"weights.host={host} weights.port=0: the learner cannot send"):
+            host_store(host, SHORT_S)

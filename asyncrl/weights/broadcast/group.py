@@ -29,10 +29,16 @@ def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStor
     """Serve a store on `host` only (the default of torch is every interface), by default on a free port.
 
     Raises:
-        OSError: `host` is no address of this machine, or the port is taken.
+        WeightsError: `host` is no address of this machine, or the port is taken.
     """
-    (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    try:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise WeightsError(
+            f"weights.host={host} weights.port={port}: the learner cannot send its weights from there: {error}. Name "
+            "an address of its machine and a free port; weights.port=0 takes any"
+        ) from error
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(
         host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()

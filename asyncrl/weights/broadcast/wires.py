@@ -28,7 +28,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import is_loopback
+from asyncrl.checks.addresses import interfaces_here, is_loopback, unknown_interfaces
+from asyncrl.errors import ConfigError
 from asyncrl.weights.broadcast.local_wire import LocalWire
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,17 @@ def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> l
     return [{"interface": name} for name in (interface or named).split(",") if name] or [{"hostname": towards}]
 
 
+def _gloo_device(where: Mapping[str, str]) -> Any:
+    """Raises ConfigError: there is no such interface."""
+    missing = unknown_interfaces(where.get("interface", ""))
+    if missing:
+        raise ConfigError(
+            f"weights.interface (or GLOO_SOCKET_IFNAME) names {missing[0]}, which is no network interface of "
+            f"{socket.gethostname()}. It has {interfaces_here()}. Name one of those, or leave it empty"
+        )
+    return dist.ProcessGroupGloo.create_device(**where)
+
+
 class GlooWire:
     """Its own timeouts bound it."""
 
@@ -121,8 +133,7 @@ class GlooWire:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=place.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
-            dist.ProcessGroupGloo.create_device(**where)
-            for where in gloo_devices(place.interface, place.host, os.environ)
+            _gloo_device(where) for where in gloo_devices(place.interface, place.host, os.environ)
         ]
         self._group = dist.ProcessGroupGloo(place.store, place.rank, place.world, options)
 
