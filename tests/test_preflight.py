@@ -265,7 +265,7 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
         (["engine.device=cuda"], ["engine.device=cuda needs 1 GPU(s), and this machine has 0"]),
         (["learner.device=cuda", "learner.ranks=2"], ["learner.device=cuda needs 2 GPU(s)"]),
         (["weights.host=192.0.2.1"], ["weights.host=192.0.2.1 cannot be listened on"]),
-        (["weights.interface='lo,eth77'"], ["this machine has no network interface eth77. It has lo"]),
+        (["weights.interface='lo,eth77'"], ["no such network interface here: eth77. This machine has lo"]),
         (["run.dir=/proc/nothing/runs"], ["run.dir=/proc/nothing/runs cannot be written"]),
     ],
 )

@@ -75,8 +75,8 @@ def missing_interfaces(config: Config, role: str) -> Iterator[str]:
     missing = unknown_interfaces(weights.interface, nccl=nccl)
     if missing:
         yield (
-            f"weights.interface={weights.interface}: this machine has no network interface {', '.join(missing)}. It has "
-            f"{interfaces_here()}. Name those, or leave it empty"
+            f"weights.interface={weights.interface}: no such network interface here: {', '.join(missing)}. "
+            f"This machine has {interfaces_here()}. Name those, or leave it empty"
         )
 
 
