@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from asyncrl.engines.vllm.receiver import VllmReceiver, agreed
-from asyncrl.errors import EngineDiedError
+from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.sliced import Wanted
 
@@ -100,7 +101,8 @@ class ServersReceiver:
         return bool(there) and there != self._asked
 
     def leave(self) -> None:
-        self._each(lambda _, receiver: receiver.leave())
+        with suppress(RuntimeError):  # of a server that is lost now
+            self._each(lambda _, receiver: receiver.leave())
 
     def _receiver(self, url: str, width: int) -> VllmReceiver:
         return VllmReceiver(lambda *asked: self._call(url, *asked), width, self._tensors if width > 1 else None)
@@ -111,7 +113,7 @@ class ServersReceiver:
         def done(url: str, receiver: VllmReceiver) -> Result:
             try:
                 return work(url, receiver)
-            except EngineDiedError as error:
+            except (EngineDiedError, ConfigError, GenerationError) as error:  # the others: it was started as another
                 self._lost(url, str(error))
                 raise RuntimeError(str(error)) from error
 

@@ -41,6 +41,8 @@ class ContractServer:
         """What it says that it has to do, whoever asked for it."""
         self.wanted: list[Any] = []
         """What each of its processes says that it keeps."""
+        self.rpc_status = 200
+        """Of calls to its processes: 404 without the developer mode."""
         self.refuses = False
         """Sequences, as one that was given another key."""
         self.start()
@@ -130,8 +132,11 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/update_weight_version":
             contract.label = body["new_version"]
         answers = {"asyncrl_model": contract.shape | {"protocol": PROTOCOL, "seat": SEAT}, "asyncrl_load": ""}
-        answers["asyncrl_wanted"] = contract.wanted
+        answers |= {"asyncrl_wanted": contract.wanted, "asyncrl_leave": ""}
+        answers |= {"init_weight_transfer_engine": None, "asyncrl_poll": [True, [], ""]}
         if path == "/collective_rpc":
+            if contract.rpc_status != 200:
+                return self.say({"error": "no"}, contract.rpc_status)
             contract.loads += body["method"] == "asyncrl_load"
             return self.say({"results": [answers[body["method"]]] * PROCESSES})
         return self.say({})

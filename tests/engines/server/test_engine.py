@@ -19,6 +19,7 @@ from asyncrl.engines.server.vllm_servers import VllmServers
 from asyncrl.engines.vllm.names import shape_of
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
+from asyncrl.weights.broadcast.staging import Seat
 from tests.engines.models import request
 from tests.engines.server.contract import ContractServer
 from tests.engines.server.test_terms import SETTINGS
@@ -29,6 +30,7 @@ MODEL = Qwen3Config(
 )  # fmt: skip
 PROMPT = np.arange(1, 9, dtype=np.int32)
 WAIT_S = 60.0
+SEAT = Seat(host="127.0.0.1", port=1, backend="gloo", epoch=1, rank=1, world=5, timeout_s=WAIT_S, manifest=[])
 
 
 @pytest.fixture
@@ -188,6 +190,25 @@ def test_each_process_of_a_server_says_what_it_keeps_and_a_server_that_does_not_
     assert receiver.width in (0, 2)
     wait_until(lambda: receiver.width == 2)
     assert [*receiver.wanted()] == [{}] * 2
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("status", [404, 401, 400])
+def test_one_that_came_back_as_another_while_it_had_a_seat_is_lost_and_the_other_keeps_its_own(status, folder, pair):
+    engine = made(folder, *pair)
+    receiver = engine.receiver()
+    load(engine, 0)
+    assert receiver.width == 4
+    pair[0].rpc_status = status
+    receiver.leave()
+    assert receiver.changed() and receiver.width == 2
+    wait_until(lambda: str(status) in engine._servers[pair[0].url].why)
+    pair[0].rpc_status = 200
+    wait_until(lambda: receiver.width == 4)
+    pair[0].rpc_status = status
+    with pytest.raises(RuntimeError, match=f"status {status}"):
+        receiver.join(SEAT)
+    assert list(engine._there()) == [pair[1].url]
     asyncio.run(engine.close())
 
 
