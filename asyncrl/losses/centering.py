@@ -31,7 +31,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.inputs import LossInputs, TopK
-from asyncrl.losses.preset_row import Preset
+from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import Tokens, edge_ends
 from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import SURROGATES, Shaped

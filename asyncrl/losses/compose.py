@@ -23,7 +23,7 @@ from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.kl import kl_estimate
 from asyncrl.losses.own import own_loss
-from asyncrl.losses.preset_row import Preset
+from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, loglinear_proximal, make_safe
 from asyncrl.losses.rejection import rejections
 from asyncrl.losses.settings import KEYS, LossConfig

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.preset_row import COMMON_DEFAULTS, Preset
-from asyncrl.losses.presets import OWN, PRESETS
+from asyncrl.losses.presets import COMMON_DEFAULTS, OWN, PRESETS, Preset
 from asyncrl.losses.rules import GATED_BY_SIGN, check_values, used_keys
 from asyncrl.losses.settings import KEYS, LossConfig
 

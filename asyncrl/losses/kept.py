@@ -16,7 +16,7 @@ from asyncrl.losses.compose import kept_tokens, surrogate_edge, with_anchor
 from asyncrl.losses.config import find_preset, resolve
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.m2po import m2po_clip_range, m2po_limit
-from asyncrl.losses.preset_row import Preset
+from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import Tokens, edge_ends, make_safe
 from asyncrl.losses.rejection import anchor_log_ratio, rejections
 from asyncrl.losses.settings import LossConfig

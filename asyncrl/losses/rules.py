@@ -6,7 +6,7 @@ import math
 import sys
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.preset_row import Preset
+from asyncrl.losses.presets import Preset
 from asyncrl.losses.settings import LossConfig
 
 LEVELS = ("token", "sequence", "geometric", "gspo_token", "segment")
