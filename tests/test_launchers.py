@@ -125,6 +125,15 @@ def test_several_nodes_learn_where_that_is_asked_for_and_one_must_be_left(cluste
     assert "LEARNER_NODES=4 of 4 node(s): none is left to generate" in refused.stderr
 
 
+def test_without_slurms_own_command_a_plan_says_that_and_nothing_of_nodes(cluster: dict[str, str]) -> None:
+    broken = Path(cluster["SPOKEN"]) / "bin" / "scontrol"
+    broken.write_text("#!/bin/sh\necho scontrol: no such job >&2\nexit 1\n")
+    done = subprocess.run(
+        ["bash", str(SBATCH)], env=cluster | {"DRY_RUN": "1"}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "scontrol: no such job\n")
+
+
 def started(environment: dict[str, str]) -> list[str]:
     path = Path(environment["SPOKEN"]) / "started"
     return path.read_text().splitlines() if path.exists() else []
