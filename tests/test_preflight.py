@@ -53,20 +53,18 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 
-@pytest.mark.parametrize("command", ["local", "rollout"])
 def test_a_model_that_the_built_in_engine_cannot_batch_is_refused_at_the_start(
-    command: str, task: list[str], capsys: pytest.CaptureFixture[str]
+    task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
-    Path("model/config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1024}))
-    assert main([command, *task, "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert "model.path=model: the built-in engine (engine=transformers)" in said and "sliding window" in said
-    assert main([command, *task, "--dry-run", "engine=fake"]) == 0
-    Path("model/config.json").write_text(
-        json.dumps(settings | {"max_position_embeddings": 1024, "sliding_window": None})
-    )
-    assert main([command, *task, "--dry-run"]) == 0
+    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 1024}
+    Path("model/config.json").write_text(json.dumps(settings | {"sliding_window": 64}))
+    for command in ("local", "rollout"):
+        assert main([command, *task, "--dry-run"]) == 2
+        said = capsys.readouterr().err
+        assert "model.path=model: the built-in engine (engine=transformers)" in said and "sliding window" in said
+        assert main([command, *task, "--dry-run", "engine=fake"]) == 0
+    Path("model/config.json").write_text(json.dumps(settings | {"sliding_window": None}))
+    assert main(["local", *task, "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("command", [["local"], ["data", "check"]])
