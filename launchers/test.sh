@@ -120,7 +120,8 @@ unhurried="slow and unhurried and not long and not gpu"
 # Rooms and files whose tests compute, or wait for what nobody judges by a clock; in the others there are threads,
 # sockets and processes. Each line is a portion that any lane may take: the long ones first, or all wait for one.
 sums=(
-    "tests/test_cli.py tests/test_config.py tests/test_preflight.py tests/test_recipes.py tests/test_settings.py"
+    "tests/test_cli.py tests/test_config.py tests/test_preflight.py tests/test_recipes.py
+        tests/test_refused_engines.py tests/test_refused_learning.py tests/test_settings.py"
     "tests/chat tests/engines tests/environments tests/evaluation"
     "tests/learner"
     "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/test_verify.py"

