@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +26,19 @@ def forked_from(*modules: str) -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload(preloaded)
     return context
+
+
+def run_ranks(work: Callable[..., None], world: int, folder: Path, *modules: str) -> None:
+    """`work(rank, world, folder)` in a process each, of which none may fail. unblocked by: their end, or 500 s."""
+    context = forked_from(*modules)
+    ranks = [context.Process(target=work, args=(rank, world, str(folder))) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    until = time.monotonic() + 500
+    for process in ranks:
+        process.join(max(0.0, until - time.monotonic()))
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * world
 
 
 def _wait_for_children_of(server: forkserver.ForkServer) -> None:

@@ -16,7 +16,7 @@ from asyncrl.learner.holding import hold_back
 from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
-from tests.forked import forked_from
+from tests.forked import run_ranks
 
 
 class Net(nn.Module):
@@ -147,13 +147,5 @@ def _rank(rank: int, world: int, folder: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [3, 4])
 def test_fsdp_shards_gather_to_exactly_the_cast_full_tensors(tmp_path, world):
-    context = forked_from("tests.weights.chaos_processes")
-    ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 500
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
+    run_ranks(_rank, world, tmp_path, "tests.weights.chaos_processes")
     assert (tmp_path / "ok").exists()
-    assert [process.exitcode for process in ranks] == [0] * world

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.sharding import OwnShare
 from asyncrl.weights.shares import Shares, divide, slices
-from tests.forked import forked_from
+from tests.forked import run_ranks
 
 LAYOUTS = ("fsdp", "copies", "tensor", "experts")
 SIZES = {"embed": (101, 6), "wide": (7, 50), "norm": (6,), "scale": (1,), "step": ()}
@@ -206,15 +205,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
 @pytest.mark.timeout(900)
 def test_what_the_ranks_of_any_layout_send_is_the_model(tmp_path):
     world = 4
-    context = forked_from("tests.weights.chaos_processes")
-    ranks = [context.Process(target=_rank, args=(rank, world, str(tmp_path))) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 500
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0] * world
+    run_ranks(_rank, world, tmp_path, "tests.weights.chaos_processes")
     for layout in LAYOUTS:
         boxes = json.loads(Path(tmp_path, f"{layout}.json").read_text())
         expected = {name: p.detach().bfloat16() for name, p in Net(layout).named_parameters()}
