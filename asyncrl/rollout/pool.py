@@ -86,8 +86,9 @@ class RolloutPool:
             HostLostError: the workers run on something that is gone; they have been stopped.
         """
         try:
-            for name in self._slots:
+            for name, slot in self._slots.items():
                 self._start(name)
+                _say(f"worker {name} is being started; its log: {slot.spec.log_path}")
             unfinished = set(self._slots)
             while unfinished and not self._signal:
                 self._start_due()

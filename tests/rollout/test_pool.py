@@ -64,9 +64,11 @@ def no_delays(monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_DELAY_S", 0.01)
 
 
-def test_the_pool_ends_well_when_all_workers_stopped():
+def test_the_pool_ends_well_when_all_workers_stopped_and_says_before_where_each_writes(capfd):
     code, host = run({"a": [EXIT_STOPPED], "b": [EXIT_STOPPED]})
     assert (code, host.closed) == (0, True)
+    said = [f"worker {name} is being started; its log: /nowhere/worker.log" for name in "ab"]
+    assert capfd.readouterr().err.splitlines() == said
 
 
 def test_a_dead_worker_is_started_again_as_a_fresh_one_and_named(capfd):
