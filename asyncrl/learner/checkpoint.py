@@ -103,6 +103,8 @@ class Checkpoints:
         self._run = origin_of(folder.parent)
         self._verified: Path | None = None
         """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
+        self._branch: tuple[Path, str, str] | None = None
+        """That is to begin: from where, by which `resume`, in which start of the run."""
         self._background, self._within_s = background, within_s + self._patience.limit_s
         self._under_way = BackgroundSave(self._within_s)
         self._copy, self._group, self._grouped = HostCopy(), None, False
@@ -245,9 +247,18 @@ class Checkpoints:
         if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
             return newest
         path = self._proven(Path(resume).resolve())
+        self._branch = path, resume, start
+        return path
+
+    def begin_branch(self) -> None:
+        """On rank 0: what was chosen by its path is loaded, and fits. Not before: a path that does not would leave all
+        that lies here aside, and nothing to go on from."""
+        if self._branch is None:
+            return
+        (path, resume, start), self._branch = self._branch, None
         for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
             log.warning("%s is of the line that this branch leaves: kept as %s, until you delete it", name, aside)
-        return path
+        self._best.begin()
 
     def newest(self) -> Path | None:
         """The checkpoint `latest` points to, verified; where it is damaged the newest one before it that is whole, and

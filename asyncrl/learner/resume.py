@@ -75,6 +75,7 @@ def begin(
         step, version, skipped = state.step, state.policy_version, state.skipped_steps
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     if rank == 0:
+        checkpoints.begin_branch()  # before the replay goes back: a death between must find no newer checkpoint than it
         restored = replay.restore(
             step=step, policy_version=version, snapshot=snapshot, settings=settings, branch=branch
         )

@@ -89,6 +89,7 @@ def resumed(checkpoints: Checkpoints, roles: Roles, path: Path | None) -> Start:
         return Start()
     draw = draws_before(path)
     state, _ = checkpoints.load(path, roles)
+    checkpoints.begin_branch()
     return Start(step=state.step + 1, draw=draw, skipped_steps=state.skipped_steps)
 
 

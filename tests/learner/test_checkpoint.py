@@ -3,7 +3,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from traceback import StackSummary
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,12 @@ from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.resume import begin
 from asyncrl.learner.roles import Roles
+from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import LearnerConfig
 from asyncrl.storage import sealed
+from asyncrl.storage.checkpoints import SUPERVISED
 from tests.learner.feed import tiny_model
 
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
@@ -277,6 +280,7 @@ def test_ranks_that_torchrun_does_not_count_as_restarted_go_on_all_the_same(tmp_
         resume = str(Checkpoints(tmp_path / "theirs", rank=0, keep=1).save(state(6), roles, {}))
     assert not mine.begun(resume)
     mine.choose(resume, mine.begun(resume))
+    mine.begin_branch()
     saved = mine.save(state(9), roles, {})
     again = Checkpoints(tmp_path / "ckpt", rank=0, keep=3)
     assert again.begun(resume) == (resume != "auto")
@@ -291,6 +295,7 @@ def test_a_path_is_taken_until_this_run_has_saved_its_own(tmp_path: Path):
     mine = Checkpoints(tmp_path / "mine", rank=0, keep=1)
     assert mine.choose(str(path), restarted=False) == path
     assert mine.choose(str(path), restarted=True) == path
+    mine.begin_branch()
     own = mine.save(state(9), learner(0, updates=1), {})
     assert mine.choose(str(path), restarted=True) == own
 
@@ -305,6 +310,8 @@ def test_a_branch_is_what_restarts_go_on_from_and_what_is_kept(tmp_path: Path, c
     resume = str(folder / "step_50")
     mine = Checkpoints(folder, rank=0, keep=2)
     assert mine.choose(resume, restarted=False) == folder / "step_50"
+    assert mine.newest() == folder / "step_150" and len(list(folder.glob("step_*"))) == 3, "not loaded yet"
+    mine.begin_branch()
     assert "step_150 is of the line that this branch leaves: kept as left_step_150" in caplog.text
     assert mine.choose(resume, restarted=True) == mine.newest() == folder / "step_50", "killed before it saved"
     assert {path.name for path in folder.glob("*step_*")} == {"step_50", "left_step_100", "left_step_150"}
@@ -317,6 +324,7 @@ def test_a_branch_is_what_restarts_go_on_from_and_what_is_kept(tmp_path: Path, c
     with pytest.raises(CheckpointError, match="step_50"):
         mine.choose(resume, restarted=False)
     assert mine.choose(str(folder / "left_step_150"), restarted=False) == folder / "left_step_150"
+    mine.begin_branch()
     assert mine.newest() == folder / "left_step_150"
 
 
@@ -327,9 +335,23 @@ def test_a_branch_from_another_folder_leaves_all_that_is_here(tmp_path: Path):
     mine.save(state(2), roles, {})
     shutil.copytree(tmp_path / "mine" / "step_3", tmp_path / "mine" / "step_3_good")
     assert mine.choose(str(path), restarted=False) == path == mine.choose(str(path), restarted=True)
+    mine.begin_branch()
     assert mine.newest() is None
     own = mine.save(state(9), roles, {})
     assert mine.choose(str(path), restarted=True) == own
+
+
+def test_a_path_that_does_not_fit_leaves_what_is_here_as_it_was(tmp_path: Path):
+    here = Checkpoints(tmp_path / "mine", rank=0, keep=2).save(state(2), learner(0, updates=1), {})
+    theirs = Checkpoints(tmp_path / "theirs", rank=0, keep=2)
+    wide = theirs.save(state(6), learner(0, updates=1, intermediate_size=32), {})
+    supervised = theirs.save(state(7), learner(0, updates=1), {"schema": SUPERVISED})
+    for path, why in ((wide, "does not fit the model"), (supervised, "was saved by asyncrl sft")):
+        mine = Checkpoints(tmp_path / "mine", rank=0, keep=2)
+        chosen = mine.choose(str(path), restarted=False)
+        with pytest.raises(CheckpointMismatchError, match=why):
+            begin(cast(LearnerReplay, None), mine, learner(0), chosen, rank=0, device=torch.device("cpu"))
+        assert mine.newest() == here
 
 
 def test_where_the_newest_is_damaged_the_one_before_it_is_taken_and_that_is_said_aloud(
