@@ -248,6 +248,13 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
     assert "no checkpoint was saved" in how_to_go_on(tmp_path / "none", typed, Ended(code=1))
 
 
+def test_a_fork_that_has_saved_nothing_is_told_to_begin_from_its_checkpoint_again(tmp_path: Path) -> None:
+    typed = ["asyncrl", "local", "resume=old/ckpt/step_50"]
+    assert how_to_go_on(tmp_path, typed, Ended(code=1)) == (
+        "ended; no checkpoint was saved. Go on with:\n  asyncrl local resume=old/ckpt/step_50"
+    )
+
+
 def test_a_start_says_what_the_learner_will_do_when_the_link_to_the_newest_checkpoint_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

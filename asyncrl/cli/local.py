@@ -364,14 +364,17 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
 
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
     """The command that resumes a run which did not come to its end, and what it resumes from."""
-    again = shlex.join(without(typed, ("resume=", "overwrite=")))
+    again, resume = shlex.join(without(typed, ("resume=", "overwrite="))), "resume=auto"
     what = "stopped" if ended.code > 128 and ended.saved else "ended"
     try:
         step = trained_steps(chosen(folder, "auto"))
         saved = f"the newest checkpoint is that of step {step}" if step else "no checkpoint was saved"
+        named = [text for text in typed if text.startswith("resume=") and text not in ("resume=never", resume)]
+        if named and not step:  # a fork: with `auto` it would begin at step 0, with the model itself
+            resume = shlex.quote(named[-1])
     except CheckpointError as error:
         saved = str(error)
-    return f"{what}; {saved}. Go on with:\n  {again} resume=auto"
+    return f"{what}; {saved}. Go on with:\n  {again} {resume}"
 
 
 def main(overrides: Sequence[str]) -> int:
