@@ -121,10 +121,10 @@ def note(name: str, begin: int, end: int, lane: str = "", **of: Any) -> None:
         file.write([name, lane or _lane(), begin, end, of])
 
 
-def moment(name: str, lane: str = "", **of: Any) -> None:
+def moment(name: str, **of: Any) -> None:
     if _file is not None:
         at = now()
-        note(name, at, at, lane, **of)
+        note(name, at, at, **of)
 
 
 def lap(name: str, at: int = 0, **of: Any) -> None:

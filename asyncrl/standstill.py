@@ -89,8 +89,8 @@ class _Stopped:
 class Standstills:
     """Who of the processes it is shown stands still. To be asked every second or so."""
 
-    def __init__(self, *, named_s: float = NAMED_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._named_s, self._clock = named_s, clock
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._looked_at = clock()
         self._stopped: dict[ProcessId, _Stopped] = {}
 
@@ -98,7 +98,7 @@ class Standstills:
         """What is to be said now: who has been standing still for too long, and who runs again."""
         said: list[str] = []
         now, seen = self._clock(), set(processes)
-        if now - self._looked_at > self._named_s:  # we stood still ourselves: nobody is named for that time
+        if now - self._looked_at > NAMED_S:  # we stood still ourselves: nobody is named for that time
             for known in self._stopped.values():
                 known.since += now - self._looked_at
         self._looked_at = now
@@ -118,7 +118,7 @@ class Standstills:
         return said
 
     def _told(self, process: ProcessId, known: _Stopped, now: float) -> list[str]:
-        due = known.since + self._named_s if known.told_at is None else known.told_at + AGAIN_S
+        due = known.since + NAMED_S if known.told_at is None else known.told_at + AGAIN_S
         if now < due:
             return []
         known.told_at = now

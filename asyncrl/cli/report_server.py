@@ -92,14 +92,14 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """On loopback alone, at a port that is free unless one is given."""
+    """On loopback alone, at a port that is free."""
 
     daemon_threads = True
 
-    def __init__(self, page: CurrentPage, port: int = 0) -> None:
+    def __init__(self, page: CurrentPage) -> None:
         """Raises OSError."""
         self.page, self.token = page, secrets.token_urlsafe(32)
-        super().__init__((LOOPBACK, port), _Answers)
+        super().__init__((LOOPBACK, 0), _Answers)
 
     @property
     def url(self) -> str:

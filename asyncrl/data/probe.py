@@ -35,7 +35,6 @@ def look_over(
     counted: int = SAMPLED,
     first: int = FIRST,
     order_by: str = "",
-    timeout_s: float = LOOK_S,
 ) -> Survey:
     """
     Args:
@@ -60,12 +59,12 @@ def look_over(
                 pass_fds=[answers.fileno()],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                timeout=timeout_s,
+                timeout=LOOK_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
-                f"{source.key}={source.title}: importing it and reading its rows took more than {timeout_s:g} s"
+                f"{source.key}={source.title}: importing it and reading its rows took more than {LOOK_S:g} s"
             ) from error
         answers.seek(0)
         answer = answers.read()

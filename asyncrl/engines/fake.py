@@ -26,11 +26,9 @@ class FakeEngine:
     Args:
         vocabulary: tokens are below it; stop tokens come from the request.
         latency_s: of one token of every sequence.
-        max_length: tokens of prompt and completion together; no request is refused for it.
     """
 
-    def __init__(self, vocabulary: int = 256, latency_s: float = 0.0, max_length: int = 1 << 20) -> None:
-        self._max_length = max_length
+    def __init__(self, vocabulary: int = 256, latency_s: float = 0.0) -> None:
         self._vocabulary = vocabulary
         self._latency_s = latency_s
         self._policy_version = NO_VERSION
@@ -51,7 +49,8 @@ class FakeEngine:
 
     @property
     def max_length(self) -> int:
-        return self._max_length
+        """No request is refused for it."""
+        return 1 << 20
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
         if self._closed:

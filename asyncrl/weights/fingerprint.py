@@ -109,8 +109,8 @@ _STRIPES, _LANES, _LOW = 16, 8, 0xFFFFFFFF
 _BLOCK = 8 * _STRIPES * _LANES
 
 
-def _words(offset: int, count: int = _LANES) -> NDArray[np.uint64]:
-    return np.frombuffer(_SECRET, "<u8", count, offset)
+def _words(offset: int) -> NDArray[np.uint64]:
+    return np.frombuffer(_SECRET, "<u8", _LANES, offset)
 
 
 def _keys(last: bool) -> NDArray[np.int64]:

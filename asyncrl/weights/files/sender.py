@@ -31,13 +31,15 @@ from asyncrl.weights.publishing.snapshot import Snapshot
 
 MANIFEST, HEADERS = "manifest", "headers"
 """In the metadata of a full file, and of a delta: `[kind, bytes, elements]` of each bucket's payload."""
+KEPT = 3
+"""Full versions that stay."""
 LONGEST = 16
 """Deltas after which a full version is due: what a newcomer has to apply at most."""
 _STATS = ("wire_s", "wire_bytes", "delta_s", "bytes", "engines", "resends", "epoch")
 
 
 class FilesSender:
-    """Implements `snapshot.Sender`. The newest `keep` full versions stay, and the deltas since the oldest of them.
+    """Implements `snapshot.Sender`. The newest `KEPT` full versions stay, and the deltas since the oldest of them.
 
     Args:
         folder: of this run alone; what an earlier start left in it is removed when the first version is there.
@@ -56,14 +58,13 @@ class FilesSender:
         rendezvous: PublisherRendezvous,
         folder: Path,
         *,
-        keep: int = 3,
         delta: str = "never",
         patience: Patience | None = None,
         shelf: Shelf | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._rendezvous, self._patience = rendezvous, patience or Patience()
-        self._folder, self._keep, self._digests = folder, keep, shelf is not None
+        self._folder, self._digests = folder, shelf is not None
         self._shelf = shelf or FolderShelf(folder)
         self._delta = DeltaChoice(delta)
         self._items: list[Item] = []
@@ -193,7 +194,7 @@ class FilesSender:
     def _tidy(self) -> None:
         """Remove what is older than the oldest full version that stays, when nobody reads it."""
         full = self._full()
-        first = full[-self._keep] if len(full) > self._keep else 0
+        first = full[-KEPT] if len(full) > KEPT else 0
         self._dropped += [item.name for item in self._items[:first]]
         self._items = self._items[first:]
         self._dropped = [name for name in self._dropped if not self._shelf.drop(name)]
