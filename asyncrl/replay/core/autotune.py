@@ -33,6 +33,8 @@ SPARE = 1.05
 """By so much the engines are to be faster than the learner, which varies."""
 DEADBAND = 1.15
 """Factor of groups in flight, between what is there and what a busy learner needs."""
+SHALLOWER = 1.05
+"""Factor of groups in flight, between what is there and what one depth less has room for."""
 CLOSE_ABOVE, CLOSE = 1.05, 1.2
 """Factors of groups in flight, more and fewer, that are not worth a move."""
 FARTHEST_UP, FARTHEST_DOWN = 4.0, 0.5
@@ -273,7 +275,9 @@ class Tuner:
         if self._cramped.is_over:
             self._room = 0
         if wanted * DEADBAND >= bounds.max_in_flight:
-            wanted = bounds.max_in_flight
+            shallower = self.limits.groups_per_step * (bounds.pipeline_depth - 1 - self._room)
+            fits = SHALLOWER * max(epoch.in_flight, self._too_few.value) <= shallower < bounds.max_in_flight
+            wanted = shallower if fits else bounds.max_in_flight
         to = self._to(wanted)
         return replace(to, pipeline_depth=min(to.pipeline_depth, bounds.pipeline_depth))
 

@@ -103,6 +103,14 @@ def test_of_two_that_are_about_as_good_it_stays_where_it_is() -> None:
     assert DEADBAND > 1
 
 
+def test_a_busy_learner_gives_up_a_depth_that_it_does_not_need() -> None:
+    """With less in flight than the deadband asks for, but one depth less has room for what is there."""
+    limits = Limits(groups_per_step=16, deepest=16, most_in_flight=272)
+    made = Plant(alone=1.0, each=0.0, learner=118.0, limits=limits, bounds=Bounds(pipeline_depth=9, max_in_flight=142))
+    made.run(Tuner(limits, made.bounds), 100)
+    assert made.bounds == Bounds(pipeline_depth=8, max_in_flight=128) and len(made.moves) == 1
+
+
 def test_a_run_that_has_changed_is_measured_anew() -> None:
     limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
     made = Plant(alone=1.0, each=0.0, learner=10.0, limits=limits, bounds=Bounds(pipeline_depth=8, max_in_flight=64))
