@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from asyncrl.errors import CheckpointDamagedError, RunFolderError
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
+from asyncrl.storage.checkpoints import begin_branch
 from asyncrl.telemetry import curves
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.resumed import resumed_lines
@@ -330,6 +332,10 @@ def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_star
         assert "step_20/state.json has 1 bytes" in said[0] and said[-1].endswith("step_10, of step 10")
         with pytest.raises(CheckpointDamagedError, match=r"state\.json has 1 bytes"):
             resume_lines(replace(first, resume=str(newest)), command)
+    shutil.rmtree(newest.parent)
+    begin_branch(newest.parent, tmp_path / "other" / "step_8", "other/step_8", "start")
+    with pytest.raises(RunFolderError, match="Go on with resume=other/step_8; begin anew with overwrite=true"):
+        resume_lines(auto, "local")
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ from asyncrl.storage.checkpoints import (
     newest_whole,
     prune,
     put_aside,
+    refuse_bare_fork,
 )
 from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.run_folder import origin_of, owner_of
@@ -238,9 +239,13 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it is damaged, or the path holds none.
+            RunFolderError: by `auto`, and a branch has begun here that saved none yet.
         """
         if resume == "auto" or (resume == "never" and restarted):
-            return self.newest()
+            path = self.newest()
+            if path is None and resume == "auto":
+                refuse_bare_fork(self._folder)
+            return path
         if resume == "never":
             return None
         start = owner_of(self._folder.parent) or ""

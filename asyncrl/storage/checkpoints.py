@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from asyncrl.errors import CheckpointDamagedError, CheckpointError
+from asyncrl.errors import CheckpointDamagedError, CheckpointError, RunFolderError
 from asyncrl.storage import sealed
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.objects import read_object
@@ -178,6 +178,22 @@ def branch_begun(folder: Path, resume: str, start: str) -> bool:
         return read_object(folder / BRANCH_FILE) == {"start": start, "from": resume}
     except (OSError, ValueError):
         return False
+
+
+def refuse_bare_fork(folder: Path) -> None:
+    """Where `resume=auto` finds no checkpoint in `folder`.
+
+    Raises:
+        RunFolderError: a branch has begun here and saved none: it would begin with the model itself, unasked.
+    """
+    try:
+        begins = read_object(folder / BRANCH_FILE)["from"]
+    except (OSError, ValueError, KeyError):
+        return
+    raise RunFolderError(
+        f"{folder.parent} was begun from {begins} and ended before it saved a checkpoint of its own: resume=auto would "
+        f"begin at step 0, with the model itself. Go on with resume={begins}; begin anew with overwrite=true"
+    )
 
 
 def begin_branch(

@@ -337,8 +337,10 @@ def test_a_branch_from_another_folder_leaves_all_that_is_here(tmp_path: Path):
     assert mine.choose(str(path), restarted=False) == path == mine.choose(str(path), restarted=True)
     mine.begin_branch()
     assert mine.newest() is None
+    with pytest.raises(RunFolderError, match=f"was begun from {path} .* Go on with resume={path};"):
+        mine.choose("auto", restarted=False)
     own = mine.save(state(9), roles, {})
-    assert mine.choose(str(path), restarted=True) == own
+    assert mine.choose(str(path), restarted=True) == own == mine.choose("auto", restarted=False)
 
 
 def test_a_path_that_does_not_fit_leaves_what_is_here_as_it_was(tmp_path: Path):
