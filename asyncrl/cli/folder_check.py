@@ -20,7 +20,7 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, position_of, proven
+from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, position_of, proven
 from asyncrl.storage.lines import Lines, read_lines
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.alarms import ALARMS_FILE
@@ -187,7 +187,8 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[
 
 def _holes(folder: Path, metrics: Lines, samples: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
     steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
-    wanted = range(1, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
+    begins = min(steps, default=1) if (folder / CHECKPOINT_DIR / BRANCH_FILE).exists() else 1  # a fork's rows do later
+    wanted = range(begins, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
     missing = sorted(set(wanted) - set(steps))
     if missing:
         which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps, {missing[0]} to {missing[-1]}"

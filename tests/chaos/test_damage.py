@@ -98,6 +98,15 @@ def test_rows_cut_off_and_a_missing_link_are_told(folder: Path) -> None:
     assert "latest is missing: going on from step_6" in notes
 
 
+def test_a_fork_has_no_rows_of_the_steps_before_it_and_lacks_none(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[2:]))
+    assert "no row of 2 steps, 1 to 2" in "".join(examine(folder).notes)
+    (folder / "ckpt" / "branch.json").write_text('{"start": "one", "from": "other/ckpt/step_2"}\n')
+    (note,) = examine(folder).notes
+    assert "the line before it is gone" in note  # each line knows the one before: that tells what was cut here
+
+
 @pytest.mark.parametrize("end", [b"", b"learner:\n"])
 def test_settings_that_were_cut_or_changed_by_hand_are_told(folder: Path, end: bytes) -> None:
     path = folder / "config.yaml"
