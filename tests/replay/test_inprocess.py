@@ -33,8 +33,9 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
                 await worker.close()
                 return made
             for order in acquired.assignments:
-                assert (await worker.insert(group(order, [order.policy_version] * 3))).status == "accepted"
-                made += 1
+                inserted = await worker.insert(group(order, [order.policy_version] * 3))
+                assert inserted.status in ("accepted", "closed")  # what came ahead of the last step may come too late
+                made += inserted.status == "accepted"
             newest = (await worker.watch(revision=-1, wait_s=0)).values.get("version", 0)
             await worker.served(newest, "f")
 
