@@ -5,6 +5,8 @@
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 RUN_ID=my-run \
 #       bash launchers/learner.sh key=value ...                                                     # NODE_RANK=1 on the other
 #
+# With --dry-run it prints the plan, as `asyncrl learner --dry-run`, and starts nothing.
+#
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
 # RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
@@ -14,6 +16,11 @@
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
 # machine 0, and who reaches its port runs code as you.
 set -euo pipefail
+module="${MODULE:-asyncrl.learner}"
+for argument in "$@"; do
+    # Behind torchrun it would be a setting of each rank's.
+    [ "$argument" != --dry-run ] || exec "${PYTHON:-python3}" -m asyncrl "${module#asyncrl.}" "$@"
+done
 nnodes="${NNODES:-1}"
 backend="${RDZV_BACKEND:-bound}"
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
@@ -39,4 +46,4 @@ exec "${PYTHON:-python3}" -m asyncrl.learner.torchrun \
     --rdzv-endpoint="${RDZV_ENDPOINT:-127.0.0.1:0}" \
     --rdzv-conf="rank=${NODE_RANK:-0}" \
     --log-dir=/dev/null \
-    -m "${MODULE:-asyncrl.learner}" "$@"
+    -m "$module" "$@"

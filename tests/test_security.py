@@ -73,11 +73,11 @@ def test_what_the_user_exported_wins_over_loopback() -> None:
         assert environment.get(variable) == held
 
 
-def launched(**variables: str) -> subprocess.CompletedProcess[str]:
+def launched(*settings: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`launchers/learner.sh` with a Python that says what it was called with."""
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME")}
     return subprocess.run(
-        ["bash", str(ROOT / "launchers" / "learner.sh"), "learner.steps=1"],
+        ["bash", str(ROOT / "launchers" / "learner.sh"), "learner.steps=1", *settings],
         env=kept | {"PYTHON": "echo"} | variables,
         capture_output=True,
         text=True,
@@ -94,6 +94,11 @@ def test_the_learner_s_launcher_takes_the_rendezvous_that_listens_on_one_address
     assert unnumbered.returncode == 2 and "NODE_RANK" in unnumbered.stderr
     elastic = launched(NNODES="1:4", RDZV_ENDPOINT="10.0.0.6:29400", RDZV_BACKEND="c10d")
     assert "--rdzv-backend=c10d" in elastic.stdout
+
+
+def test_the_learner_s_launcher_starts_no_ranks_for_a_plan() -> None:
+    assert launched("--dry-run").stdout == "-m asyncrl learner learner.steps=1 --dry-run\n"
+    assert launched("--dry-run", MODULE="asyncrl.sft").stdout == "-m asyncrl sft learner.steps=1 --dry-run\n"
 
 
 def test_every_line_of_the_page_names_a_test_that_is_there() -> None:
