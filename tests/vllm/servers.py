@@ -17,6 +17,7 @@ import httpx
 
 from asyncrl.cli.commands import free_port
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION
+from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 
 START_S = 600.0
 """About ten seconds where the machine is its own."""
@@ -86,9 +87,11 @@ class RealServer:
         self._process = None
 
     def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        # An engine in this process before it left its owner's name there: not being of it, the server would be ended.
+        inherited = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         return subprocess.Popen(
             [*self.command(self._folder), "--host", "127.0.0.1", "--port", str(self._port)],
-            env={**os.environ, **ENVIRONMENT, **(ALONE if self._tensor_parallel == 1 else {})},
+            env={**inherited, **ENVIRONMENT, **(ALONE if self._tensor_parallel == 1 else {})},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
