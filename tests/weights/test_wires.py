@@ -14,7 +14,7 @@ import torch.distributed as dist
 from asyncrl.checks.addresses import unknown_interfaces
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
-from asyncrl.weights.broadcast.group import WeightGroup, host_store
+from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
 from asyncrl.weights.broadcast.wires import gloo_devices
 
 GPU = torch.device("cuda", 0)
@@ -228,4 +228,4 @@ def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_ow
 def test_a_learner_that_cannot_listen_says_which_setting_is_wrong():
     for host in ("no.such.host.invalid", "192.0.2.1"):
         with pytest.raises(WeightsError, match=f"weights.host={host} weights.port=0: the learner cannot send"):
-            host_store(host, SHORT_S)
+            publisher_store(host, SHORT_S, 0)

@@ -25,20 +25,25 @@ from asyncrl.weights.broadcast.wires import Place, open_wire
 Tag = TypeVar("Tag")
 
 
-def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """Serve a store on `host` only (the default of torch is every interface), by default on a free port.
-
-    Raises:
-        WeightsError: `host` is no address of this machine, or the port is taken.
-    """
+def publisher_store(host: str, timeout_s: float, port: int) -> tuple[dist.TCPStore, int]:
+    """Of the weights: see `host_store`. Raises WeightsError: it cannot be there."""
     try:
-        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.create_server((host, port), family=family, backlog=128)
+        return host_store(host, timeout_s, port)
     except OSError as error:
         raise WeightsError(
             f"weights.host={host} weights.port={port}: the learner cannot send its weights from there: {error}. Name "
             "an address of its machine and a free port; weights.port=0 takes any"
         ) from error
+
+
+def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
+    """Serve a store on `host` only (the default of torch is every interface), by default on a free port.
+
+    Raises:
+        OSError: `host` is no address of this machine, or the port is taken.
+    """
+    (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    listener = socket.create_server((host, port), family=family, backlog=128)
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(
         host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()

@@ -18,7 +18,7 @@ import torch
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, host_store
+from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
     PROTOCOL,
@@ -90,7 +90,7 @@ class BroadcastSender:
         self._delta = DeltaChoice(delta)
         self._base: int | None = None
         """Version that every member of this epoch has staged, whole."""
-        self._store, self._port = host_store(host, timeout_s, port)
+        self._store, self._port = publisher_store(host, timeout_s, port)
         self._publisher = secrets.token_hex(8)
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
