@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.config import config_dir, config_groups, config_keys, config_to_dict, load_config
 from asyncrl.digests import learner_digest, run_digest
-
-REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+from tests.refusals import REQUIRED
 
 
 def test_what_one_caller_sets_or_changes_no_other_gets() -> None:

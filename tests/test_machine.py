@@ -9,8 +9,7 @@ import pytest
 from asyncrl.checks.machine import check_machine
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-
-REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
+from tests.refusals import REQUIRED
 
 
 def test_the_machine_is_asked_for_files_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,9 +157,11 @@ def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
     newest, folder = None, Path(config.run.dir).resolve()
     if owner_of(folder) is not None:
         newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, say)
-    if config.resume == "auto" and newest is None:
+    if config.resume != "auto":
+        return proven(folder, config.resume, say)
+    if newest is None:
         refuse_bare_fork(folder / CHECKPOINT_DIR)
-    return newest if config.resume == "auto" else proven(folder, config.resume, say)
+    return newest
 
 
 def check_room(config: Config, folder: Path) -> None:
