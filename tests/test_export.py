@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.cli import export
+from asyncrl.cli.export import alone_in
 from asyncrl.cli.main import main
-from asyncrl.config import load_config
+from asyncrl.config import load_config, read_config
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import build_roles
-from asyncrl.storage.sealed import verify_export
+from asyncrl.storage.sealed import verify, verify_export
 from asyncrl.telemetry.run_folder import prepare_run_folder
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.test_checkpoint import state
@@ -51,6 +56,8 @@ def test_a_checkpoint_becomes_the_model_that_it_holds(tmp_path: Path, capsys: py
     assert not torch.allclose(found, original, atol=1e-2)
     if "lora" in made:
         assert (exported.with_name("adapter") / "adapter_model.safetensors").is_file()
+        assert main(["export", str(run), "--to", str(tmp_path / "mine")]) == 0
+        assert (tmp_path / "mine-adapter" / "adapter_model.safetensors").is_file(), "that of another would be replaced"
         return
     saved = {name.removeprefix("hf."): value for name, value in roles.policy.named_parameters()}
     loaded = dict(AutoModelForCausalLM.from_pretrained(exported).named_parameters())
@@ -96,3 +103,70 @@ def test_a_checkpoint_of_another_run_and_damaged_settings_are_refused_by_name_an
         settings.write_text(damage)
         assert main(["export", str(run)]) == 2
         assert f"ConfigError: {settings} " in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """With one checkpoint, of one step."""
+    path = tiny_checkpoint(tmp_path / "model")
+    config = load_config([f"model.path={path}", f"run.dir={tmp_path}/run", "data.path=d", "reward.function=r.py:f"])
+    run = prepare_run_folder(config, "first")
+    save(run, 1)
+    return run
+
+
+def save(run: Path, steps: int) -> None:
+    roles = build_roles(read_config(run / "config.yaml"), CPU, None)
+    Checkpoints(run / "ckpt", rank=0, keep=1).save(state(steps - 1), roles, {})
+
+
+def test_what_no_export_wrote_is_not_replaced_by_one(run: Path, capsys: pytest.CaptureFixture[str]):
+    mine = run.with_name("mine")
+    mine.mkdir()
+    for _ in range(2):
+        assert main(["export", str(run), "--to", str(mine)]) == 0
+        verify_export(mine)
+    capsys.readouterr()
+    (mine / "thesis.txt").write_text("years")
+    for place, said in (
+        (mine, f"{mine} has thesis.txt in it, which no export wrote"),
+        (run / "ckpt" / "step_1", "which no export wrote"),
+        (run, "which no export wrote"),
+        (run / "config.yaml", "config.yaml is a file. Give --to a folder"),
+    ):
+        assert main(["export", str(run), "--to", str(place)]) == 2
+        assert said in capsys.readouterr().err
+    assert (mine / "thesis.txt").read_text() == "years"
+    verify(run / "ckpt" / "step_1")
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_a_newer_one_or_said_to_be_gone(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    read, saved = export.fill, [1]
+
+    def slow(*given) -> None:
+        if len(saved) < 3:
+            saved.append(saved[-1] + 1)
+            save(run, saved[-1])
+        read(*given)
+
+    monkeypatch.setattr(export, "fill", slow)
+    assert main(["export", str(run)]) == 0
+    assert "the policy after 3 steps" in capsys.readouterr().out
+    del saved[1:]
+    assert main(["export", str(run), "--step", "3"]) == 2
+    assert f"{run}/ckpt/step_3 is not there. There are step_2" in capsys.readouterr().err
+
+
+def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: pytest.CaptureFixture[str]):
+    (run / "exports" / "step_1").mkdir(parents=True)
+    with alone_in(run / "exports" / "step_1"):
+        other = subprocess.Popen([sys.executable, "-m", "asyncrl.cli.export", str(run), "1"])
+        until = time.monotonic() + 120
+        while "another export writes into" not in (said := capfd.readouterr().err):
+            assert time.monotonic() < until and other.poll() is None, said
+            time.sleep(0.05)
+        assert not list((run / "exports" / "step_1").iterdir())
+    assert other.wait(120) == 0
+    verify_export(run / "exports" / "step_1" / "hf")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers.utils import logging as transformers_logging
 
@@ -16,23 +21,23 @@ from asyncrl.cli.settings_file import with_files
 from asyncrl.config import disk_patience, read_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, RunFolderError
 from asyncrl.learner.checkpoint import PARTS
-from asyncrl.learner.export import export_hf
+from asyncrl.learner.export import MERGED, adapter_of, export_hf
 from asyncrl.learner.fitting import check_fits, shapes_in
-from asyncrl.learner.lora import check_base, without_frozen
+from asyncrl.learner.lora import ADAPTER_FILE, check_base, without_frozen
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.state import refuse_stranger
 from asyncrl.plain_text import make_streams_plain
-from asyncrl.schema import Config
+from asyncrl.schema import Config, ModelConfig
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, finished, proven, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORTED_FILE, exported, finished, proven, trained_steps
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 from asyncrl.telemetry.run_folder import config_note, origin_of
 
 CPU = torch.device("cpu")
-EXPORTS = "exports"
-"""In the folder of the run: exports/step_50/hf."""
+TRIES = 10
+"""A run that goes on deletes checkpoints while they are read, each time for newer ones."""
 
 
 def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> int:
@@ -42,19 +47,20 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
         average: the moving average of the policy (`learner.proximal_ema`) instead of the policy.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged. RunFolderError, ConfigError: `run` is no run.
+        CheckpointError: there is no such checkpoint, or it is damaged. RunFolderError, ConfigError: `run` is no run, or
+            `target` holds what would be lost.
     """
     transformers_logging.disable_progress_bar()
     config = settings_of(run)
-    path = chosen_checkpoint(run, step)
-    steps = trained_steps(path)
-    target = target or run / EXPORTS / path.name / ("average" if average else "hf")
-    # On one rank that computes in half precision a model is sharded, which takes ranks: nothing is computed here.
-    whole = replace(config, model=replace(config.model, dtype="float32"))
-    model = build_model(whole, CPU, None)
-    fill(model, path, "average" if average else "model")
+    if target is not None:
+        target = target.resolve()
+        refuse_lossy(target, config.model)
+    model, path, steps = read(config, run, step, "average" if average else "model")
+    target = target or exported(path).with_name("average" if average else MERGED)
     target.parent.mkdir(parents=True, exist_ok=True)
-    export_hf(model, config.model, target, 0, disk_patience(config), trained=steps)
+    with alone_in(target.parent):
+        refuse_lossy(target, config.model)
+        export_hf(model, config.model, target, 0, disk_patience(config), trained=steps)
     print(f"{path} is in {target}: the {'averaged ' if average else ''}policy after {steps} steps")
     return 0
 
@@ -71,6 +77,45 @@ def settings_of(run: Path) -> Config:
     return learner_config(load_sft(with_files([str(file), "overwrite=true"], SftConfig)))
 
 
+def refuse_lossy(target: Path, model: ModelConfig) -> None:
+    """An export replaces the folder that it is written to.
+
+    Raises:
+        RunFolderError: that holds what no export wrote.
+    """
+    for folder in [target, *([adapter_of(target)] if model.lora_rank else [])]:
+        if not folder.exists():
+            continue
+        if not folder.is_dir():
+            raise RunFolderError(
+                f"{folder} is a file. Give --to a folder that is new or empty, or that an export wrote"
+            )
+        ours = any((folder / name).is_file() for name in (EXPORTED_FILE, ADAPTER_FILE))
+        if others := sealed.strangers(folder) if ours else sorted(path.name for path in folder.iterdir()):
+            raise RunFolderError(
+                f"{folder} has {', '.join(others[:3])} in it, which no export wrote and an export would delete. Give "
+                "--to a folder that is new or empty, or that an export wrote"
+            )
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Exports into one folder come one after the other: each writes aside first, under the same name.
+
+    Waits for: the other export. Unblocked by: its end, however it ends.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"note: another export writes into {folder}: waiting for its end", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def chosen_checkpoint(run: Path, step: int | None) -> Path:
     """Proven, and of this run. Raises CheckpointError."""
     folder = run / CHECKPOINT_DIR
@@ -81,11 +126,45 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
     else:
         path = folder / f"step_{step}"
         if not path.is_dir():
-            there = ", ".join(each.name for each in finished(folder)) or "none"
-            raise CheckpointError(f"{path} is not there. There are {there} (learner.keep_every keeps some for good)")
+            raise CheckpointError(not_there(path))
         sealed.verify(path)
     refuse_stranger(path, origin_of(run), "export it from the folder of that run, or delete it")
     return path
+
+
+def read(config: Config, run: Path, step: int | None, part: str) -> tuple[PolicyModel, Path, int]:
+    """Returns the model, the checkpoint that it was read from, and after how many steps that was saved.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or its run deleted it meanwhile.
+    """
+    # On one rank that computes in half precision a model is sharded, which takes ranks: nothing is computed here.
+    whole = replace(config, model=replace(config.model, dtype="float32"))
+    model: PolicyModel | None = None
+    for _ in range(TRIES):
+        path = run if step is None else run / CHECKPOINT_DIR / f"step_{step}"
+        try:
+            path = chosen_checkpoint(run, step)
+            model = model or build_model(whole, CPU, None)
+            fill(model, path, part)
+            return model, path, trained_steps(path)
+        except (OSError, CheckpointError, CheckpointException) as error:
+            if not path.is_dir() and step is None:
+                continue
+            if not path.is_dir():
+                raise CheckpointError(not_there(path)) from error
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    raise CheckpointError(
+        f"{run} saved newer checkpoints and deleted the one that was read, {TRIES} times. Keep more of them with "
+        "learner.keep_checkpoints or learner.keep_every, or export when the run has ended"
+    )
+
+
+def not_there(path: Path) -> str:
+    there = ", ".join(each.name for each in finished(path.parent)) or "none"
+    return f"{path} is not there. There are {there} (learner.keep_every keeps some for good)"
 
 
 def fill(model: PolicyModel, path: Path, part: str) -> None:

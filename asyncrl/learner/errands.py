@@ -21,6 +21,7 @@ from fsspec.utils import get_protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.family import bound
+from asyncrl.storage.checkpoints import exported, finished
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,11 @@ class Errand:
     checkpoint: Path
     arguments: tuple[str, ...]
     """Of Python."""
+
+
+def _export(checkpoint: Path, steps: int) -> Errand:
+    what, arguments = f"the export of {checkpoint.name}", (str(checkpoint.parent.parent), str(steps))
+    return Errand(kind="exports", what=what, checkpoint=checkpoint, arguments=("-m", "asyncrl.cli.export", *arguments))
 
 
 class Errands:
@@ -78,14 +84,18 @@ class Errands:
         """It is durable, after so many steps: send off what is to be done with it."""
         errands = self._copies(checkpoint)
         if self._export_every and not steps % self._export_every:
-            run, what = str(checkpoint.parent.parent), f"the export of {checkpoint.name}"
-            arguments = ("-m", "asyncrl.cli.export", run, str(steps))
-            errands.append(Errand(kind="exports", what=what, checkpoint=checkpoint, arguments=arguments))
+            errands.append(_export(checkpoint, steps))
         self.send(errands)
 
     def resumed(self, checkpoint: Path) -> None:
-        """It is gone on from: a death may have come before its copy. One that lies there whole is left as it is."""
-        self.send(self._copies(checkpoint))
+        """It is gone on from: a death may have come before its copy, and before exports of it and older ones, which it
+        kept here. What lies there whole is left as it is."""
+        errands = self._copies(checkpoint)
+        if self._export_every:
+            steps = [int(path.name.removeprefix("step_")) for path in finished(checkpoint.parent)]
+            there = [(checkpoint.with_name(f"step_{each}"), each) for each in steps if not each % self._export_every]
+            errands += [_export(path, each) for path, each in there if not exported(path).is_dir()]
+        self.send(errands)
 
     def _copies(self, checkpoint: Path) -> list[Errand]:
         if not self._copy_to:

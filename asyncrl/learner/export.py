@@ -23,8 +23,10 @@ from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.checkpoints import EXPORTED_FILE
 from asyncrl.storage.full_disk import Patience
-from asyncrl.storage.sealed import seal
+from asyncrl.storage.sealed import replacing
 
+MERGED = "hf"
+"""Name of an exported model in the folder of its run."""
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the source folder that belong to the tokenizer; copied as they are."""
 
@@ -50,13 +52,18 @@ def export_hf(
     if rank != 0:
         return
     if model.adapters is not None:
-        adapters, folder = model.adapters, target.with_name("adapter")
-        written(folder, lambda: save_adapter(whole, adapters, folder), nbytes_of(whole), patience)
+        adapters = model.adapters
+        written(adapter_of(target), lambda aside: save_adapter(whole, adapters, aside), nbytes_of(whole), patience)
         whole = merged(whole, model.adapters)
     plain = refilled(AutoModelForCausalLM, model.hf, whole, saved_dtype(model, config))
     plain.tie_weights()
     plain.generation_config = model.hf.generation_config
-    written(target, lambda: write(plain, config.path, target, trained), nbytes_of(plain.state_dict()), patience)
+    written(target, lambda aside: write(plain, config.path, aside, trained), nbytes_of(plain.state_dict()), patience)
+
+
+def adapter_of(target: Path) -> Path:
+    """Where adapters lie beside the model `target` that they are merged into."""
+    return target.with_name("adapter" if target.name == MERGED else f"{target.name}-adapter")
 
 
 def saved_dtype(model: PackedModel, config: ModelConfig) -> torch.dtype:
@@ -71,7 +78,7 @@ def export_critic(
     whole = gathered(model)
     if rank == 0:
         plain = refilled(AutoModelForTokenClassification, model.hf, whole, saved_dtype(model, config))
-        written(target, lambda: write(plain, config.path, target), nbytes_of(plain.state_dict()), patience)
+        written(target, lambda aside: write(plain, config.path, aside), nbytes_of(plain.state_dict()), patience)
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
@@ -103,36 +110,36 @@ def nbytes_of(weights: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-def written(target: Path, write: Callable[[], None], nbytes: int, patience: Patience | None) -> None:
+def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: Patience | None) -> None:
     """Write `target`, on a full disk as soon as there is space.
 
     Raises:
         CheckpointError: it cannot be written (permissions, a broken disk). DiskFullError: see `Patience`.
     """
+
+    def write() -> None:
+        with replacing(target) as aside:
+            fill(aside)
+
     try:
         (patience or Patience()).through(target, nbytes, write, (OSError, SafetensorError))
     except DiskFullError:
         raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write the trained model to {target}: {error}. The last checkpoint is whole: free space, then "
-            "continue with resume=auto, which writes it again"
+            f"cannot write the trained model to {target}: {error}. The checkpoint is whole: when the disk can be "
+            "written, resume=auto or asyncrl export writes it again"
         ) from error
 
 
-def write(plain: PreTrainedModel, tokenizer: str, target: Path, trained: int | None = None) -> None:
-    """`target` appears when it is whole. Raises OSError, SafetensorError."""
-    aside = target.with_name(target.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    plain.save_pretrained(aside)
-    save_tokenizer(tokenizer, aside)
-    for file in aside.glob("*.safetensors"):
+def write(plain: PreTrainedModel, tokenizer: str, folder: Path, trained: int | None = None) -> None:
+    """Raises OSError, SafetensorError."""
+    plain.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
     if trained is not None:
-        (aside / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
-    seal(aside)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+        (folder / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
 
 
 def save_tokenizer(source: str, target: Path) -> None:

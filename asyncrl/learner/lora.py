@@ -26,12 +26,12 @@ from asyncrl.errors import CheckpointMismatchError
 from asyncrl.learner.sharding import own_ranges
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.objects import read_object
-from asyncrl.storage.sealed import seal
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import chain
 
 NAME = "default"
 """What peft calls the only adapter inside the model."""
+ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FILE = "base.json"
 
 
@@ -168,19 +168,17 @@ def merged(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]
     return plain
 
 
-def save_adapter(whole: Mapping[str, Tensor], adapters: Adapters, target: Path) -> None:
-    """Write `target` in peft's format: adapter_config.json and adapter_model.safetensors (fp32)."""
+def save_adapter(whole: Mapping[str, Tensor], adapters: Adapters, folder: Path) -> None:
+    """Into `folder`, in peft's format: adapter_config.json and adapter_model.safetensors (fp32)."""
     tensors: dict[str, Tensor] = {}
     for name, pair in _pairs(whole, adapters).items():
         name_a, name_b = peft_names(name)
         tensors |= {name_a: pair.a.float().contiguous(), name_b: pair.b.float().contiguous()}
-    target.mkdir(parents=True, exist_ok=True)
     adapters.settings.inference_mode = True
-    adapters.settings.save_pretrained(target)
-    file = target / "adapter_model.safetensors"
+    adapters.settings.save_pretrained(folder)
+    file = folder / ADAPTER_FILE
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
-    seal(target)
 
 
 def _pairs(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Pair]:

@@ -27,6 +27,7 @@ DAMAGED = "damaged_"
 """Begins the name of a checkpoint that was passed over, for one of its files was damaged."""
 LEFT = "left_"
 """Begins the name of a checkpoint from which nothing goes on unasked: it is of a line that a branch left."""
+EXPORTS = "exports"
 EXPORTED_FILE = "exported.json"
 """In the folder of an exported model: after how many steps."""
 BRANCH_FILE = "branch.json"
@@ -57,6 +58,11 @@ def newest(folder: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
+def exported(checkpoint: Path) -> Path:
+    """Where the model of a checkpoint lies, once it is exported: exports/step_50/hf in the folder of the run."""
+    return checkpoint.parent.parent / EXPORTS / checkpoint.name / "hf"
+
+
 def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str]:
     """The newest checkpoint of which every file is as it was written, and what is to be said of that.
 
@@ -73,7 +79,11 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str
     for candidate in [path, *reversed(older)] if path is not None else []:
         try:
             sealed.verify(candidate)
-        except CheckpointDamagedError as error:
+        except (OSError, CheckpointDamagedError) as error:
+            if not candidate.is_dir() and newest(folder)[0] != path:
+                return newest_whole(folder)  # a run that goes on has saved others meanwhile, and deleted it
+            if not isinstance(error, CheckpointDamagedError):
+                raise
             first = first or error
             damaged.append((candidate, str(error)))
         else:

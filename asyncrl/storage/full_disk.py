@@ -120,6 +120,8 @@ class FullDisk:
 def is_full(error: BaseException, path: Path, nbytes: int) -> bool:
     """Whether `error`, or what it came of, says that `nbytes` found no space. Libraries hide the number of the error:
     then the space itself tells."""
+    if any(f"(os error {number})" in str(error) for number in FULL):  # safetensors
+        return True
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
@@ -61,6 +62,37 @@ def _files(folder: Path) -> list[Path]:
 def _seal_of(entries: Mapping[str, Entry]) -> str:
     """Over names, sizes and hashes: without it a list that lost a line would vouch for what is left."""
     return xxhash.xxh3_128(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A folder to write into. It is sealed and becomes `target` when all is written, and gives its space back when not;
+    what `target` was before is there whole or not at all."""
+    aside, old = (target.with_name(target.name + suffix) for suffix in (".tmp", ".old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        seal(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    if target.is_dir():
+        target.rename(old)
+    move_into_place(aside, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def strangers(folder: Path) -> list[str]:
+    """Names in `folder` of what its manifest does not list: not of this program. All of them where there is none."""
+    try:
+        known = {MANIFEST, *_read_manifest(folder / MANIFEST, "")}
+    except CheckpointDamagedError:
+        known = set()
+    return [
+        name for path in folder.rglob("*") if not path.is_dir() and (name := str(path.relative_to(folder))) not in known
+    ]
 
 
 def move_into_place(aside: Path, target: Path) -> None:

@@ -91,6 +91,19 @@ def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
     assert (there / "manifest.json").stat().st_mtime_ns == before, "the same one is not sent twice"
 
 
+def test_exports_that_a_death_prevented_are_made_by_the_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "run" / "ckpt"
+    saves = Checkpoints(folder, rank=0, keep=4)
+    for step in (1, 2, 3, 5):
+        newest = saves.save(state(step), learner(0, updates=1), {})
+    (tmp_path / "run" / "exports" / "step_2" / "hf").mkdir(parents=True)
+    errands, sent = quick(export_every=2), []
+    monkeypatch.setattr(errands, "send", sent.extend)
+    assert Checkpoints(folder, rank=0, keep=4, errands=errands).choose("auto", restarted=False) == newest
+    assert [each.what for each in sent] == ["the export of step_4", "the export of step_6"]
+    assert sent[0].arguments == ("-m", "asyncrl.cli.export", str(tmp_path / "run"), "4")
+
+
 def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_whole_one(tmp_path: Path):
     saves = Checkpoints(tmp_path / "ckpt", rank=0, keep=3)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, trained_steps
+from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, newest_whole, trained_steps
 from asyncrl.storage.full_disk import Patience
 
 
@@ -62,3 +62,20 @@ def test_a_branch_waits_for_space_on_a_full_disk_and_begins_then(tmp_path: Path,
     begin_branch(tmp_path / "ckpt", tmp_path / "elsewhere", "elsewhere", "start", patience)
     assert len(waits) == 2
     assert branch_begun(tmp_path / "ckpt", "elsewhere", "start")
+
+
+def test_a_checkpoint_that_its_run_deletes_while_it_is_looked_at_is_not_a_damaged_one(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ckpt, verify = run_dir / "ckpt", sealed.verify
+    for path in (ckpt / "step_8", ckpt / "step_20"):
+        sealed.seal(path)
+
+    def slow(path: Path) -> None:
+        if path.name == "step_8":
+            sealed.point(ckpt / "latest", ckpt / "step_20")
+            sealed.remove(path)
+        verify(path)
+
+    monkeypatch.setattr(sealed, "verify", slow)
+    assert newest_whole(ckpt) == (ckpt / "step_20", [], "")

@@ -90,3 +90,35 @@ def test_no_flipped_bit_of_the_manifest_goes_unseen_where_it_says_something(fold
         except CheckpointError:
             continue
         assert json.loads(manifest.read_bytes()) == meant, f"byte {place}"
+
+
+def test_a_death_amid_a_replacement_leaves_the_old_one_whole_or_none_and_an_error_its_space(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(OSError, match="full"), sealed.replacing(folder) as aside:
+        (aside / "weights").write_bytes(b"half")
+        raise OSError("full")
+    sealed.verify(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+    def dies(path: Path, **_) -> None:
+        for file in path.rglob("weights"):
+            file.unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), sealed.replacing(folder) as aside:
+        patched.setattr("shutil.rmtree", dies)
+        (aside / "new").write_bytes(b"new")
+    sealed.verify(folder)
+    with sealed.replacing(folder) as aside:
+        (aside / "newer").write_bytes(b"newer")
+    sealed.verify(folder)
+    assert (folder / "newer").is_file() and [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_was_put_beside_sealed_files_is_told_apart(folder: Path):
+    assert sealed.strangers(folder) == []
+    (folder / "inner" / "mine").write_text("x")
+    assert sealed.strangers(folder) == ["inner/mine"]
+    (folder / sealed.MANIFEST).unlink()
+    assert sorted(sealed.strangers(folder)) == ["inner/mine", "inner/more", "weights"]

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,13 @@ def checkpoint(disk: SmallDisk) -> Callable[[], None]:
 def export(disk: SmallDisk) -> Callable[[], None]:
     model = policy(disk, disk.root.parent / "source")
 
+    def gives_back() -> None:
+        assert not (disk.root / "hf.tmp").exists(), "a run would wait for the space that its export has"
+
     def write() -> None:
-        export_hf(model, ModelConfig(path=str(disk.root.parent / "source")), disk.root / "hf", 0, patience(disk))
+        waiting = patience(disk)
+        waits = replace(waiting, sleep=lambda s: (waiting.sleep(s), gives_back()))
+        export_hf(model, ModelConfig(path=str(disk.root.parent / "source")), disk.root / "hf", 0, waits)
         sealed.verify(disk.root / "hf")
 
     return write
