@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config import load_config, read_config
 from asyncrl.engines.factory import make_engine
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.learner.canary import canary_of, probes_of
+from asyncrl.learner.canary import canary_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.probes import probes_of_run
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole
@@ -76,9 +77,10 @@ def main(path: str, overrides: Sequence[str]) -> int:
     """
     transformers_logging.disable_progress_bar()
     config, policy = load_policy(path, overrides)
-    probes = probes_of(policy, config.seed)
+    probes, why_random = probes_of_run(config, policy)
     canary = canary_of(policy, probes, CPU, "float32", "float32", with_noise=True)
-    print(f"{path}: {len(probes)} probes of {len(probes[0])} tokens, learner in float32\n{HEADER}")
+    tokens = f"{sum(map(len, probes))} {'random tokens' if why_random else 'tokens of its prompts'}"
+    print(f"{path}: {tokens}, learner in float32\n{HEADER}")
     rows = []
     for engine in installed_engines():
         for dtype in DTYPES:

@@ -18,12 +18,11 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.attention import plan_packing
 from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.probes import agreed_probes
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
-from asyncrl.weights.canary import SPACING, Canary, random_probes
+from asyncrl.weights.canary import SPACING, Canary
 
-PROBES, PROBE_TOKENS = 16, 24
-"""Sequences and their length: the mean over so many is within a tenth of what it is over more."""
 DISTURBED = 8.0
 
 
@@ -46,7 +45,7 @@ class ProvingPublisher:
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
         # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
         self._look = not is_routed(model) and "bfloat16" in (*self._dtypes, chosen.engine.dtype)
-        self._probes = probes_of(model, config.seed)
+        self._probes = agreed_probes(config, model, device)
         self._way_out = (
             f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "
             "last checkpoint with resume=auto"
@@ -88,13 +87,6 @@ def is_routed(model: PolicyModel) -> bool:
     """Whether tokens of this model are routed to experts; one that calls their number otherwise is judged as dense,
     which is stricter."""
     return experts_in(model.hf.config.get_text_config(decoder=True).to_dict()) > 0
-
-
-def probes_of(model: PolicyModel, seed: int) -> tuple[NDArray[np.int32], ...]:
-    """Probe tokens of a run: within the model's vocabulary, and its longest sequence."""
-    settings = model.hf.config.get_text_config(decoder=True)
-    longest = getattr(settings, "max_position_embeddings", None) or PROBE_TOKENS  # ALiBi has no last position
-    return random_probes(int(settings.vocab_size), seed, count=PROBES, length=min(PROBE_TOKENS, longest))
 
 
 @torch.no_grad()

@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.smoke_rows import write_gsm8k
+from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.canary import ProvingPublisher, canary_of, probes_of
+from asyncrl.learner.canary import ProvingPublisher, canary_of
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.probes import Probes, probes_of, probes_of_run
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncrl.weights.base import Publisher
 from asyncrl.weights.canary import Canary, compare
@@ -41,11 +45,20 @@ def policy_of(folder: Path, family: str, dtype: str, backend: FSDP2, **sizes: An
     return build_model(Config(model=model, run=RunConfig(dir=str(folder)), data=DataConfig(path="none")), CPU, backend)
 
 
-@torch.no_grad()
-def scored(engine: torch.nn.Module, canary: Canary) -> list[np.ndarray]:
-    ids = torch.from_numpy(np.stack(canary.sequences)).long()
-    logprobs = engine(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    return list(logprobs.gather(-1, ids[:, 1:, None])[..., 0].numpy())
+def probes_from(kind: str, policy: PolicyModel, folder: Path) -> Probes:
+    if kind == "random":
+        return probes_of(policy, 0)
+    save_byte_tokenizer(folder)
+    write_gsm8k(folder)
+    data = DataConfig(path=str(folder / "train.parquet"))
+    probes, why_random = probes_of_run(Config(model=ModelConfig(path=str(folder)), data=data), policy)
+    assert not why_random
+    return probes
+
+
+def scored(engine: Any, canary: Canary) -> list[np.ndarray]:
+    """As the built-in engine does: each sequence alone, by torch's own attention; the learner has all in one pack."""
+    return ModelRunner(engine, CPU, 1).score(canary.sequences)
 
 
 def exchanged(engine: Any, one: int, other: int) -> Any:
@@ -57,13 +70,14 @@ def exchanged(engine: Any, one: int, other: int) -> Any:
     return wrong
 
 
+@pytest.mark.parametrize("probes", ["prompts", "random"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_of_24_layers_in_bfloat16_even_the_last_two_exchanged_are_found(
-    family: str, dtype: str, backend: FSDP2, tmp_path: Path
+    family: str, dtype: str, probes: str, backend: FSDP2, tmp_path: Path
 ):
     policy = policy_of(tmp_path, family, dtype, backend, **DEEP)
-    canary = canary_of(policy, probes_of(policy, 0), CPU, dtype, "bfloat16", with_noise=True)
+    canary = canary_of(policy, probes_from(probes, policy, tmp_path), CPU, dtype, "bfloat16", with_noise=True)
     allowed = Canary.from_wire(canary.to_wire()).tolerance("bfloat16")
     engine = tiny_model(family, **DEEP).bfloat16().eval()
     honest = compare(canary, scored(engine, canary), allowed.max)

@@ -19,11 +19,12 @@ from asyncrl.checks.machine import model_settings
 from asyncrl.engines.hf.trial import trial
 from asyncrl.errors import ConfigError
 from asyncrl.learner import layout
-from asyncrl.learner.canary import canary_of, probes_of
+from asyncrl.learner.canary import canary_of
 from asyncrl.learner.critic import build_critic
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.probes import probes_of
 from asyncrl.schema import Config, EngineConfig, EnvironmentConfig, LearnerConfig, ModelConfig, RunConfig
 from tests.learner.families import (
     BEGIN,
