@@ -28,11 +28,11 @@ from asyncrl.errors import CheckpointDamagedError, RunFolderError
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import begin_branch
+from asyncrl.storage.checkpoints import begin_branch, newest_proven
 from asyncrl.telemetry import curves
 from asyncrl.telemetry.progress import RunView
 from asyncrl.telemetry.resumed import resumed_lines
-from asyncrl.telemetry.run_folder import origin_of, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, origin_of, prepare_run_folder
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -315,6 +315,7 @@ def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_lea
     changed = replace(first, resume="auto", learner=replace(first.learner, lr=2e-6))
     assert local._run(changed, [], ["asyncrl", "local"]) == 0
     assert read == [newest]
+    begin_settings(changed, {})
     text = (newest.parents[1] / "config.yaml").read_text()
     assert text.startswith("# resumed from step_20: learner.lr: 1e-06 -> 2e-06\n")
 
@@ -334,8 +335,10 @@ def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_star
             resume_lines(replace(first, resume=str(newest)), command)
     shutil.rmtree(newest.parent)
     begin_branch(newest.parent, tmp_path / "other" / "step_8", "other/step_8", "start")
-    with pytest.raises(RunFolderError, match="Go on with resume=other/step_8; begin anew with overwrite=true"):
-        resume_lines(auto, "local")
+    for command in ("local", "learner"):
+        with pytest.raises(RunFolderError, match="Go on with resume=other/step_8; begin anew with overwrite=true"):
+            resume_lines(auto, command)
+    assert newest_proven(newest.parents[1], print) is None, "whoever only looks is told of none"
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:

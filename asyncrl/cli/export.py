@@ -31,7 +31,7 @@ from asyncrl.schema import Config, ModelConfig
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORTED_FILE, exported, finished, proven, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORTED_FILE, exported, finished, newest_proven, trained_steps
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 from asyncrl.telemetry.run_folder import config_note, origin_of
 
@@ -120,7 +120,7 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
     """Proven, and of this run. Raises CheckpointError."""
     folder = run / CHECKPOINT_DIR
     if step is None:
-        path = proven(run, "auto", lambda line: print(f"note: {line}", file=sys.stderr))
+        path = newest_proven(run, lambda line: print(f"note: {line}", file=sys.stderr))
         if path is None:
             raise CheckpointError(f"{run} has no checkpoint yet (in {folder})")
     else:

@@ -20,7 +20,7 @@ from asyncrl.replay.core import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
-from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, position_of, proven
+from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
 from asyncrl.storage.lines import Lines, read_lines
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.alarms import ALARMS_FILE
@@ -59,7 +59,7 @@ def examine(folder: Path) -> Findings:
     """Read everything that a run left in `folder`, and compare."""
     found = Findings()
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
-    begins = found.checkpoint = _attempt(found.refusals, lambda: proven(folder, "auto", found.notes.append))
+    begins = found.checkpoint = _attempt(found.refusals, lambda: newest_proven(folder, found.notes.append))
     checkpoint = _attempt(found.refusals, lambda: position_of(begins)) if begins is not None else None
     lines: dict[str, Lines] = {}
     for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):

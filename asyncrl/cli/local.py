@@ -35,7 +35,7 @@ from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, proven, refuse_bare_fork, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, proven, trained_in, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.evaluations import Row
@@ -157,11 +157,7 @@ def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
     newest, folder = None, Path(config.run.dir).resolve()
     if owner_of(folder) is not None:
         newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, say)
-    if config.resume != "auto":
-        return proven(folder, config.resume, say)
-    if newest is None:
-        refuse_bare_fork(folder / CHECKPOINT_DIR)
-    return newest
+    return newest if newest and config.resume == "auto" else proven(folder, config.resume, say)
 
 
 def check_room(config: Config, folder: Path) -> None:

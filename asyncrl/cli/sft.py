@@ -25,7 +25,7 @@ from asyncrl.sft.examples import Encoder, open_encoder
 from asyncrl.sft.look import Looked, lines, look, runs
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven, refuse_bare_fork, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven, trained_in, trained_steps
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
 from asyncrl.telemetry.resumed import kept_dtypes
@@ -67,8 +67,6 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     by, rows = given.learner, sum(each.rows for each in looked[: len(looked) - bool(given.eval.path)])
     console = PlainConsole(highlight=False, soft_wrap=True)
     begun = proven(Path(given.run.dir).resolve(), given.resume, lambda note: console.print(note, markup=False))
-    if begun is None and given.resume == "auto":
-        refuse_bare_fork(Path(given.run.dir).resolve() / CHECKPOINT_DIR)
     at = {"step": trained_steps(begun), "draw": draws_before(begun)}
     course = Course.of(rows, by.rows_per_step, by.epochs, by.steps, **at)
     plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course, begun=begun)

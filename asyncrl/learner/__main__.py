@@ -27,6 +27,7 @@ from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.canary import ProvingPublisher
 from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
+from asyncrl.learner.resume import kept_rows
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.stop import StopRequest
 from asyncrl.learner.train import train
@@ -39,7 +40,7 @@ from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, keep_dtypes, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder
 from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")
@@ -83,8 +84,6 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR, KEYS_DIR), overrides=overrides)
     config = with_dtypes(config, learner=place.device.type)
-    if place.rank == 0:
-        keep_dtypes(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
     opened.enter_context(lived_in(run_dir))
 
     def publisher(roles: Roles) -> ProvingPublisher:
@@ -104,11 +103,13 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
         log=lambda start: PrintingLog.of(
             config,
             run_dir,
-            start.step,
+            kept_rows(run_dir, start),
             on_alarm=config.telemetry.on_alarm,
             ignored=config.telemetry.ignore_alarms,
         ),
     )
+    if place.rank == 0:
+        begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
     dims = ParallelDims.of(config.learner, place.world)
     log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
     log.info("%s", choices(config, place, parts.roles.policy.layout.value))

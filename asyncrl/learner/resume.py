@@ -19,7 +19,8 @@ from asyncrl.replay.codec.routing import ROUTERS, row_of_routers
 from asyncrl.replay.core.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
-from asyncrl.storage.lines import row_of, tail
+from asyncrl.storage.lines import read_lines, row_of, tail
+from asyncrl.telemetry.evaluations import is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.types import NO_VERSION
 
@@ -109,3 +110,11 @@ def highest_version(run_dir: Path) -> int:
         with contextlib.suppress(CheckpointError):  # damaged, and not the one to go on from
             versions.append(position_of(path)[1])
     return max(versions)
+
+
+def kept_rows(run_dir: Path, start: Start) -> int:
+    """The step up to which rows of before belong to what is gone on from: another line, of larger versions, may have
+    trained its last steps again and was left since (`begin_branch`)."""
+    rows = (row for row in read_lines(run_dir / METRICS_FILE).rows if not is_evaluation(row))
+    of_others = [row["step"] - 1 for row in rows if row.get("policy_version", NO_VERSION) > start.parent]
+    return min(start.step, *of_others, start.step)

@@ -28,7 +28,7 @@ from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, keep_dtypes, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder
 
 log = logging.getLogger("asyncrl.sft")
 
@@ -60,12 +60,13 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         for change in changes_in(given):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
-        keep_dtypes(given, {"model.dtype": dtype_on(given.model.dtype, place.device.type)})
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
     parts = assemble(
         given, place, opened, backend=backend, run_dir=run_dir, log=lambda start: open_log(given, run_dir, start)
     )
+    if place.rank == 0:
+        begin_settings(given, {"model.dtype": dtype_on(given.model.dtype, place.device.type)})
     log.info(
         "%d ranks on %s, from step %d of %d", place.world, place.device, parts.start.step, parts.config.learner.steps
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -32,6 +34,7 @@ EXPORTED_FILE = "exported.json"
 """In the folder of an exported model: after how many steps."""
 BRANCH_FILE = "branch.json"
 """The newest branch: who began it, from where."""
+_NAME = re.compile(rf"step_(\d+)|{LEFT}step_(\d+)(?:_\d+)?", re.ASCII)
 
 
 def finished(folder: Path) -> list[Path]:
@@ -41,8 +44,8 @@ def finished(folder: Path) -> list[Path]:
 
 
 def _step_of(path: Path) -> int | None:
-    number = path.name.removeprefix("step_")
-    return int(number) if number.isdecimal() else None
+    named = _NAME.fullmatch(path.name)
+    return int(named[1] or named[2]) if named else None
 
 
 def newest(folder: Path) -> tuple[Path | None, str]:
@@ -129,10 +132,14 @@ def position_of(path: Path) -> tuple[int, int]:
 
 def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = (), *, every: int = 0) -> list[Path]:
     """Retire all but the `keep` of the most steps, `newest_step` among them, those whose names are spared, and those of
-    each `every` steps. Returns what is to be removed: of many gigabytes that takes its time."""
+    each `every` steps. Returns what is to be removed, also of what a death left half made or half removed: of many
+    gigabytes that takes its time."""
     old = [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]
     stays = {path.name for path in old if every and not (_step_of(path) or 0) % every} | set(spared)
-    return [sealed.retire(path) for path in old if path.name not in stays]
+    for path in old:
+        if path.name not in stays:
+            sealed.retire(path)
+    return list(folder.glob("step_*.tmp"))
 
 
 def chosen(run_dir: Path, resume: str) -> Path | None:
@@ -142,8 +149,8 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
 
 
-def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """What a learner will find when it goes on by `resume`: of `chosen` one of which every file is as it was written.
+def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of a run of which every file is as it was written.
 
     Args:
         say: is told what else lies there and is passed over.
@@ -151,16 +158,29 @@ def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | Non
     Raises:
         CheckpointDamagedError: none is whole.
     """
-    if resume != "auto":
-        path = chosen(run_dir, resume)
-        if path is not None:
-            sealed.verify(path)
-        return path
     path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR)
     if said:
         say(said)
     for _, why in damaged:
         say(f"{why}. A resume passes it over, and goes on from the newest one that is whole")
+    return path
+
+
+def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """What a learner will find when it goes on by `resume`; with `auto` see `newest_proven`.
+
+    Raises:
+        CheckpointDamagedError: the one that is named is, or none is whole.
+        RunFolderError: by `auto`, and a branch has begun here that saved none yet.
+    """
+    if resume != "auto":
+        path = chosen(run_dir, resume)
+        if path is not None:
+            sealed.verify(path)
+        return path
+    path = newest_proven(run_dir, say)
+    if path is None:
+        refuse_bare_fork(run_dir / CHECKPOINT_DIR)
     return path
 
 
@@ -213,14 +233,14 @@ def begin_branch(
     and none of the line that is left makes it be deleted as an old one.
 
     Returns:
-        Old and new name of each checkpoint that is kept aside: those of more steps, or all where it is not of `folder`.
+        Old and new name of each checkpoint that is kept aside: of another line, or all where it is not of `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = checkpoint.parent == folder.resolve()
-    steps = trained_steps(checkpoint) if own else -1
+    begins = position_of(checkpoint) if own else (-1, -1)
     left: list[tuple[str, str]] = []
     for path in finished(folder):
-        if (_step_of(path) or 0) > steps and path.resolve() != checkpoint:
+        if path.resolve() != checkpoint and not _before(path, begins):
             name = next(name for name in _names(f"{LEFT}{path.name}") if not (folder / name).exists())
             left.append((path.name, name))
             path.rename(folder / name)
@@ -232,6 +252,15 @@ def begin_branch(
     note = json.dumps({"start": start, "from": resume}) + "\n"
     patience.through(folder / BRANCH_FILE, len(note), lambda: sealed.replace_text(folder / BRANCH_FILE, note))
     return left
+
+
+def _before(path: Path, position: tuple[int, int]) -> bool:
+    """Whether the line of `position` went through it. Versions are never used twice: one of a line that was begun later
+    from fewer steps has a larger one."""
+    try:
+        return all(map(operator.le, position_of(path), position))
+    except CheckpointError:  # damaged
+        return (_step_of(path) or 0) <= position[0]
 
 
 def _names(name: str) -> Iterator[str]:

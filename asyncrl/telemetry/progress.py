@@ -220,22 +220,23 @@ class RunView:
     """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often.
 
     Args:
-        resumed: steps that were trained before; rows that are there already are not shown again.
+        resumed: steps that were trained before this start: rows that are there already are not shown again. None shows
+            all of them.
         ignored: alarms that are not told.
     """
 
     def __init__(
-        self, run_dir: Path, steps: int, console: Console, resumed: int = 0, ignored: Sequence[str] = ()
+        self, run_dir: Path, steps: int, console: Console, resumed: int | None = None, ignored: Sequence[str] = ()
     ) -> None:
         self._tail = MetricsTail(run_dir / METRICS_FILE)
-        self._resumed = resumed
-        if resumed:
+        self._resumed = resumed or 0
+        if resumed is not None:
             self._tail.read()
         self.trained = False
         """A step was, since this began."""
         self._warnings = RewardWarnings(run_dir / "logs")
         self._alarms, self._told = Alarms(ignored), MetricsTail(run_dir / ALARMS_FILE)
-        if resumed:
+        if resumed is not None:
             self._told.read()
         self.alarmed = False
         """An alarm that may stop a run was told since this began."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -66,9 +67,9 @@ def summary(rows: Sequence[Row]) -> str:
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return "no step was trained"
-    first, last = trained[0], trained[-1]
+    last = trained[-1]
     to = f" to version {last['policy_version']}" if "policy_version" in last else ""
-    lines = [f"trained {last['step']} steps{to} in {clock(last['time'] - first['time'])}"]
+    lines = [f"trained {last['step']} steps{to} in {clock(_trained_for(trained))}"]
     if (broken := diverged_from(rows)) is not None:
         lines.append(f"diverged: from step {broken} on the loss was not finite; means are of the steps before")
     for label, name, form in (
@@ -89,6 +90,12 @@ def summary(rows: Sequence[Row]) -> str:
         lines += ["learner against the data it trained on, by age of the token in policy versions:", *ages]
     waiting = who_waits(_mean_idle(rows))
     return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _trained_for(rows: Sequence[Row]) -> float:
+    """Seconds, without those between the starts of a run."""
+    steps = itertools.pairwise(rows)
+    return sum(min(row["time"] - before["time"], row.get("time/step") or math.inf) for before, row in steps)
 
 
 def evaluation_lines(rows: Sequence[Row]) -> list[str]:

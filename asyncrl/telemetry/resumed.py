@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from asyncrl.checks.sources import Place, Source, places, sources
 from asyncrl.config import by_key, config_to_dict
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage.checkpoints import proven
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
 from asyncrl.storage.objects import read_object
 from asyncrl.telemetry.origins import FromFile
 
@@ -136,11 +137,12 @@ def _noted(folder: Path, what: str) -> dict[str, Any]:
 
 
 def is_supervised(folder: Path) -> bool:
-    """Whether `folder` is of a run of `asyncrl sft`."""
-    try:
+    """Whether `folder` is of a run of `asyncrl sft`; where `run.json` is gone, by its settings."""
+    with suppress(OSError, ValueError):
         return _noted(folder, "made_of").get("kind") == SUPERVISED
-    except (OSError, ValueError):
-        return False
+    with suppress(OSError, ValueError):
+        return "\n  rows_per_step: " in (folder / CONFIG_FILE).read_text()
+    return False
 
 
 def refuse_other_run(config: RunSettings, folder: Path) -> None:
@@ -230,16 +232,21 @@ def _settings_in(path: Path) -> dict[str, Any]:
 def changed_code(config: Config, folder: Path) -> list[str]:
     """`the code of SETTING (SPEC): old -> new` of every file of the user's that is not as the run last used it, where
     the setting itself is the same."""
-    try:
-        before = _noted(folder, "code")
-    except (OSError, ValueError):
-        return []
+    before = code_noted(folder)
     now, named = code_hashes(config), own_code(config)
     return [
         f"the code of {key} ({named[key]}): {before[key]} -> {now[key]}"
         for key in now
         if key in before and before[key] != now[key]
     ]
+
+
+def code_noted(folder: Path) -> dict[str, Any]:
+    """Of each file of the user's its hash, as the run last used it; empty where that is not known."""
+    try:
+        return _noted(folder, "code")
+    except (OSError, ValueError):
+        return {}
 
 
 def history_of(folder: Path) -> list[str]:
@@ -251,6 +258,11 @@ def history_of(folder: Path) -> list[str]:
 
 def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins: Path | None = None) -> list[str]:
     """For the head of `config.yaml`: from where, which is looked for unless it `begins` at a checkpoint that is known,
-    and what was changed. Raises CheckpointDamagedError."""
-    start = begins or proven(folder, config.resume, lambda _: None) if changes else None
-    return [f"{RESUMED}from {start.name if start else 'the start'}: {change}" for change in changes]
+    and what was changed. Nothing of a run that goes on as it was. Raises CheckpointDamagedError, RunFolderError."""
+    named = config.resume not in ("auto", "never")
+    if not changes and not named:
+        return []
+    start = begins or (proven(folder, config.resume, lambda _: None) if changes else Path(config.resume).resolve())
+    here = start is None or start.parent == folder / CHECKPOINT_DIR
+    begun = f"{RESUMED}from {(start.name if here else start) if start else 'the start'}"
+    return [f"{begun}: {change}" for change in changes] or [begun]

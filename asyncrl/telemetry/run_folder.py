@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from asyncrl.telemetry.resumed import (
     RUN_FILE,
     changed_code,
     changes_of_resume,
+    code_noted,
     history_of,
     made_of,
     refuse_other_run,
@@ -113,13 +114,22 @@ def _prepare(
     if patience.board is not None:
         board = patience.board
         patience.through(board, BOARD_BYTES, lambda: make_board(board))
-    code = code_hashes(config) if isinstance(config, Config) else {}
-    text = json.dumps({"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code})
-    text += "\n"
+    code = code_noted(folder) or _code_of(config)
+    _note(config, folder, {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code})
+    # Beside that of a run that goes on: what is refused before a step is trained was no resume (`begin_settings`).
+    target = folder / LOG_DIR if (folder / CONFIG_FILE).exists() else folder
+    write_config(config, target, [*history_of(folder), *changed], overrides)
+
+
+def _code_of(config: RunSettings) -> dict[str, str]:
+    return code_hashes(config) if isinstance(config, Config) else {}
+
+
+def _note(config: RunSettings, folder: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values) + "\n"
     # Aside in a folder that makes none used: half written, it would make one of nobody's, which is never touched again.
-    aside = folder / LOG_DIR / RUN_FILE
-    patience.through(folder / RUN_FILE, len(text), lambda: replace_text(folder / RUN_FILE, text, aside))
-    write_config(config, folder, [*history_of(folder), *changed], overrides)
+    file, aside = folder / RUN_FILE, folder / LOG_DIR / RUN_FILE
+    disk_patience(config).through(file, len(text), lambda: replace_text(file, text, aside))
 
 
 @contextmanager
@@ -209,14 +219,20 @@ def write_config(
     _put_config(config, folder / CONFIG_FILE, "".join(f"{line}\n" for line in history) + settings)
 
 
-def keep_dtypes(config: RunSettings, found: Mapping[str, str]) -> None:
-    """Write into `config.yaml` what `auto` has become: a resume, `asyncrl export` and `asyncrl rerun` go on with that,
-    whatever they run on.
+def begin_settings(config: RunSettings, found: Mapping[str, str]) -> None:
+    """The learner begins, at a checkpoint that fits: by `config`, which is what `config.yaml` says from here on.
+
+    In it stands what `auto` has become: a resume, `asyncrl export` and `asyncrl rerun` go on with that, whatever they
+    run on.
 
     Args:
         found: by setting, `model.dtype`.
     """
-    path = Path(config.run.dir).resolve() / CONFIG_FILE
+    folder = Path(config.run.dir).resolve()
+    path = folder / CONFIG_FILE
+    with suppress(FileNotFoundError):
+        (folder / LOG_DIR / CONFIG_FILE).replace(path)
+    _note(config, folder, read_object(folder / RUN_FILE) | {"code": _code_of(config)})
     before = after = path.read_text().rpartition(SEAL)[0] if path.exists() else ""
     for key, dtype in found.items():
         room, _, name = key.partition(".")

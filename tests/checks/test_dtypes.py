@@ -10,7 +10,7 @@ from asyncrl.config import load_config, read_config
 from asyncrl.digests import learner_digest, run_digest
 from asyncrl.telemetry.origins import origins
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, config_note, keep_dtypes, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, config_note, prepare_run_folder
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
@@ -68,7 +68,7 @@ def test_what_auto_has_become_stands_in_the_run_and_is_kept_on_another_machine(t
     config = load_config(given)
     prepare_run_folder(config, "first", overrides=given)
     chosen = with_dtypes(config, learner="cuda")
-    keep_dtypes(config, {"model.dtype": chosen.model.dtype, "weights.wire_dtype": chosen.weights.wire_dtype})
+    begin_settings(config, {"model.dtype": chosen.model.dtype, "weights.wire_dtype": chosen.weights.wire_dtype})
     assert config_note(tmp_path) == ""
     kept = kept_dtypes(config, given)
     assert kept == ["model.dtype=bfloat16", "weights.wire_dtype=bfloat16"]
@@ -76,5 +76,5 @@ def test_what_auto_has_become_stands_in_the_run_and_is_kept_on_another_machine(t
     assert changes_in(resumed) == [] and run_digest(resumed) == run_digest(config)
     assert learner_digest(with_dtypes(resumed, learner="cpu")) == learner_digest(chosen)
     assert read_config(tmp_path / "config.yaml").engine.dtype == "auto", "each engine's own"
-    keep_dtypes(config, {"model.dtype": "float32"})
+    begin_settings(config, {"model.dtype": "float32"})
     assert read_config(tmp_path / "config.yaml").model.dtype == "bfloat16", "it was chosen before"

@@ -150,15 +150,18 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_one_before_it(tmp_path: Path
     assert checkpoints.newest() == tmp_path / "step_4"
 
 
-def test_what_a_killed_save_left_behind_is_never_chosen(tmp_path: Path):
+def test_what_a_killed_save_left_behind_is_never_chosen_and_goes_with_the_next_save(tmp_path: Path):
     roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
     checkpoints.save(state(0), roles, {})
     (tmp_path / "step_2.tmp").mkdir()
     (tmp_path / "step_2.tmp" / "__0_0.distcp").write_bytes(b"half")
+    for name in ("step_0.tmp", "step_2.old.tmp"):  # a death while they were removed
+        (tmp_path / name).mkdir()
     assert checkpoints.choose("auto", restarted=False) == tmp_path / "step_1"
     checkpoints.save(state(1), roles, {})
     assert checkpoints.choose("auto", restarted=False) == tmp_path / "step_2"
+    assert not list(tmp_path.glob("*.tmp")), "of many gigabytes"
 
 
 def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -84,10 +84,12 @@ def test_a_start_that_saved_nothing_leaves_no_rows_behind(tmp_path: Path) -> Non
 
 def test_what_reads_a_journal_names_a_run_that_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = settings(tmp_path)
-    prepare_run_folder(given, "one")
-    for command in ("audit", "rerun"):
-        assert main([command, given.run.dir]) == 2
-        assert "is a run of asyncrl sft" in capsys.readouterr().err
+    folder = prepare_run_folder(given, "one")
+    for kept in ("run.json and config.yaml", "config.yaml"):
+        for command in ("audit", "rerun"):
+            assert main([command, given.run.dir]) == 2
+            assert "is a run of asyncrl sft" in capsys.readouterr().err, kept
+        (folder / "run.json").unlink(missing_ok=True)
 
 
 def test_reinforcement_learning_does_not_go_on_from_a_checkpoint_of_it(tmp_path: Path) -> None:
@@ -102,6 +104,7 @@ def test_an_export_repeats_no_run_and_says_none(tmp_path: Path, capsys: pytest.C
     given = settings(tmp_path, *OWN)
     prepare_run_folder(given, "one")
     train_alone(given)
+    (tmp_path / "run" / "run.json").unlink()  # what kind of run it is stands in its settings too
     assert main(["export", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
     assert "the policy after 4 steps" in said.out and "repeats" not in said.err

@@ -79,3 +79,20 @@ def test_a_checkpoint_that_its_run_deletes_while_it_is_looked_at_is_not_a_damage
 
     monkeypatch.setattr(sealed, "verify", slow)
     assert newest_whole(ckpt) == (ckpt / "step_20", [], "")
+
+
+def test_a_line_that_is_gone_on_from_again_keeps_none_of_the_other_one_and_falls_back_on_its_own(run_dir: Path) -> None:
+    """Steps 8 and 20 were trained, then 9 to 20 once more: from version 30."""
+    ckpt = run_dir / "ckpt"
+    assert begin_branch(ckpt, ckpt / "step_8", "ckpt/step_8", "one") == [("step_20", "left_step_20")]
+    for steps, version in ((12, 34), (20, 42)):
+        (ckpt / f"step_{steps}").mkdir()
+        (ckpt / f"step_{steps}" / "state.json").write_text(f'{{"step": {steps - 1}, "policy_version": {version}}}')
+    left = begin_branch(ckpt, ckpt / "left_step_20", "ckpt/left_step_20", "two")
+    assert left == [("step_12", "left_step_12"), ("step_20", "left_step_20_2")]
+    for name in ("step_8", "left_step_20"):
+        sealed.seal(ckpt / name)
+    assert newest_whole(ckpt)[0] == ckpt / "left_step_20"
+    (ckpt / "left_step_20" / "state.json").write_text("{")
+    whole, damaged, _ = newest_whole(ckpt)
+    assert whole == ckpt / "step_8" and [path.name for path, _ in damaged] == ["left_step_20"]

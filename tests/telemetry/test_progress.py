@@ -85,6 +85,16 @@ def test_without_a_terminal_every_step_is_a_line(tmp_path: Path) -> None:
     assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == ["step 7", "step 8"]
 
 
+def test_a_start_shows_no_rows_of_one_before_it_that_saved_nothing(tmp_path: Path) -> None:
+    out, path = io.StringIO(), tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    with RunView(tmp_path, 10, Console(file=out), 0) as view:
+        view.refresh("training")
+        path.write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+        view.refresh("training")
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == ["step 1"]
+
+
 def test_a_row_with_something_else_than_numbers_is_shown_without_it(tmp_path: Path) -> None:
     row = {"step": 1, "reward/mean": "0.5", "loss/total": [1], "kl/behavior": None, "staleness/mean": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")

@@ -12,7 +12,7 @@ from asyncrl.digests import learner_digest
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
-from asyncrl.telemetry.run_folder import changes_in, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder
 
 
 @pytest.fixture
@@ -29,6 +29,13 @@ def resumed(task: list[str], *changes: str) -> Config:
     return load_config([*task, "resume=auto", *changes])
 
 
+def begun(config: Config, run_id: str) -> Path:
+    """As a start whose learner began."""
+    folder = prepare_run_folder(config, run_id)
+    begin_settings(config, {})
+    return folder
+
+
 def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(task: list[str], tmp_path: Path) -> None:
     prepare_run_folder(load_config(task), "one")
     assert changes_in(resumed(task)) == []
@@ -36,18 +43,38 @@ def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(ta
     first = resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4")
     lines = changes_in(first)
     assert lines == ["learner.groups_per_step: 32 -> 4", "learner.lr: 1e-06 -> 0.0001"]
-    folder = prepare_run_folder(first, "two")
+    folder = begun(first, "two")
     (folder / "ckpt" / "step_50").mkdir(parents=True)
     (folder / "ckpt" / "step_50" / "state.json").write_text("{}")
     sealed.seal(folder / "ckpt" / "step_50")
     (folder / "ckpt" / "latest").symlink_to("step_50")
-    prepare_run_folder(resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4", "loss=ppo"), "three")
+    begun(resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4", "loss=ppo"), "three")
     text = (folder / "config.yaml").read_text().splitlines()
     assert text[:2] == [f"# resumed from the start: {line}" for line in lines]
     history = [line for line in text if line.startswith("# resumed")]
     assert len(history) > 2 and all(line.startswith("# resumed from step_50: loss.") for line in history[2:])
     config = read_config(folder / "config.yaml")
     assert (config.learner.lr, config.learner.groups_per_step) == (1e-4, 4)
+
+
+def test_a_resume_whose_learner_did_not_begin_leaves_the_settings_as_they_were(task: list[str]) -> None:
+    before = (prepare_run_folder(load_config(task), "one") / "config.yaml").read_text()
+    folder = prepare_run_folder(resumed(task, "learner.lr=1e-4"), "two")
+    assert (folder / "config.yaml").read_text() == before and changes_in(resumed(task)) == []
+    text = (begun(resumed(task, "learner.lr=1e-5"), "three") / "config.yaml").read_text()
+    assert [line for line in text.splitlines() if line.startswith("# resumed")] == [
+        "# resumed from the start: learner.lr: 1e-06 -> 1e-05"
+    ]
+
+
+def test_a_fork_says_from_which_checkpoint_it_was_begun(task: list[str], tmp_path: Path) -> None:
+    theirs = tmp_path / "other" / "ckpt" / "step_8"
+    folder = prepare_run_folder(load_config([*task, f"resume={theirs}"]), "one")
+    assert (folder / "config.yaml").read_text().startswith(f"# resumed from {theirs}\n")
+    text = (
+        begun(load_config([*task, f"resume={folder / 'ckpt' / 'left_step_12'}"]), "two") / "config.yaml"
+    ).read_text()
+    assert text.startswith(f"# resumed from {theirs}\n# resumed from left_step_12\n")
 
 
 def test_a_config_of_another_version_is_not_taken_for_one_that_cannot_be_read(task: list[str]) -> None:
@@ -81,6 +108,8 @@ def test_a_file_of_the_user_s_that_was_changed_is_a_line(task: list[str], tmp_pa
     assert line.startswith(f"the code of loss.function ({mine}:loss): ")
     assert learner_digest(load_config(task)) != before
     prepare_run_folder(resumed(task), "two")
+    assert changes_in(resumed(task)) == [line], "its learner has not begun"
+    begin_settings(resumed(task), {})
     assert (folder / "config.yaml").read_text().startswith(f"# resumed from the start: {line}\n")
     assert changes_in(resumed(task)) == []
 
