@@ -187,12 +187,14 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[
 
 def _holes(folder: Path, metrics: Lines, samples: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
     steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
-    begins = min(steps, default=1) if (folder / CHECKPOINT_DIR / BRANCH_FILE).exists() else 1  # a fork's rows do later
+    branched = (folder / CHECKPOINT_DIR / BRANCH_FILE).exists()
+    begins = min(steps, default=1) if branched else 1  # a fork's rows do later
     wanted = range(begins, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
     missing = sorted(set(wanted) - set(steps))
     if missing:
         which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps, {missing[0]} to {missing[-1]}"
-        yield f"{folder / METRICS_FILE} has no row of {which}: killed before it was written, or cut"
+        why = ", or its line was left and gone on from again" if branched else ""
+        yield f"{folder / METRICS_FILE} has no row of {which}: killed before it was written, or cut{why}"
     sampled = max((row["step"] for row in samples.rows if isinstance(row.get("step"), int)), default=0)
     if steps and sampled < max(steps) and _samples_wanted(folder):
         yield f"{folder / SAMPLES_FILE} ends at step {sampled} and {METRICS_FILE} at step {max(steps)}: cut?"

@@ -105,6 +105,8 @@ def test_a_fork_has_no_rows_of_the_steps_before_it_and_lacks_none(folder: Path) 
     (folder / "ckpt" / "branch.json").write_text('{"start": "one", "from": "other/ckpt/step_2"}\n')
     (note,) = examine(folder).notes
     assert "the line before it is gone" in note  # each line knows the one before: that tells what was cut here
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:1]))
+    assert "or its line was left and gone on from again" in "".join(examine(folder).notes)
 
 
 @pytest.mark.parametrize("end", [b"", b"learner:\n"])
