@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import LEFT
+from asyncrl.storage.checkpoints import left_names
 from asyncrl.storage.objects import read_object
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,13 @@ def read_best(folder: Path) -> Best | None:
         values = read_object(folder / BEST_FILE)
         values["value"] = float(values["value"])
         best = Best(**values)
+        there = (folder / best.checkpoint).is_dir()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if (folder / best.checkpoint).is_dir():
+    if there:
         return best
-    left = sorted(folder.glob(f"{LEFT}{best.checkpoint}*"))
-    return replace(best, checkpoint=left[-1].name) if left else None
+    left = left_names(folder, best.checkpoint)
+    return replace(best, checkpoint=left[-1]) if left else None
 
 
 class BestCheckpoint:
@@ -74,14 +75,14 @@ class BestCheckpoint:
         """By whom decides what is best, or what goes."""
 
     def begin(self) -> None:
-        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half."""
-        if not self.metric:
-            return
+        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half. Without
+        a metric too: other weights may be saved under the name of the best."""
         found, file = read_best(self._folder), self._folder / BEST_FILE
         if found is None and file.exists():
             log.warning("%s cannot be read, or its checkpoint is gone: the best is looked for anew from here on", file)
             file.unlink()
-        elif found is not None and self._is_mine(found):
+            (self._folder / BEST).unlink(missing_ok=True)
+        elif found is not None and (not self.metric or self._is_mine(found)):
             self._write(found)
         elif found is not None:
             was = f"{found.mode} of {found.metric}"

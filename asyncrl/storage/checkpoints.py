@@ -254,6 +254,13 @@ def begin_branch(
     return left
 
 
+def left_names(folder: Path, name: str) -> list[str]:
+    """Those of the checkpoints that were called `name` before a branch left their line; the one left last comes last."""
+    pattern = re.compile(rf"{LEFT}{re.escape(name)}(?:_(\d+))?", re.ASCII)
+    found = {int(left[1] or 1): left[0] for path in folder.glob(f"{LEFT}*") if (left := pattern.fullmatch(path.name))}
+    return [found[number] for number in sorted(found)]
+
+
 def _before(path: Path, position: tuple[int, int]) -> bool:
     """Whether the line of `position` went through it. Versions are never used twice: one of a line that was begun later
     from fewer steps has a larger one."""
