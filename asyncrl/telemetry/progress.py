@@ -166,7 +166,7 @@ class MetricsTail:
         self._offset += len(whole)
         fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
         self._read.update(map(hash, fresh))
-        return [row for line in fresh if (row := row_of(line)) is not None and "step" in row]
+        return [row for line in fresh if (row := row_of(line)) is not None and isinstance(row.get("step"), int)]
 
 
 class RewardWarnings:

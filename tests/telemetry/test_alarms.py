@@ -197,8 +197,9 @@ def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: p
 
 def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", ALARMS_FILE):
-        (tmp_path / name).write_text('{"step": 1, "ti\n[1]\n\0\n{"step": 1, "name": "low_ess"}\n{"loss/total": 1.0}\n')
-    for resumed in (0, 1):
+        damaged = '{"step": 1, "ti\n[1]\n\0\n{"step": 1, "name": "low_ess"}\n{"step": "a"}\n{"loss/total": 1.0}\n'
+        (tmp_path / name).write_text(damaged)
+    for resumed in (None, 1):
         view = RunView(tmp_path, 9, Console(), resumed)
         view.refresh("training")
         assert not view.alarmed
