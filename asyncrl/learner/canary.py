@@ -44,7 +44,7 @@ class ProvingPublisher:
         chosen = with_dtypes(config, learner=device.type)
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
         # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
-        self._look = not is_routed(model) and "bfloat16" in (*self._dtypes, chosen.engine.dtype)
+        self._look = "bfloat16" in (*self._dtypes, chosen.engine.dtype)
         self._probes = agreed_probes(config, model, device)
         self._way_out = (
             f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "

@@ -25,7 +25,7 @@ from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.probes import Probes, probes_of, probes_of_run
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncrl.weights.base import Publisher
-from asyncrl.weights.canary import Canary, compare
+from asyncrl.weights.canary import ROUTED, Canary, compare
 from tests.learner.feed import tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
@@ -85,6 +85,32 @@ def test_of_24_layers_in_bfloat16_even_the_last_two_exchanged_are_found(
     for layers in ((22, 23), (11, 12), (0, 1)):
         found = compare(canary, scored(exchanged(engine, *layers), canary), allowed.max)
         assert not allowed.admits(found) and found.mean > 1.1 * allowed.mean, (layers, found, allowed)
+
+
+def exchanged_experts(engine: Any, layer: int) -> Any:
+    wrong = copy.deepcopy(engine)
+    with torch.no_grad():
+        for weights in wrong.model.layers[layer].mlp.experts.parameters():
+            weights[[0, 1]] = weights[[1, 0]]
+    return wrong
+
+
+@pytest.mark.parametrize(("dtype", "probes"), [("float32", "prompts"), ("bfloat16", "random")])
+def test_of_24_layers_of_experts_two_layers_or_two_experts_exchanged_are_found(
+    dtype: str, probes: str, backend: FSDP2, tmp_path: Path
+):
+    sizes = DEEP | {"initializer_range": 0.1, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    policy = policy_of(tmp_path, "qwen3_moe", dtype, backend, **sizes)
+    canary = canary_of(policy, probes_from(probes, policy, tmp_path), CPU, dtype, "bfloat16", with_noise=True)
+    allowed = Canary.from_wire(canary.to_wire()).tolerance("bfloat16")
+    engine = tiny_model("qwen3_moe", **sizes).bfloat16().eval()
+    honest = compare(canary, scored(engine, canary), allowed.max)
+    assert allowed.admits(honest) and honest.mean < allowed.mean / 1.5, (honest, allowed)
+    middle = exchanged(engine, 11, 12)
+    for wrong in (exchanged(engine, 0, 1), middle, exchanged_experts(engine, 0)):
+        found = compare(canary, scored(wrong, canary), allowed.max)
+        assert not allowed.admits(found) and found.mean > 1.1 * allowed.mean, (found, allowed)
+        assert ROUTED.admits(found) == (wrong is middle)  # what is allowed of any mixture would let that pass
 
 
 @pytest.mark.parametrize(("version", "said"), [(2, r"Lower learner\.lr \(it is 1e\+30\)"), (0, "is broken")])
