@@ -161,24 +161,27 @@ class ServerEngine(ABC):
         self._loop.close()
 
     async def _start(self) -> None:
-        """waits for: the first server that answers; unblocked by: it, one that cannot be used, or PATIENCE_S."""
+        """waits for: the first server that can be used; unblocked by: it, the last that cannot, or PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            for _, error in await self._look_at_all():
-                raise error
+            refused = await self._look_at_all()
+            if len(refused) == len(self._servers):
+                raise refused[0][1]
+            for server, error in refused:
+                server.why = str(error)
             if any(server.facts for server in self._servers.values()):
                 break
             said = "; ".join(server.why for server in self._servers.values())
             if time.monotonic() > deadline:
                 raise EngineDiedError(
-                    f"no server of engine.urls answered for {PATIENCE_S:g} s: {said}. Is the address right, and the "
-                    f"server up? {self.start_it}"
+                    f"no server of engine.urls could be used for {PATIENCE_S:g} s: {said}. Is the address right, and "
+                    f"the server up? {self.start_it}"
                 )
-            log.warning("no server of engine.urls answers yet: %s", said)
+            log.warning("no server of engine.urls can be used yet: %s", said)
             await asyncio.sleep(LOOK_S)
         for server in self._servers.values():
             if server.facts is None:
-                log.warning("engine.urls: %s; going on without it until it is there", server.why)
+                log.warning("going on without a server until it can be used: %s", server.why)
         self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 

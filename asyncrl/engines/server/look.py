@@ -6,11 +6,13 @@ import asyncio
 import os
 from typing import TypeVar
 
+from asyncrl.checks.machine import model_settings
 from asyncrl.checks.servers import connected_at
 from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.link import Dialect
 from asyncrl.engines.server.sglang_link import SglangLink
 from asyncrl.engines.server.vllm_link import VllmLink
+from asyncrl.engines.vllm.names import SHAPE_KEYS
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -28,11 +30,14 @@ def look_at_servers(config: Config) -> None:
     """Before a run is started. Raises ConfigError: one cannot be used, or none answers."""
     sglang = config.engine.name == "sglang"
     links = links_to(config, SglangLink) if sglang else links_to(config, VllmLink)
+    # As `config.json` has it: what transformers would add of its own takes seconds, and a worker finds it.
+    said = model_settings(config.model.path)
+    shape = {key: said[key] for key in SHAPE_KEYS if said.get(key) is not None}
 
     async def look(link: Dialect) -> str:
         dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
         try:
-            await link.facts(dtype, None)
+            await link.facts(dtype, shape)
         except ServerGoneError as error:
             return str(error)
         finally:

@@ -76,16 +76,17 @@ def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
 
 
 def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
-    """Between our model's config (and our `vllm.receiver.SEAT`) and what the server's processes say of theirs."""
+    """Between our model's config (and our `vllm.receiver.SEAT`) and what the server's processes say of theirs. What
+    `ours` has not is not judged."""
     for answer in answers:
-        theirs = (answer.get("protocol"), answer.get("seat")) if isinstance(answer, Mapping) else None
-        if theirs != (PROTOCOL, ours.get("seat")):
+        protocol = answer.get("protocol") if isinstance(answer, Mapping) else None
+        if protocol != PROTOCOL or answer.get("seat") != ours.get("seat", answer.get("seat")):
             yield "its asyncrl is of another version than this one. Install the same on both, and start it again"
             return
         for key in SHAPE_KEYS:
-            if answer.get(key) != ours.get(key):
+            if key in ours and answer.get(key) != ours[key]:
                 yield (
-                    f"it serves a model with {key}={answer.get(key)}, and model.path has {ours.get(key)}. Start it "
+                    f"it serves a model with {key}={answer.get(key)}, and model.path has {ours[key]}. Start it "
                     "with the model of model.path, or name another server"
                 )
                 return

@@ -5,6 +5,7 @@ Against `contract.py`: what is sent and what is made of answers. Weights and log
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, Qwen3Config
 
 from asyncrl.engines.server import engine as server_engine
 from asyncrl.engines.server.factory import make_server_engine
+from asyncrl.engines.server.look import look_at_servers
 from asyncrl.engines.server.receiver import StagedInServers
 from asyncrl.engines.server.vllm_servers import VllmServers
 from asyncrl.engines.vllm.names import shape_of
@@ -50,11 +52,15 @@ def pair(folder: Path) -> Iterator[tuple[ContractServer, ContractServer]]:
         server.end()
 
 
-def made(folder: Path, *servers: ContractServer) -> VllmServers:
+def settings(folder: Path, *servers: ContractServer) -> Config:
     config = Config()
     config.model.path, config.engine.name, config.engine.dtype = str(folder), "server", "float32"
     config.engine.urls = [server.url for server in servers]
-    engine = make_server_engine(config)
+    return config
+
+
+def made(folder: Path, *servers: ContractServer) -> VllmServers:
+    engine = make_server_engine(settings(folder, *servers))
     assert isinstance(engine, VllmServers)
     return engine
 
@@ -227,8 +233,40 @@ def test_a_newcomer_that_does_not_join_is_left_alone_and_those_that_serve_go_on(
     asyncio.run(engine.close())
 
 
-def test_a_server_with_another_model_is_refused(folder, pair):
-    pair[1].shape = pair[1].shape | {"vocab_size": 64}
+def test_a_worker_that_starts_while_a_server_cannot_be_used_goes_on_with_the_other_until_it_can(folder, pair, caplog):
+    ours, pair[1].shape = pair[1].shape, pair[1].shape | {"vocab_size": 64}
+    engine = made(folder, *pair)
+    load(engine, 0)
+    assert list(engine._there()) == [pair[0].url]
+    pair[0].stop()  # looked for again and again, and told each once
+    wait_until(lambda: engine.stats()["servers"] == 0)
+    pair[0].start()
+    wait_until(lambda: pair[0].url in engine._there())
+    assert sum("vocab_size=64" in said for said in caplog.messages) == 1
+    pair[1].shape = ours
+    wait_until(lambda: len(engine._there()) == 2)
+    load(engine, 1)
+    assert [server.loads for server in pair] == [1, 1] and engine.stats()["servers"] == 2
+    asyncio.run(engine.close())
+
+
+def test_one_that_cannot_be_used_beside_one_that_is_down_is_waited_for(folder, pair):
+    ours, pair[1].shape = pair[1].shape, pair[1].shape | {"vocab_size": 64}
+    pair[0].stop()
+    mended = threading.Timer(0.5, lambda: setattr(pair[1], "shape", ours))
+    mended.start()
+    engine = made(folder, *pair)
+    assert list(engine._there()) == [pair[1].url]
+    asyncio.run(engine.close())
+
+
+def test_servers_that_all_have_another_model_are_refused_and_before_a_run_each_is(folder, pair):
+    config = settings(folder, *pair)
+    look_at_servers(config)
+    pair[1].shape = pair[0].shape | {"vocab_size": 64}
+    with pytest.raises(ConfigError, match=f"{pair[1].url} cannot be used: it serves a model with vocab_size=64"):
+        look_at_servers(config)
+    pair[0].shape = pair[1].shape
     with pytest.raises(ConfigError, match="cannot be used: it serves a model with vocab_size=64"):
         made(folder, *pair)
 
