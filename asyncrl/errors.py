@@ -85,8 +85,17 @@ class WireError(AsyncRLError, ValueError):
     """A message broke the wire format: size, schema version, dtype, shape or field limits."""
 
 
+class OtherSchemaError(WireError):
+    """The message is of a version of asyncrl that writes them otherwise."""
+
+
 class ReplayError(AsyncRLError, RuntimeError):
     """The replay server refused a request; the message carries the server's reason."""
+
+
+class RefusedPeerError(ReplayError):
+    """This process belongs to no run of that server: other settings, keys of another role, another version of asyncrl.
+    A restart cannot help."""
 
 
 class FencedError(ReplayError):

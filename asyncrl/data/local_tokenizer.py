@@ -5,6 +5,7 @@ for what is looked at before anything is started. What is trained on is always t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,6 +20,10 @@ from tokenizers import Tokenizer
 
 from asyncrl.chat.base import Message, ToolSpec, no_template, unrenderable
 
+TOKENIZER = "tokenizer"
+"""Under which name the learner announces `token_ids_of` its own."""
+PROBE = " Ab 1234567, naïve 你好\n\tif x != 3:  return {'k': 0.5}"
+"""A text that tokenizers of one vocabulary cut otherwise where their rules differ."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -30,6 +35,9 @@ class LocalTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -70,6 +78,18 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
     settings = _json(folder / "tokenizer_config.json")
     special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name)}
     return LocalTokenizer(tokenizer, _chat_template(folder, settings), special)
+
+
+def token_ids_of(folder: Path) -> str:
+    """A digest of which token ids texts have, of two tokenizers that agree on them the same. Empty where
+    `load_local_tokenizer` finds none, or one that cannot be read, which those who need it say."""
+    try:
+        found = load_local_tokenizer(folder)
+    except ValueError:
+        return ""
+    if found is None:
+        return ""
+    return hashlib.sha256(json.dumps([sorted(found.vocabulary().items()), found.encode(PROBE)]).encode()).hexdigest()
 
 
 def _json(file: Path) -> dict[str, Any]:

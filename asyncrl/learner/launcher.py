@@ -22,6 +22,7 @@ from asyncrl.errors import (
     EpisodeError,
     NonFiniteError,
     OwnCodeError,
+    RefusedPeerError,
     RewardError,
     RunFolderError,
 )
@@ -35,7 +36,7 @@ AHEAD = "ASYNCRL_AHEAD"
 """Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
 HOPELESS = (
     *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
-    *(NonFiniteError, OwnCodeError, RewardError, RunFolderError),
+    *(NonFiniteError, OwnCodeError, RefusedPeerError, RewardError, RunFolderError),
 )
 """What would end the ranks in the same way after every restart."""
 

@@ -26,6 +26,7 @@ from asyncrl.errors import (
     HopelessRewardError,
     ModelMismatchError,
     OtherVersionError,
+    RefusedPeerError,
 )
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.net.malloc import keep_heap
@@ -46,6 +47,7 @@ REFUSALS = (
     HopelessRewardError,
     ModelMismatchError,
     OtherVersionError,
+    RefusedPeerError,
 )
 """A restart cannot help."""
 SWITCH_S = 0.0005

@@ -35,7 +35,14 @@ from asyncrl.rollout.report import WorkerReport
 from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.rollout.rewards import Rewards, make_rewards
-from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_decode, make_encode, stop_token_ids
+from asyncrl.rollout.tokenizer import (
+    SameTokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    make_decode,
+    make_encode,
+    stop_token_ids,
+)
 from asyncrl.rollout.worker import Evaluate, RolloutWorker
 from asyncrl.schema import Config, EnvironmentConfig, EvalConfig, RewardConfig, RolloutConfig
 from asyncrl.types import SamplingParams
@@ -244,7 +251,7 @@ def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine
     model_less = config.engine.name == "fake"
     return make_subscriber(
         config,
-        replay.rendezvous(),
+        SameTokenizer(replay.rendezvous(), config.model.path),
         name,
         replay.incarnation,
         engine.load_weights,

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from asyncrl.family import ProcessId
+from asyncrl.family import ProcessId, bound
 from asyncrl.standstill import kind_of
 from tests.alive import is_alive
 from tests.integration.conftest import LocalRun
@@ -47,15 +47,29 @@ class Runs:
 
     def __init__(self, task: dict[str, str], root: Path) -> None:
         self._task, self._root = task, root
-        self.runs: dict[str, LocalRun] = {}
-        self._outputs = 0
+        self._started: dict[str, list[LocalRun]] = {}
 
     def begin(self, host: str) -> None:
         (self._root / "with_process.py").write_text(ENVIRONMENT)
-        self.start(host).wait_for_step(3, PATIENCE_S)
+        run = self.start(host)
+        run.wait_for_step(3, PATIENCE_S)
+        until((run.directory / "ckpt" / "latest").is_symlink, run, "there is no checkpoint")
 
     def of(self, host: str) -> LocalRun:
-        return self.runs[host]
+        """The newest one."""
+        return self._started[host][-1]
+
+    def killed(self, host: str) -> LocalRun:
+        """Its `asyncrl local`, and nobody is left of it."""
+        run = self.of(host)
+        run.descendants()
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [process for process in run.seen if is_alive(process)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        return run
 
     def start(self, host: str, **settings: str) -> LocalRun:
         directory = self._root / host
@@ -65,22 +79,21 @@ class Runs:
             "reward.timeout_s": "15", "learner.max_restarts": "20", "learner.max_tokens_per_microbatch": "1024",
             "environment.name": f"{self._root / 'with_process.py'}:WithProcess",
         } | settings  # fmt: skip
-        self._outputs += 1
-        output = self._root / f"{host}-{self._outputs}.log"
+        before = self._started.setdefault(host, [])
+        output = self._root / f"{host}-{len(before)}.log"
         with output.open("w") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={value}" for key, value in values.items())],
+                bound([sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={values[key]}" for key in values)]),
                 stdout=sink, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         run = LocalRun(directory, process, output)
-        if host in self.runs:
-            run.seen = self.runs[host].seen
-        self.runs[host] = run
+        before.append(run)
         return run
 
     def end(self) -> None:
-        for run in self.runs.values():
-            run.stop()
+        for started in self._started.values():
+            for run in started:
+                run.stop()
 
 
 @pytest.fixture(scope="class")
@@ -92,6 +105,13 @@ def runs(
     made.begin(request.cls.HOST)
     yield made
     made.end()
+
+
+@pytest.fixture
+def ended(runs: Runs) -> Iterator[None]:
+    """Nothing is left running by the test, whatever becomes of it."""
+    yield
+    runs.end()
 
 
 def until(condition: Callable[[], object], run: LocalRun, what: str) -> None:
@@ -185,21 +205,12 @@ class Deaths:
         goes_on(run)
 
     def test_nobody_outlives_a_killed_asyncrl_local(self, runs: Runs) -> None:
-        run = runs.of(self.HOST)
-        stopped = find(run, "a rollout worker")
-        stopped.suspend()  # it could not end by itself
-        family = run.descendants()
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.process.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while left := [process for process in family if is_alive(process)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
-        assert_trained_once(ledger(run))
+        find(runs.of(self.HOST), "a rollout worker").suspend()  # it could not end by itself
+        assert_trained_once(ledger(runs.killed(self.HOST)))
 
+    @pytest.mark.usefixtures("ended")
     def test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(self, runs: Runs) -> None:
-        run = runs.of(self.HOST)
-        old = run.rows()[-1]["step"]
+        old = runs.killed(self.HOST).rows()[-1]["step"]
         again = runs.start(self.HOST, resume="auto")
         again.wait_for_step(old + 3, PATIENCE_S)
         # What is trained is printed a moment later.
@@ -240,5 +251,6 @@ class TestRay(Deaths):
     ALSO: ClassVar = {"stopped": [["the rollout pool", *OUTSIDE_RAY]], "killed": OUTSIDE_RAY}
 
     @pytest.mark.long
+    @pytest.mark.usefixtures("ended")
     def test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(self, runs: Runs) -> None:
         super().test_a_run_whose_asyncrl_local_was_killed_resumes_and_ctrl_c_saves_it(runs)

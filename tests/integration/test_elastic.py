@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,3 +82,35 @@ def test_a_second_pool_joins_a_running_job_and_leaves_it_and_nothing_is_lost(
     assert_trained_once(ledger(run))
     # Its assignments went to the other pool. What had waited too long meanwhile was dropped as such, and counted.
     assert {event["reason"] for event in ledger(run) if event["event"] == "dropped"} <= {"stale"}
+
+
+def test_a_pool_of_another_model_or_tokenizer_is_refused_at_once_and_the_run_does_not_notice(
+    start_local: StartLocal, tiny_task: dict[str, str], tmp_path: Path
+) -> None:
+    settings = {
+        **{"rollout.host": "process", "rollout.workers": "1", "learner.steps": str(STEPS)},
+        "replay.address": f"tcp://127.0.0.1:{free_port()}",
+    }
+    run = start_local(settings)
+    run.wait_for_step(3, 300)
+    here = Path(tiny_task["model.path"])
+    named, other = tmp_path / "named", tmp_path / "other" / here.name
+    for folder in (named, other):
+        shutil.copytree(here, folder)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"1":', '"x":').replace('"7":', '"1":').replace('"x":', '"7":'))
+    shared = tiny_task | settings | {"run.dir": str(run.directory)}
+    for folder, said in ((named, "was started with other settings"), (other, "has another tokenizer here")):
+        log = tmp_path / f"{folder.name}.log"
+        pool = start_pool(run, shared | {"model.path": str(folder)}, log)
+        try:
+            assert pool.wait(300) == 1, log.read_text()
+        finally:
+            pool.kill()
+            pool.wait()
+        assert said in log.read_text() and "A restart cannot help" in log.read_text()
+    wait_until(run, lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
+    run.wait_for_step(run.rows()[-1]["step"] + 3, 200)
+    assert len(set(makers(run))) == 1
+    run.stop()
+    assert_trained_once(ledger(run))

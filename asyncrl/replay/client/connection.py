@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.errors import AsyncRLError, NoProgress, ReplayError, WireError
+from asyncrl.errors import AsyncRLError, NoProgress, OtherSchemaError, RefusedPeerError, ReplayError, WireError
 from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.client.handshakes import Handshakes
 from asyncrl.replay.client.requests import Request, Requests, Response
@@ -251,6 +251,9 @@ class Connection:
                 return
             try:
                 replies = words.decode_replies(frames)
+            except OtherSchemaError as error:
+                self._die(RefusedPeerError(f"the server at {self.address}: {error}"))
+                return
             except WireError as error:
                 self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
                 return
@@ -280,8 +283,11 @@ class Connection:
     def _hear(self, verb: str, reply: Envelope) -> None:
         """The reply to a hello or to a heartbeat. One that makes no sense leaves nothing to rely on."""
         if reply.verb != "ok":
+            error = words.error_of(self._server, reply)
+            if verb == "hello" and reply.verb == "refused" and not self._run:  # not: it was let into the run before
+                error = RefusedPeerError(str(error))
             if verb == "hello" or reply.verb in ("fenced", "refused"):
-                self._die(words.error_of(self._server, reply))
+                self._die(error)
             return
         try:
             if verb == "hello":

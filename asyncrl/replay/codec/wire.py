@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.errors import WireError
+from asyncrl.errors import OtherSchemaError, WireError
 from asyncrl.types import ExtraHeader
 
 SCHEMA = 15
@@ -110,7 +110,7 @@ def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_B
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         raise WireError("a header must be [schema, run, verb, request, incarnation, body]")
     if value[0] != SCHEMA:
-        raise WireError(
+        raise OtherSchemaError(
             f"the peer speaks wire schema {value[0]}, this side {SCHEMA}: run one asyncrl version everywhere"
         )
     if len(value) != 6:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import WireError
+from asyncrl.errors import OtherSchemaError, WireError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, Sample, for_the_wire
 from asyncrl.replay.client.client import decode_lease
@@ -308,7 +308,7 @@ def test_another_schema_version_is_refused_by_name() -> None:
     envelope = Envelope(run="r", verb="v", request=1, incarnation="i", body=None)
     frame = wire.encode_envelope(envelope)
     assert wire.decode_envelope(frame) == envelope
-    with pytest.raises(WireError, match="wire schema 1"):
+    with pytest.raises(OtherSchemaError, match="wire schema 1"):
         wire.decode_envelope(wire.pack([1, "r", "v", 1, "i", None]))
     for bad in ([2, "r"], [2, "r", "v", -1, "i", None], [2, 5, "v", 1, "i", None], [2, "r" * 300, "v", 1, "i", None]):
         with pytest.raises(WireError):

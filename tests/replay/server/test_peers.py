@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from asyncrl.errors import FencedError, NoProgress, ReplayError, WireError
+from asyncrl.errors import FencedError, NoProgress, OtherSchemaError, RefusedPeerError, ReplayError, WireError
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.wire import Envelope
@@ -153,9 +153,24 @@ def test_a_worker_of_a_restarted_server_is_told_to_start_anew() -> None:
         asyncio.run(client.close())
 
 
+def test_a_peer_of_another_version_of_asyncrl_is_told_and_need_not_try_again(run, monkeypatch) -> None:
+    real = wire.decode_envelope
+
+    def other(frame, *, max_bytes=wire.MAX_REQUEST_BYTES):
+        if max_bytes == wire.MAX_REPLY_BYTES:
+            raise OtherSchemaError("the peer speaks wire schema 15, this side 14: run one asyncrl version everywhere")
+        return real(frame, max_bytes=max_bytes)
+
+    monkeypatch.setattr(wire, "decode_envelope", other)
+    learner = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
+    with pytest.raises(RefusedPeerError, match=f"{run.config.address}: the peer speaks wire schema 15"):
+        learner.members()
+    learner.close()
+
+
 def test_a_peer_with_other_settings_is_refused_and_not_told_those_of_the_server(run, caplog) -> None:
     stranger = LearnerClient(run.config.address, rank=0, run_digest="other", config=run.config)
-    with pytest.raises(ReplayError, match="digest is other; the server's log") as refused:
+    with pytest.raises(RefusedPeerError, match="digest is other; the server's log") as refused:
         stranger.members()
     assert "'run'" not in str(refused.value)
     assert "digest other, run ''; here they are d, 'run'" in caplog.text
