@@ -305,6 +305,17 @@ def test_a_damaged_checkpoint_is_judged_before_it_is_said_from_which_a_run_goes_
     assert "resumed from" not in capsys.readouterr().out
 
 
+def test_a_run_whose_folder_was_taken_away_says_so_and_not_how_to_go_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config([*REQUIRED, f"run.dir={tmp_path / 'run'}"])
+    away = f"import os; os.rename({str(tmp_path / 'run')!r}, {str(tmp_path / 'elsewhere')!r}); raise SystemExit(1)"
+    monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=away))
+    assert local._run(config, [], ["asyncrl", "local"]) == 1
+    said = capsys.readouterr().out
+    assert f"run.dir={tmp_path / 'run'} was moved away" in said and "Go on with" not in said
+
+
 def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,9 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     """Missing or damaged, and told."""
     checkpoint: Path | None = None
-    """From which a resume goes on."""
+    """From which `resume=auto` goes on."""
+    bare: str = ""
+    """Why it cannot, where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ def examine(folder: Path) -> Findings:
     if journal is not None:
         found.refusals += _lost(folder, journal, metrics, ledger, checkpoint)
         found.notes += _behind(folder, journal, ledger, checkpoint)
+        found.bare = _bare(folder, journal) if begins is None else ""
     elif checkpoint is not None and not found.refusals:
         found.notes.append(
             f"there is no journal in {folder / JOURNAL_DIR}: what was trained before the checkpoint of step "
@@ -87,8 +90,8 @@ def examine(folder: Path) -> Findings:
     return found
 
 
-def refuse_damaged(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Before a resume in `folder`: tell the notes.
+def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """Before a resume in `folder`, by the setting `resume`: tell the notes.
 
     Returns:
         The checkpoint that `resume=auto` goes on from.
@@ -99,6 +102,8 @@ def refuse_damaged(folder: Path, say: Callable[[str], None]) -> Path | None:
     found = examine(folder)
     for note in found.notes:
         say(note)
+    if found.bare and resume == "auto":
+        found.refusals.append(found.bare)
     if found.refusals:
         raise RunFolderError("\n".join(found.refusals))
     return found.checkpoint
@@ -109,7 +114,7 @@ def tell(run: Path) -> int:
     if run.name == JOURNAL_DIR:
         return 0
     found = examine(run)
-    for note in found.notes:
+    for note in filter(None, (*found.notes, found.bare)):
         print(f"note: {note}", file=sys.stderr)
     for refusal in found.refusals:
         print(f"CONTRADICTION: {refusal}", file=sys.stderr)
@@ -169,12 +174,10 @@ def _last_history(ledger: Lines) -> list[dict[str, Any]]:
 
 def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
     """What others do not know, and the journal does."""
-    steps = checkpoint[0] if checkpoint else 0
-    if journal.committed_steps > steps:
+    if checkpoint is not None and journal.committed_steps > checkpoint[0]:
         yield (
             f"the journal knows of a checkpoint of step {journal.committed_steps}, and the newest in "
-            f"{folder / CHECKPOINT_DIR} "
-            + (f"is of step {steps}: a resume goes back to it" if checkpoint else "is gone: a resume begins anew")
+            f"{folder / CHECKPOINT_DIR} is of step {checkpoint[0]}: a resume goes back to it"
         )
     rows = _last_history(ledger)
     last = rows[-1]["n"] if rows else 0
@@ -183,6 +186,17 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[
             f"{folder / LEDGER_FILE} ends at event {last} and the journal begins with event {journal.first_event}: "
             "the lines between are lost"
         )
+
+
+def _bare(folder: Path, journal: JournalEnd) -> str:
+    """The replay has forgotten the steps before its checkpoint; of a fork see `refuse_bare_fork`."""
+    if not journal.committed_steps or (folder / CHECKPOINT_DIR / BRANCH_FILE).exists():
+        return ""
+    return (
+        f"the journal knows of a checkpoint of step {journal.committed_steps}, and there is none in "
+        f"{folder / CHECKPOINT_DIR}: resume=auto has nothing to go on from. Restore it from a copy, or give that: "
+        "resume=PATH; begin anew with overwrite=true"
+    )
 
 
 def _holes(folder: Path, metrics: Lines, samples: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:

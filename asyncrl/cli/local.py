@@ -50,6 +50,7 @@ from asyncrl.telemetry.run_folder import (
     owner_of,
     prepare_run_folder,
     refuse_used_folder,
+    said_of_gone,
 )
 from asyncrl.telemetry.starting import StartWatch
 
@@ -120,7 +121,10 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
         resumed=resumed,
         telemetry=config.telemetry,
     )
-    show_report(config, folder, console, typed, ended)
+    if gone := said_of_gone(run_id, folder):
+        _say(console, gone)
+    else:
+        show_report(config, folder, console, typed, ended)
     return ended.code
 
 
@@ -156,7 +160,7 @@ def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
         return None
     newest, folder = None, Path(config.run.dir).resolve()
     if owner_of(folder) is not None:
-        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, say)
+        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, config.resume, say)
     return newest if newest and config.resume == "auto" else proven(folder, config.resume, say)
 
 

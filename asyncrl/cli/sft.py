@@ -29,7 +29,7 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven, trained_in, trai
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, occupied, prepare_run_folder, refuse_used_folder
+from asyncrl.telemetry.run_folder import changes_in, occupied, prepare_run_folder, refuse_used_folder, said_of_gone
 
 MODULE = "asyncrl.sft"
 SHOWN_TOKENS = 600
@@ -138,7 +138,10 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     if given.resume != "never":
         console.print(f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: begins at step 0")
     ended = supervise([command], folder, plan.course.steps, console, resumed=resumed)
-    tell(given, folder, console, typed, ended)
+    if gone := said_of_gone(run_id, folder):
+        console.print(gone, markup=False)
+    else:
+        tell(given, folder, console, typed, ended)
     return ended.code
 
 

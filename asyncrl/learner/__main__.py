@@ -40,7 +40,7 @@ from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")
@@ -113,7 +113,8 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     dims = ParallelDims.of(config.learner, place.world)
     log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
     log.info("%s", choices(config, place, parts.roles.policy.layout.value))
-    train(config, parts, asked)
+    with still_of(place.run_id, run_dir):
+        train(config, parts, asked)
 
 
 def choices(config: Config, place: Place, layout: str) -> str:

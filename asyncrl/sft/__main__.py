@@ -28,7 +28,7 @@ from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.progress import PrintingLog
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder
+from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 
 log = logging.getLogger("asyncrl.sft")
 
@@ -70,7 +70,8 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     log.info(
         "%d ranks on %s, from step %d of %d", place.world, place.device, parts.start.step, parts.config.learner.steps
     )
-    train_rows(parts, asked)
+    with still_of(place.run_id, run_dir):
+        train_rows(parts, asked)
 
 
 def open_log(given: SftConfig, run_dir: Path, start: Start) -> PrintingLog:

@@ -194,6 +194,32 @@ def owner_of(folder: Path) -> str | None:
     return _run_file(folder).get("run_id")
 
 
+@contextmanager
+def still_of(run_id: str, folder: Path) -> Iterator[None]:
+    """Whatever ends a process of the run `run_id` whose folder was taken away, it ends of that: started again it would
+    make another one in its place, with keys that nobody knows.
+
+    Raises:
+        RunFolderError: in place of any error then.
+    """
+    try:
+        yield
+    except (OSError, AsyncRLError) as error:
+        if gone := said_of_gone(run_id, folder):
+            raise RunFolderError(gone) from error
+        raise
+
+
+def said_of_gone(run_id: str, folder: Path) -> str:
+    """That `folder` is not that of the run `run_id` any more; empty where it is."""
+    if owner_of(folder) == run_id:
+        return ""
+    return (
+        f"run.dir={folder} was moved away, deleted or begun anew while the run went on. Moved back whole, it goes on "
+        "with resume=auto"
+    )
+
+
 def origin_of(folder: Path) -> str:
     """Id of the run in the folder, the same through all its resumes; empty where there is none."""
     found = _run_file(folder)

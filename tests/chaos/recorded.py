@@ -134,7 +134,7 @@ def resume(folder: Path, say: Callable[[str], None]) -> Outcome:
     Raises:
         AsyncRLError: it is refused.
     """
-    refuse_damaged(folder, say)
+    refuse_damaged(folder, "auto", say)
     prepare_run_folder(config_of(folder, "resume=auto"), "second")
     run, roles = opened(folder), roles_of(1)
     checkpoints = Checkpoints(folder / "ckpt", rank=0, keep=2)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.folder_check import examine, tell
+from asyncrl.cli.folder_check import examine, refuse_damaged, tell
+from asyncrl.errors import RunFolderError
 from asyncrl.learner.resume import highest_version
 from asyncrl.replay.audit.report import audit, table
 from asyncrl.replay.journal.recovery import read_journal
@@ -96,6 +97,16 @@ def test_rows_cut_off_and_a_missing_link_are_told(folder: Path) -> None:
     notes = "\n".join(examine(folder).notes)
     assert "metrics.jsonl has no row of 2 steps, 5 to 6" in notes
     assert "latest is missing: going on from step_6" in notes
+
+
+def test_without_its_checkpoints_a_run_goes_on_from_a_copy_that_is_named_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "ckpt")
+    with pytest.raises(RunFolderError, match=r"there is none in .*ckpt: resume=auto has nothing to go on from"):
+        refuse_damaged(folder, "auto", print)
+    assert refuse_damaged(folder, "copy/step_6", print) is None
+    assert tell(folder) == 0 and "nothing to go on from" in capsys.readouterr().err
 
 
 def test_a_fork_has_no_rows_of_the_steps_before_it_and_lacks_none(folder: Path) -> None:

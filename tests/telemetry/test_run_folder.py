@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import DiskFullError, RunFolderError
 from asyncrl.schema import Config
-from asyncrl.telemetry.run_folder import occupied, origin_of, owner_of, prepare_run_folder, redacted
+from asyncrl.telemetry.run_folder import occupied, origin_of, owner_of, prepare_run_folder, redacted, still_of
 
 
 @cache
@@ -131,3 +131,12 @@ def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path
 def test_secrets_are_blotted_out_and_numbers_of_tokens_are_not() -> None:
     shown = redacted({"hub": {"api_key": "abc", "Password": "x"}, "max_new_tokens": 12, "replay": {"keys": ""}})
     assert shown == {"hub": {"api_key": "***", "Password": "***"}, "max_new_tokens": 12, "replay": {"keys": ""}}
+
+
+def test_whatever_ends_a_process_whose_folder_was_taken_away_it_ends_of_that(tmp_path: Path) -> None:
+    folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
+    with pytest.raises(FileNotFoundError), still_of("one", folder):
+        raise FileNotFoundError
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="was moved away, deleted or begun anew"), still_of("one", folder):
+        raise FileNotFoundError
