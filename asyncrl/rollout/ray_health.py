@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import Any
 
 import ray
 
@@ -36,6 +37,8 @@ class RayHealth:
         self._answered_at = time.monotonic()
         self._looked_at = time.monotonic()
         self._dead = ""
+        self._nodes: dict[str, bool] = {}
+        self._news: list[str] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="ray-health", daemon=True)
         self._thread.start()
@@ -56,6 +59,12 @@ class RayHealth:
         if silent_s > SILENCE_S:
             raise self._lost(f"the head of the Ray cluster (gcs_server) has not answered for {silent_s:.0f} s")
 
+    def news(self) -> list[str]:
+        """Of a cluster: nodes that came or went since this was asked last."""
+        with self._lock:
+            news, self._news = self._news, []
+        return news if self._address else []
+
     def close(self) -> None:
         """Before Ray is shut down: a question to one that is not there would start another."""
         self._closed.set()
@@ -71,8 +80,20 @@ class RayHealth:
             with self._lock:
                 self._answered_at = time.monotonic()
                 gone = [node.get("NodeManagerAddress", "?") for node in nodes if not node.get("Alive")]
+                self._news += self._changed(nodes)
                 none_left = bool(nodes) and len(gone) == len(nodes)
                 self._dead = f"every node of the Ray cluster is dead ({', '.join(gone)})" if none_left else ""
+
+    def _changed(self, nodes: list[dict[str, Any]]) -> list[str]:
+        """Those that are there at the first look, or dead since before it, are no news."""
+        before, lines = self._nodes, []
+        self._nodes = {str(node.get("NodeID")): bool(node.get("Alive")) for node in nodes}
+        for node in nodes if before else []:
+            known, alive = before.get(str(node.get("NodeID")), False), bool(node.get("Alive"))
+            if known != alive:
+                change = "has joined" if alive else "is gone, and what ran there is started on others"
+                lines.append(f"node {node.get('NodeManagerAddress', '?')} of the Ray cluster {change}")
+        return lines
 
     def _lost(self, what: str) -> HostLostError:
         if not self._address:

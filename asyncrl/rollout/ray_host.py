@@ -150,6 +150,8 @@ class RayHost:
         except HostLostError:
             self._lost = True
             raise
+        for line in self._health.news():
+            print(line, file=sys.stderr, flush=True)
         if not self._running:
             time.sleep(timeout_s)
             return []

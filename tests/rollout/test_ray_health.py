@@ -59,6 +59,30 @@ def test_a_cluster_with_a_dead_node_goes_on_and_one_without_a_living_one_is_lost
     assert not error.mendable
 
 
+def test_a_node_that_comes_or_goes_is_told_once(watched) -> None:
+    first, second = ALIVE | {"NodeID": "a"}, {"NodeID": "b", "NodeManagerAddress": "10.0.0.2"}
+    nodes, said = [first, {"NodeID": "old", "Alive": False}], []
+    health = watched(lambda: nodes)
+
+    def hears(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(said) < count and time.monotonic() < deadline:
+            said.extend(health.news())
+            time.sleep(0.02)
+
+    time.sleep(0.2)
+    nodes = [*nodes, second | {"Alive": True}]
+    hears(1)
+    nodes = [*nodes[:-1], second | {"Alive": False}]
+    hears(2)
+    time.sleep(0.2)
+    assert [*said, *health.news()] == [
+        "node 10.0.0.2 of the Ray cluster has joined",
+        "node 10.0.0.2 of the Ray cluster is gone, and what ran there is started on others",
+    ]
+    health.check()
+
+
 def test_a_head_that_does_not_answer_is_lost_and_the_cluster_is_named(watched, monkeypatch) -> None:
     monkeypatch.setattr(ray_health, "SILENCE_S", 0.5)
     ended = threading.Event()
