@@ -14,7 +14,7 @@
 # None of these ports asks who is there: keep them behind a firewall or in a tunnel (SECURITY.md).
 #
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
-# machine 0, and who reaches its port runs code as you.
+# machine 0, and who reaches its port runs code as you. A machine that leaves is one of MAX_RESTARTS (1000; else 3).
 set -euo pipefail
 module="${MODULE:-asyncrl.learner}"
 for argument in "$@"; do
@@ -23,6 +23,8 @@ for argument in "$@"; do
 done
 nnodes="${NNODES:-1}"
 backend="${RDZV_BACKEND:-bound}"
+restarts=3
+[ "$backend" != c10d ] || restarts=1000 # torchrun counts every machine that left, over the whole run
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     echo "NNODES=$nnodes needs RDZV_ENDPOINT=HOST:PORT, where HOST is an address of one of the learner machines" >&2
     exit 2
@@ -40,7 +42,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "${PYTHON:-python3}" -m asyncrl.learner.torchrun \
     --nnodes="$nnodes" \
     --nproc-per-node="${NPROC_PER_NODE:-1}" \
-    --max-restarts="${MAX_RESTARTS:-3}" \
+    --max-restarts="${MAX_RESTARTS:-$restarts}" \
     --rdzv-id="${RUN_ID:-run-$(date +%s)-$$}" \
     --rdzv-backend="$backend" \
     --rdzv-endpoint="${RDZV_ENDPOINT:-127.0.0.1:0}" \

@@ -170,3 +170,10 @@ def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: 
         assert not list((run / "exports" / "step_1").iterdir())
     assert other.wait(120) == 0
     verify_export(run / "exports" / "step_1" / "hf")
+
+
+def test_a_run_is_not_said_to_wait_for_the_disk_of_an_export_elsewhere(run: Path, monkeypatch: pytest.MonkeyPatch):
+    boards = []
+    monkeypatch.setattr(export, "export_hf", lambda *given, **_: boards.append(given[4].board))
+    assert main(["export", str(run)]) == main(["export", str(run), "--to", str(run.with_name("away"))]) == 0
+    assert boards == [run / "logs" / "waiting", None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,9 +59,12 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
     model, path, steps = read(config, run, step, "average" if average else "model")
     target = target or exported(path).with_name("average" if average else MERGED)
     target.parent.mkdir(parents=True, exist_ok=True)
+    patience = disk_patience(config)
+    if not target.is_relative_to(run.resolve()):
+        patience = replace(patience, board=None)  # the run has another disk, and does not wait
     with alone_in(target.parent):
         refuse_lossy(target, config.model)
-        export_hf(model, config.model, target, 0, disk_patience(config), trained=steps)
+        export_hf(model, config.model, target, 0, patience, trained=steps)
     print(f"{path} is in {target}: the {'averaged ' if average else ''}policy after {steps} steps")
     return 0
 
@@ -178,7 +182,9 @@ def fill(model: PolicyModel, path: Path, part: str) -> None:
         weights = without_frozen(model, weights)
     loaded = {part: weights}
     check_fits(path, saved, loaded)
-    state_dict_loader.load(loaded, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is one process
+        state_dict_loader.load(loaded, checkpoint_id=path, no_dist=True)
     set_model_state_dict(model, weights, options=PARTS)
 
 
