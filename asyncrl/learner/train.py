@@ -238,7 +238,7 @@ class _Loop:
     def end(self) -> None:
         """Of a run that was not asked to stop: exports, and every checkpoint whole."""
         config, parts, rank, roles = self.config, self.parts, self.parts.rank, self.parts.roles
-        patience, steps = disk_patience(config), config.learner.steps
+        patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
         export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience, trained=steps)
         if roles.critic is not None:
             export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)

@@ -262,7 +262,8 @@ def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins:
     named = config.resume not in ("auto", "never")
     if not changes and not named:
         return []
-    start = begins or (proven(folder, config.resume, lambda _: None) if changes else Path(config.resume).resolve())
+    start = begins or (proven(folder, config.resume, lambda _: None) if changes else Path(config.resume))
+    start = start and start.resolve()
     here = start is None or start.parent == folder / CHECKPOINT_DIR
     begun = f"{RESUMED}from {(start.name if here else start) if start else 'the start'}"
     return [f"{begun}: {change}" for change in changes] or [begun]

@@ -18,6 +18,7 @@ from asyncrl.learner.stop import Asked, never
 from asyncrl.learner.train import Training
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.storage.checkpoints import trained_in
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublishStats
 from tests.learner.alone import train_alone
@@ -201,6 +202,14 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Pat
     assert again.named("trained") == [(4, 7), (5, 8)]
     assert [row["step"] for row in rows.rows] == [5, 6]
     assert largest_difference(undisturbed.newest, resumed.newest) == 0.0
+
+
+def test_a_resume_to_fewer_steps_than_are_trained_exports_them_all(tmp_path: Path):
+    run(make_config(tmp_path), FedReplay())
+    again = FedReplay()
+    again.next_version = 7
+    _, rows = run(make_config(tmp_path, steps=2), again, resume=True)
+    assert not rows.rows and trained_in(tmp_path / "run" / "hf") == 6
 
 
 def test_micro_batch_size_does_not_change_what_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

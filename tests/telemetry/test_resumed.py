@@ -67,13 +67,14 @@ def test_a_resume_whose_learner_did_not_begin_leaves_the_settings_as_they_were(t
     ]
 
 
-def test_a_fork_says_from_which_checkpoint_it_was_begun(task: list[str], tmp_path: Path) -> None:
+def test_a_fork_says_from_which_checkpoint_it_was_begun(
+    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "other" / "ckpt" / "step_8"
     folder = prepare_run_folder(load_config([*task, f"resume={theirs}"]), "one")
     assert (folder / "config.yaml").read_text().startswith(f"# resumed from {theirs}\n")
-    text = (
-        begun(load_config([*task, f"resume={folder / 'ckpt' / 'left_step_12'}"]), "two") / "config.yaml"
-    ).read_text()
+    text = (begun(load_config([*task, "resume=run/ckpt/left_step_12"]), "two") / "config.yaml").read_text()
     assert text.startswith(f"# resumed from {theirs}\n# resumed from left_step_12\n")
 
 
