@@ -89,9 +89,10 @@ class Cluster:
         return self._folder / f"{name}.log"
 
     def begun(self) -> list[tuple[int, int]]:
-        """(ranks, first step) of each time that the first machine's rank began to train."""
-        said = self.log("first").read_text(errors="replace")
-        return [(int(ranks), int(step)) for ranks, step in re.findall(r"(\d+) ranks on .* from step (\d+)", said)]
+        """(ranks, first step) of each time that ranks began to train. Rank 0 says so, on whichever machine it is."""
+        said = "\n".join(path.read_text(errors="replace") for path in self._folder.glob("*.log"))
+        found = sorted(re.findall(r"^(\S+ \S+) .* (\d+) ranks on .* from step (\d+)", said, re.MULTILINE))
+        return [(int(ranks), int(step)) for _, ranks, step in found]
 
     def steps(self) -> list[dict[str, Any]]:
         return rows_so_far(self.run_dir)
