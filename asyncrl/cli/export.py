@@ -78,7 +78,7 @@ def settings_of(run: Path) -> Config:
     if not is_supervised(run):
         return read_config(file)
     # Without the second it would be said in which folder the run is repeated, and none is.
-    return learner_config(load_sft(with_files([str(file), "overwrite=true"], SftConfig)))
+    return learner_config(load_sft(with_files([str(file), "overwrite=true", "resume=never"], SftConfig)))
 
 
 def refuse_lossy(target: Path, model: ModelConfig) -> None:

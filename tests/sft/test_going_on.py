@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_reinforcement_learning_does_not_go_on_from_a_checkpoint_of_it(tmp_path:
 
 def test_an_export_repeats_no_run_and_says_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = settings(tmp_path, *OWN)
-    prepare_run_folder(given, "one")
+    prepare_run_folder(replace(given, resume="auto"), "one")
     train_alone(given)
     (tmp_path / "run" / "run.json").unlink()  # what kind of run it is stands in its settings too
     assert main(["export", str(tmp_path / "run")]) == 0
