@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -115,6 +116,9 @@ def alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"note: another export writes into {folder}: waiting for its end", file=sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
         yield
     finally:
         os.close(handle)
