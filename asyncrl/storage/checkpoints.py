@@ -210,15 +210,33 @@ def branch_begun(folder: Path, resume: str, start: str) -> bool:
         return False
 
 
+def _branch_from(folder: Path) -> str:
+    """What `resume` named when the newest branch of `folder` began; empty where none did."""
+    try:
+        return str(read_object(folder / BRANCH_FILE)["from"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def is_of_another_run(checkpoint: Path, folder: Path, run: str) -> bool:
+    """Whether it neither lies in `folder`, nor was saved by `run`, whose folder that is, nor did that begin there."""
+    checkpoint, begun = checkpoint.resolve(), _branch_from(folder)
+    if checkpoint.parent == folder.resolve() or (begun and Path(begun).resolve() == checkpoint):
+        return False
+    try:
+        return read_object(checkpoint / STATE_FILE).get("run", run) not in ("", run)
+    except (OSError, ValueError):  # whoever reads it says so
+        return False
+
+
 def refuse_bare_fork(folder: Path) -> None:
     """Where `resume=auto` finds no checkpoint in `folder`.
 
     Raises:
         RunFolderError: a branch has begun here and saved none: it would begin with the model itself, unasked.
     """
-    try:
-        begins = read_object(folder / BRANCH_FILE)["from"]
-    except (OSError, ValueError, KeyError):
+    begins = _branch_from(folder)
+    if not begins:
         return
     raise RunFolderError(
         f"{folder.parent} was begun from {begins} and ended before it saved a checkpoint of its own: resume=auto would "

@@ -18,9 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile, open_kept
 from asyncrl.telemetry.evaluations import is_evaluation
-from asyncrl.telemetry.run_folder import redacted
+from asyncrl.telemetry.run_folder import METRICS_FILE, redacted
 
-METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"

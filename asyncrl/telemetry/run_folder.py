@@ -27,6 +27,7 @@ from asyncrl.checks.own_code import code_hashes
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, is_of_another_run
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
 from asyncrl.storage.objects import read_object
 from asyncrl.storage.occupancy import alone_in, holders
@@ -47,6 +48,7 @@ from asyncrl.telemetry.resumed import (
 log = logging.getLogger(__name__)
 
 BLOTTED = "***"
+METRICS_FILE = "metrics.jsonl"
 STOP_FILE = "stop"
 """In `logs`: asks the learner to save a checkpoint and end."""
 SEAL = "# The lines above have the xxh3 "
@@ -187,6 +189,19 @@ def refuse_used_folder(config: RunSettings) -> None:
             f"run.dir={config.run.dir} was used by an earlier run. Continue it with resume=auto, delete it with "
             "overwrite=true, or give another run.name"
         )
+    named = Path(config.resume) if config.resume not in ("never", "auto") else None
+    if named and _has_rows(folder) and is_of_another_run(named, folder / CHECKPOINT_DIR, origin_of(folder)):
+        raise RunFolderError(
+            f"run.dir={config.run.dir} has steps of its own, and resume={config.resume} is a checkpoint of another "
+            "run: the rows and groups of both would pass for those of one. Give another run.dir to go on from it"
+        )
+
+
+def _has_rows(folder: Path) -> bool:
+    try:
+        return (folder / METRICS_FILE).stat().st_size > 0
+    except OSError:
+        return False
 
 
 def owner_of(folder: Path) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import DiskFullError, RunFolderError
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import begin_branch
 from asyncrl.telemetry.run_folder import occupied, origin_of, owner_of, prepare_run_folder, redacted, still_of
 
 
@@ -60,6 +62,27 @@ def test_a_resume_is_another_start_of_the_same_run_and_overwrite_begins_another_
     assert (owner_of(folder), origin_of(folder)) == ("three", "three")
     (folder / "run.json").write_text('{"run_id": "old"}')  # as earlier versions wrote it
     assert origin_of(folder) == "old"
+
+
+def checkpoint_of(run: str, path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"run": run}))
+    return path
+
+
+def test_no_run_goes_on_from_another_one_s_checkpoint_beside_steps_of_its_own(tmp_path: Path) -> None:
+    theirs = checkpoint_of("theirs", tmp_path / "b" / "ckpt" / "step_8")
+    folder = prepare_run_folder(config_for(tmp_path / "a", f"resume={theirs}"), "one")
+    fork = config_for(folder, f"resume={theirs}")
+    prepare_run_folder(fork, "two")  # the first start trained nothing
+    (folder / "metrics.jsonl").write_text('{"step": 9}\n')
+    with pytest.raises(RunFolderError, match=r"has steps of its own.*step_8 is a checkpoint of another"):
+        prepare_run_folder(fork, "three")
+    assert owner_of(folder) == "two"
+    begin_branch(folder / "ckpt", theirs, str(theirs), "two")
+    prepare_run_folder(fork, "four")  # it is where this run began
+    for own in (checkpoint_of("one", tmp_path / "copy" / "step_12"), folder / "ckpt" / "step_12"):
+        prepare_run_folder(config_for(folder, f"resume={own}"), f"from {own}")
 
 
 def test_overwrite_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
