@@ -186,6 +186,13 @@ def test_a_reward_that_can_never_work_is_refused(
     assert all(part in said for part in says)
 
 
+def test_an_alarm_that_there_is_not_is_refused_with_those_there_are(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*task, "telemetry.ignore_alarms=[disk_ful]"], capsys)
+    assert "telemetry.ignore_alarms=['disk_ful']: there is no such alarm" in said and "clock" in said
+
+
 def test_a_column_that_the_reward_misses_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("d.jsonl"), {"prompt": "a"}, {"prompt": "b"})
     assert "d.jsonl:1: r.py:score: KeyError: 'answer'" in refused(task, capsys)

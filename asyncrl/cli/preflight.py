@@ -32,6 +32,7 @@ from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
 from asyncrl.schema import Config, EnvironmentConfig
+from asyncrl.telemetry.alarms import Alarms
 
 TRIED_ROWS = 3
 """First rows of each source that the reward is called on."""
@@ -55,6 +56,7 @@ def look_ahead(config: Config) -> Preflight:
     Raises:
         ConfigError, DataError: the run could not work; the message names the row, the server or the model.
     """
+    Alarms(config.telemetry.ignore_alarms)  # an alarm that there is not is refused
     if config.engine.name in SERVERS:
         load("asyncrl.engines.server.look").look_at_servers(config)
     refuse_unbatched(config)
