@@ -26,8 +26,8 @@ from asyncrl.weights.canary import MAX_PROBES, random_probes
 log = logging.getLogger(__name__)
 
 PROBES, PROBE_TOKENS = 16, 24
-"""Sequences and their length: the mean over so many tokens is within a tenth of what it is over more. Where prompts are
-short there are more sequences, of about as many tokens."""
+"""Sequences and their length: the mean over so many tokens is within a tenth of what it is over more. Where the model
+has fewer positions there are more sequences, of about as many tokens."""
 ROWS = 256
 """That are looked at, at most: all prompts of a file may begin alike."""
 IN_FILES = {"jsonl", "parquet", "saved"}
@@ -91,19 +91,23 @@ def _tokenizer(model_path: str) -> PromptRenderer:
 
 
 def _pieces(rows: Dataset, tokenizer: PromptRenderer, longest: int, seed: int) -> Probes:
-    """From anywhere in a prompt: many begin alike, and all chats end so. Raises DataError: there is none."""
+    """From anywhere in a prompt: many begin alike, and all chats end so. Short prompts are joined, for an engine scores
+    each probe by a forward of its own. Raises DataError: there is none."""
     drawn, found = random.Random(seed), dict[bytes, NDArray[np.int32]]()
+    piece = np.empty(0, np.int32)
     try:
         for row in drawn.sample(range(len(rows)), min(len(rows), ROWS)):
             ids = render(tokenizer, rows[row]["prompt"], rows.where(row))[1]
             start = drawn.randint(0, max(len(ids) - longest, 0))
-            piece = ids[start : start + longest]
-            if len(piece) > 1:
-                found[piece.tobytes()] = piece
+            piece = np.concatenate([piece, ids[start : start + longest]])[:longest]
+            if len(piece) == longest:
+                found[piece.tobytes()], piece = piece, piece[:0]
             if sum(map(len, found.values())) >= PROBES * PROBE_TOKENS or len(found) == MAX_PROBES - PROBES:
                 break
     finally:
         rows.close()
+    if len(piece) > 1 and len(found) < PROBES:
+        found[piece.tobytes()] = piece
     if not found:
         raise DataError("no prompt has two tokens")
     return tuple(found.values())
