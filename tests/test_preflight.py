@@ -58,10 +58,11 @@ def test_a_model_that_the_built_in_engine_cannot_batch_is_refused_at_the_start(
 ) -> None:
     settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 1024}
     Path("model/config.json").write_text(json.dumps(settings | {"sliding_window": 64}))
-    assert main(["rollout", *task, "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert "model.path=model: the built-in engine (engine=transformers)" in said and "sliding window" in said
-    assert main(["local", *task, "--dry-run", "engine=fake"]) == 0
+    for command in ("local", "rollout"):
+        assert main([command, *task, "--dry-run"]) == 2
+        said = capsys.readouterr().err
+        assert "model.path=model: the built-in engine (engine=transformers)" in said and "sliding window" in said
+        assert main([command, *task, "--dry-run", "engine=fake"]) == 0
     Path("model/config.json").write_text(json.dumps(settings | {"sliding_window": None}))
     assert main(["local", *task, "--dry-run"]) == 0
 
@@ -328,11 +329,12 @@ def test_a_pool_that_is_started_alone_refuses_a_bad_row_before_it_begins(
     assert "d.jsonl:51" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", [["--dry-run"], []])
 def test_a_loss_of_the_user_s_that_cannot_work_is_refused_before_torchrun_starts(
-    task: list[str], capsys: pytest.CaptureFixture[str]
+    task: list[str], how: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.py").write_text("def total(inputs): return (inputs.advantages * inputs.learner_logprobs).sum()\n")
-    assert main(["local", *task, "loss=own", "loss.function=mine.py:total"]) == 2
+    assert main(["local", *task, "loss=own", "loss.function=mine.py:total", *how]) == 2
     assert "loss.function=mine.py:total must return the loss of each token" in capsys.readouterr().err
-    assert main(["local", *task, "learner.hook=gone.py:Hook", "--dry-run"]) == 2
+    assert main(["local", *task, "learner.hook=gone.py:Hook", *how]) == 2
     assert "learner.hook=gone.py:Hook: there is no file gone.py" in capsys.readouterr().err
