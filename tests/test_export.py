@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.cli import export
-from asyncrl.cli.export import alone_in
 from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import build_roles
+from asyncrl.storage.occupancy import in_turn
 from asyncrl.storage.sealed import verify, verify_export
 from asyncrl.telemetry.run_folder import prepare_run_folder
 from tests.learner.feed import tiny_checkpoint
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_a_newer_
 
 def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: pytest.CaptureFixture[str]):
     (run / "exports" / "step_1").mkdir(parents=True)
-    with alone_in(run / "exports" / "step_1"):
+    with in_turn(run / "exports" / "step_1", list):
         other = subprocess.Popen([sys.executable, "-m", "asyncrl.cli.export", str(run), "1"])
         until = time.monotonic() + 120
         while "another export writes into" not in (said := capfd.readouterr().err):

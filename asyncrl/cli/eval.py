@@ -33,13 +33,13 @@ from asyncrl.evaluator.folder import EvalFolder, opened
 from asyncrl.evaluator.identity import digest, identity
 from asyncrl.evaluator.results import reasons, results, table_of, text_of
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import EXPORT_DIR
 from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 
 SEES_A_GPU = "import torch; print(torch.cuda.is_available())"
 TORCH_S = 300.0
 """For a process to load torch from a slow disk."""
-EXPORT_DIR = "hf"
 RUNS = "runs"
 CHOOSES_A_FOLDER = ("run.name=", "run.dir=")
 CHOOSES_ROWS = "data.path="

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,7 @@ from asyncrl.cli.settings_file import with_files
 from asyncrl.config import disk_patience, read_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, RunFolderError
 from asyncrl.learner.checkpoint import PARTS
-from asyncrl.learner.export import MERGED, adapter_of, export_hf
+from asyncrl.learner.export import adapter_of, export_hf
 from asyncrl.learner.fitting import check_fits, shapes_in
 from asyncrl.learner.lora import ADAPTER_FILE, check_base, without_frozen
 from asyncrl.learner.model import PolicyModel, build_model
@@ -33,7 +28,16 @@ from asyncrl.schema import Config, ModelConfig
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORTED_FILE, exported, finished, newest_proven, trained_steps
+from asyncrl.storage.checkpoints import (
+    CHECKPOINT_DIR,
+    EXPORT_DIR,
+    EXPORTED_FILE,
+    exported,
+    finished,
+    newest_proven,
+    trained_steps,
+)
+from asyncrl.storage.occupancy import in_turn
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 from asyncrl.telemetry.run_folder import config_note, origin_of
 
@@ -58,12 +62,13 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
         target = target.resolve()
         refuse_lossy(target, config.model)
     model, path, steps = read(config, run, step, "average" if average else "model")
-    target = target or exported(path).with_name("average" if average else MERGED)
+    target = target or exported(path, "average" if average else EXPORT_DIR)
     target.parent.mkdir(parents=True, exist_ok=True)
     patience = disk_patience(config)
     if not target.is_relative_to(run.resolve()):
         patience = replace(patience, board=None)  # the run has another disk, and does not wait
-    with alone_in(target.parent):
+    said = f"note: another export writes into {target.parent}: waiting for its end"
+    with in_turn(target.parent, lambda: print(said, file=sys.stderr)):  # each writes aside first, under the same name
         refuse_lossy(target, config.model)
         export_hf(model, config.model, target, 0, patience, trained=steps)
     print(f"{path} is in {target}: the {'averaged ' if average else ''}policy after {steps} steps")
@@ -103,27 +108,6 @@ def refuse_lossy(target: Path, model: ModelConfig) -> None:
             )
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Exports into one folder come one after the other: each writes aside first, under the same name.
-
-    Waits for: the other export. Unblocked by: its end, however it ends.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"note: another export writes into {folder}: waiting for its end", file=sys.stderr)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-        yield
-    finally:
-        os.close(handle)
-
-
 def chosen_checkpoint(run: Path, step: int | None) -> Path:
     """Proven, and of this run. Raises CheckpointError."""
     folder = run / CHECKPOINT_DIR
@@ -157,13 +141,12 @@ def read(config: Config, run: Path, step: int | None, part: str) -> tuple[Policy
             fill(model, path, part)
             return model, path, trained_steps(path)
         except (OSError, CheckpointError, CheckpointException) as error:
-            if not path.is_dir() and step is None:
-                continue
-            if not path.is_dir():
+            if path.is_dir():
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if step is not None:
                 raise CheckpointError(not_there(path)) from error
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
     raise CheckpointError(
         f"{run} saved newer checkpoints and deleted the one that was read, {TRIES} times. Keep more of them with "
         "learner.keep_checkpoints or learner.keep_every, or export when the run has ended"

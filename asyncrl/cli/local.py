@@ -35,7 +35,7 @@ from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, proven, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, chosen, proven, trained_in, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.evaluations import Row
@@ -55,7 +55,6 @@ from asyncrl.telemetry.run_folder import (
 from asyncrl.telemetry.starting import StartWatch
 
 TURN_S = 0.2
-EXPORT_DIR = "hf"
 EXIT_REFUSED = 2
 """Of a replay server that a restart cannot help: a refused setting, a damaged journal."""
 FINISH_S = 30.0

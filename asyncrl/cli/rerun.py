@@ -43,6 +43,7 @@ from asyncrl.learner.train import train
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.rerun import History, RetainedReplay, read_surviving
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import EXPORT_DIR
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.metrics import MetricsLog
 from asyncrl.telemetry.report import read_metrics
@@ -294,14 +295,14 @@ def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
     print(comparison(original, again, same_loss=same_loss))
     plot_comparison(original, again, folder / "curves.png", folder.name)
     print(f"written to {folder}: metrics.jsonl, curves.png, hf/")
-    files = [file.name for file in sorted((run / "hf").glob("*.safetensors"))]
+    files = [file.name for file in sorted((run / EXPORT_DIR).glob("*.safetensors"))]
     if not files:
         print("the run has no hf/*.safetensors to compare with")
-    elif filecmp.cmpfiles(run / "hf", folder / "hf", files, shallow=False)[0] == files:
+    elif filecmp.cmpfiles(run / EXPORT_DIR, folder / EXPORT_DIR, files, shallow=False)[0] == files:
         print("final weights: those of the run, bit for bit")
     else:
         why = f"with other {', '.join(changed)}" if changed else UNCHANGED
-        apart = 100 * weights_apart(run / "hf", folder / "hf")
+        apart = 100 * weights_apart(run / EXPORT_DIR, folder / EXPORT_DIR)
         print(f"final weights: others than the run's, {apart:.2g}% apart, {why}")
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from asyncrl.cli.commands import learner_command, with_absolute_run_dir
 from asyncrl.cli.data_check import histogram
-from asyncrl.cli.local import EXPORT_DIR, Ended, best_line, how_to_go_on, supervise
+from asyncrl.cli.local import Ended, best_line, how_to_go_on, supervise
 from asyncrl.cli.settings_file import with_files
 from asyncrl.plain_text import plain
 from asyncrl.sft.batches import Course, draws_before
@@ -25,7 +25,7 @@ from asyncrl.sft.examples import Encoder, open_encoder
 from asyncrl.sft.look import Looked, lines, look, runs
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven, trained_in, trained_steps
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, proven, trained_in, trained_steps
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
 from asyncrl.telemetry.resumed import kept_dtypes

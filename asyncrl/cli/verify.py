@@ -24,7 +24,7 @@ from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.probes import probes_of_run
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, newest_whole
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, newest_whole
 from asyncrl.telemetry.resumed import is_supervised
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare
 from asyncrl.weights.publishing.gather import unique_tensors
@@ -98,7 +98,7 @@ def installed_engines() -> Iterator[str]:
 def load_policy(path: str, overrides: Sequence[str]) -> tuple[Config, PolicyModel]:
     """Of a run: what it exported, or else its newest checkpoint. Of anything else: the Hugging Face model there."""
     if is_supervised(Path(path)):  # its settings are others; what it exported is a model as any
-        path = str(Path(path) / "hf")
+        path = str(Path(path) / EXPORT_DIR)
     run, settings = Path(path), Path(path) / "config.yaml"
     if not settings.is_file():
         config = load_config([f"model.path={path}", *UNUSED, *overrides])
@@ -106,8 +106,8 @@ def load_policy(path: str, overrides: Sequence[str]) -> tuple[Config, PolicyMode
     if overrides:
         raise ConfigError(f"{path} is a run: its settings are in {settings}. Leave out {' '.join(overrides)}")
     config = _in_float32(read_config(settings))
-    if (run / "hf").is_dir():
-        config.model = replace(config.model, path=str(run / "hf"), lora_rank=0)
+    if (run / EXPORT_DIR).is_dir():
+        config.model = replace(config.model, path=str(run / EXPORT_DIR), lora_rank=0)
         return config, build_model(config, CPU, None)
     checkpoints = Checkpoints(run / "ckpt", rank=0, keep=1)
     newest, _, _ = newest_whole(run / CHECKPOINT_DIR)

@@ -92,9 +92,10 @@ class Errands:
         kept here. What lies there whole is left as it is."""
         errands = self._copies(checkpoint)
         if self._export_every:
-            steps = [int(path.name.removeprefix("step_")) for path in finished(checkpoint.parent)]
-            there = [(checkpoint.with_name(f"step_{each}"), each) for each in steps if not each % self._export_every]
-            errands += [_export(path, each) for path, each in there if not exported(path).is_dir()]
+            for path in finished(checkpoint.parent):
+                steps = int(path.name.removeprefix("step_"))
+                if not steps % self._export_every and not exported(path).is_dir():
+                    errands.append(_export(path, steps))
         self.send(errands)
 
     def _copies(self, checkpoint: Path) -> list[Errand]:

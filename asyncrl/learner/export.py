@@ -21,12 +21,10 @@ from asyncrl.learner.lora import merged, save_adapter
 from asyncrl.learner.model import WRAPPER_PREFIX, PolicyModel
 from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import ModelConfig
-from asyncrl.storage.checkpoints import EXPORTED_FILE
+from asyncrl.storage.checkpoints import EXPORT_DIR, EXPORTED_FILE
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.sealed import replacing
 
-MERGED = "hf"
-"""Name of an exported model in the folder of its run."""
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the source folder that belong to the tokenizer; copied as they are."""
 
@@ -63,7 +61,7 @@ def export_hf(
 
 def adapter_of(target: Path) -> Path:
     """Where adapters lie beside the model `target` that they are merged into."""
-    return target.with_name("adapter" if target.name == MERGED else f"{target.name}-adapter")
+    return target.with_name("adapter" if target.name == EXPORT_DIR else f"{target.name}-adapter")
 
 
 def saved_dtype(model: PackedModel, config: ModelConfig) -> torch.dtype:

@@ -14,6 +14,7 @@ from asyncrl.errors import CheckpointMismatchError
 from asyncrl.learner.eight_bits import SCALE, in_fewer_bits
 from asyncrl.learner.one_by_one import MOMENTS
 from asyncrl.learner.roles import Roles
+from asyncrl.storage.checkpoints import EXPORT_DIR
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of tensors, by their names in a checkpoint: `model.hf.lm_head.weight`, `optimizer.state.hf.lm_head.weight.step`."""
@@ -84,5 +85,5 @@ def _in_fewer_bits(saved: Shapes) -> bool:
 def _exported(path: Path, *, critic: bool) -> str:
     """Settings that begin with the weights of the run of checkpoint `path`; nothing before its last step wrote them."""
     run_dir = path.parent.parent
-    folders = {"model.path": run_dir / "hf"} | ({"critic.path": run_dir / "critic"} if critic else {})
+    folders = {"model.path": run_dir / EXPORT_DIR} | ({"critic.path": run_dir / "critic"} if critic else {})
     return " ".join(f"{key}={folder}" for key, folder in folders.items() if folder.is_dir())

@@ -120,4 +120,4 @@ def kept_rows(run_dir: Path, start: Start) -> int:
     trained its last steps again and was left since (`begin_branch`)."""
     rows = (row for row in read_lines(run_dir / METRICS_FILE).rows if not is_evaluation(row))
     of_others = [row["step"] - 1 for row in rows if row.get("policy_version", NO_VERSION) > start.parent]
-    return min(start.step, *of_others, start.step)
+    return min([start.step, *of_others])

@@ -40,6 +40,7 @@ from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
 from asyncrl.spans import span
 from asyncrl.storage.best import BestCheckpoint
+from asyncrl.storage.checkpoints import EXPORT_DIR
 from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
@@ -239,7 +240,7 @@ class _Loop:
         """Of a run that was not asked to stop: exports, and every checkpoint whole."""
         config, parts, rank, roles = self.config, self.parts, self.parts.rank, self.parts.roles
         patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
-        export_hf(roles.policy, config.model, parts.run_dir / "hf", rank, patience, trained=steps)
+        export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
         if roles.critic is not None:
             export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
         parts.checkpoints.finish()

@@ -27,6 +27,7 @@ from asyncrl.sft.examples import Example
 from asyncrl.sft.settings import SftEvalConfig
 from asyncrl.sft.step import TRAINED_TOKENS, agree_on_rows, evaluate, sft_step
 from asyncrl.storage.best import BestCheckpoint
+from asyncrl.storage.checkpoints import EXPORT_DIR
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,9 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
             and parts.best.told(trained, row[parts.best.metric], (trained, trained))
         ):
             log.info("the best checkpoint is that of step %d now", trained)
-    export_hf(parts.roles.policy, config.model, parts.run_dir / "hf", parts.rank, disk_patience(config), trained=steps)
+    export_hf(
+        parts.roles.policy, config.model, parts.run_dir / EXPORT_DIR, parts.rank, disk_patience(config), trained=steps
+    )
     parts.checkpoints.finish()
     parts.checkpoints.finish_errands()
 

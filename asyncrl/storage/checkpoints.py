@@ -29,6 +29,8 @@ DAMAGED = "damaged_"
 """Begins the name of a checkpoint that was passed over, for one of its files was damaged."""
 LEFT = "left_"
 """Begins the name of a checkpoint from which nothing goes on unasked: it is of a line that a branch left."""
+EXPORT_DIR = "hf"
+"""Name of an exported model, in the folder of its run too."""
 EXPORTS = "exports"
 EXPORTED_FILE = "exported.json"
 """In the folder of an exported model: after how many steps."""
@@ -61,9 +63,9 @@ def newest(folder: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
-def exported(checkpoint: Path) -> Path:
+def exported(checkpoint: Path, name: str = EXPORT_DIR) -> Path:
     """Where the model of a checkpoint lies, once it is exported: exports/step_50/hf in the folder of the run."""
-    return checkpoint.parent.parent / EXPORTS / checkpoint.name / "hf"
+    return checkpoint.parent.parent / EXPORTS / checkpoint.name / name
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str]:

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +56,23 @@ def _locked(folder: Path, kind: int) -> Iterator[int | None]:
         # Another start holds it whole for a moment, to see that nobody is there.
         tries = TRIES if kind == fcntl.LOCK_SH else 1
         yield handle if any(_flock(handle, kind) or time.sleep(TURN_S) for _ in range(tries)) else None
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def in_turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """One process after the other is in `folder`. `waits` is called by one that finds another there.
+
+    waits for: that one; unblocked by: its end, however it ends
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not _flock(handle, fcntl.LOCK_EX):
+            waits()
+            while not _flock(handle, fcntl.LOCK_EX):
+                time.sleep(TURN_S)
+        yield
     finally:
         os.close(handle)
 
