@@ -5,7 +5,7 @@
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 RUN_ID=my-run \
 #       bash launchers/learner.sh key=value ...                                                     # NODE_RANK=1 on the other
 #
-# With --dry-run it prints the plan, as `asyncrl learner --dry-run`, and starts nothing.
+# With --dry-run it prints the plan of as many ranks, as `asyncrl learner --dry-run`, and starts nothing.
 #
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
@@ -17,11 +17,17 @@
 # machine 0, and who reaches its port runs code as you. A machine that leaves is one of MAX_RESTARTS (1000; else 3).
 set -euo pipefail
 module="${MODULE:-asyncrl.learner}"
+nnodes="${NNODES:-1}"
+ranks="${NPROC_PER_NODE:-1}"
+planned=() # of what torchrun counts by itself nothing is known
+if [[ "$ranks" =~ ^[0-9]+$ ]]; then
+    planned=("learner.ranks=$ranks") # `asyncrl sft` looks at the GPUs of this machine
+    [ "$module" != asyncrl.learner ] || planned=("learner.ranks=$((${nnodes%%:*} * ranks))")
+fi
 for argument in "$@"; do
     # Behind torchrun it would be a setting of each rank's.
-    [ "$argument" != --dry-run ] || exec "${PYTHON:-python3}" -m asyncrl "${module#asyncrl.}" "$@"
+    [ "$argument" != --dry-run ] || exec "${PYTHON:-python3}" -m asyncrl "${module#asyncrl.}" "$@" "${planned[@]}"
 done
-nnodes="${NNODES:-1}"
 backend="${RDZV_BACKEND:-bound}"
 restarts=3
 [ "$backend" != c10d ] || restarts=1000 # torchrun counts every machine that left, over the whole run
@@ -41,7 +47,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "${PYTHON:-python3}" -m asyncrl.learner.torchrun \
     --nnodes="$nnodes" \
-    --nproc-per-node="${NPROC_PER_NODE:-1}" \
+    --nproc-per-node="$ranks" \
     --max-restarts="${MAX_RESTARTS:-$restarts}" \
     --rdzv-id="${RUN_ID:-run-$(date +%s)-$$}" \
     --rdzv-backend="$backend" \

@@ -107,6 +107,22 @@ def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureF
     assert "2 rank(s) under torchrun" in plan
 
 
+def test_ranks_are_counted_where_they_are_started(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`learner.ranks` is of `asyncrl local`. A torchrun of one's own has its own number, which others do not know."""
+    header = b'{"a":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(48))
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}')
+    for command, told in (("replay", [f"model.path={tmp_path}"]), ("rollout", [])):
+        assert main([command, *files, *told, "learner.replicas=2", "--dry-run"]) == 0
+        assert ("give learner.ranks" in capsys.readouterr().out) == (command == "replay")
+    for command in ("local", "learner"):
+        assert main([command, *files, "learner.replicas=2", "--dry-run"]) == 2
+        assert "learner.ranks=1 cannot be learner.replicas=2" in capsys.readouterr().err
+        assert main([command, *files, "learner.replicas=2", "learner.ranks=4", "--dry-run"]) == 0
+
+
 def test_the_plan_says_what_is_compiled(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for compiled in (False, True):
         assert main(["local", *files, f"model.compile={str(compiled).lower()}", "--dry-run"]) == 0

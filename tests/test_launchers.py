@@ -115,6 +115,36 @@ def test_the_settings_of_a_job_are_settings(cluster: dict[str, str]) -> None:
     assert config.placement.mode == "dedicated" and config.replay.keys.endswith("/run/keys")
 
 
+def test_a_folder_of_any_name_is_the_run_s(cluster: dict[str, str]) -> None:
+    folder = "/my runs/it's 1,5 [a]={b} \"ü"
+    replay, _, _, pool, learner = plan(cluster | {"RUN_DIR": folder})
+    for line in (replay, pool, learner):
+        words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {line}"], text=True).splitlines()
+        given = [word for word in words if re.match(r"(run\.dir|replay\.keys)=", word)]
+        config = load_config([*given, "model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"])
+        assert (config.run.dir, config.replay.keys) == (folder, f"{folder}/keys")
+
+
+@pytest.mark.parametrize(
+    ("node", "address", "told"),
+    [
+        ("node1", "", "node node1 has no IPv4 address that is known here. Set HEAD_ADDRESS to one"),
+        ("node1", "127.0.1.1", "node node1 is 127.0.1.1 here (/etc/hosts)"),
+        ("node2", "127.0.1.1", "Set RAY_ADDRESS (with :20042) to an address that they reach"),
+    ],
+)
+def test_nodes_that_the_others_would_not_find_are_refused(
+    cluster: dict[str, str], node: str, address: str, told: str
+) -> None:
+    said = f"echo '{address} STREAM'" if address else "exit 2"
+    fake = GETENT.replace("\n", f'\n[ "$2" != {node} ] || {{ {said}; exit; }}\n', 1)
+    (Path(cluster["SPOKEN"]) / "bin" / "getent").write_text(fake)
+    done = subprocess.run(["bash", str(SBATCH)], env=cluster, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert told in done.stderr
+    assert not started(cluster)
+
+
 def test_several_nodes_learn_where_that_is_asked_for_and_one_must_be_left(cluster: dict[str, str]) -> None:
     learner = plan(cluster | {"LEARNER_NODES": "2"})[-1]
     assert "--nodes=2" in learner and r"--nodelist=node1\,node2" in learner

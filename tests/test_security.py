@@ -99,8 +99,13 @@ def test_the_learner_s_launcher_takes_the_rendezvous_that_listens_on_one_address
 
 
 def test_the_learner_s_launcher_starts_no_ranks_for_a_plan() -> None:
-    assert launched("--dry-run").stdout == "-m asyncrl learner learner.steps=1 --dry-run\n"
-    assert launched("--dry-run", MODULE="asyncrl.sft").stdout == "-m asyncrl sft learner.steps=1 --dry-run\n"
+    plan = "-m asyncrl learner learner.steps=1 --dry-run"
+    assert launched("--dry-run").stdout == f"{plan} learner.ranks=1\n"
+    assert launched("--dry-run", NPROC_PER_NODE="8").stdout == f"{plan} learner.ranks=8\n"
+    assert launched("--dry-run", NPROC_PER_NODE="8", NNODES="2:4").stdout == f"{plan} learner.ranks=16\n"
+    assert launched("--dry-run", NPROC_PER_NODE="gpu").stdout == f"{plan}\n"
+    alone = launched("--dry-run", NPROC_PER_NODE="8", NNODES="2", MODULE="asyncrl.sft").stdout
+    assert alone == "-m asyncrl sft learner.steps=1 --dry-run learner.ranks=8\n"
 
 
 def test_every_line_of_the_page_names_a_test_that_is_there() -> None:

@@ -24,7 +24,7 @@ from asyncrl.checks.architecture import (
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.own_code import own_learning
-from asyncrl.checks.parallel import Layout
+from asyncrl.checks.parallel import Layout, ranks_divide
 from asyncrl.checks.resources import missing_devices, missing_interfaces, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
 from asyncrl.checks.sources import places, sources
@@ -70,6 +70,8 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += missing_checkpoint(config.resume)
     if config.replay.keys and not Path(config.replay.keys).is_dir():
         problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
+    if role == "local" or (planned and role == "learner"):
+        problems += ranks_divide(config.learner, config.learner.ranks, started=True)
     problems += missing_devices(config, role, planned)
     for find in (taken_addresses, missing_interfaces, unwritable_folders):
         problems += find(config, role)

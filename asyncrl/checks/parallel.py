@@ -115,8 +115,12 @@ def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
     )
 
 
-def ranks_divide(learner: Layout, ranks: int) -> Problems:
-    if problem := problem_of(learner, ranks):
+def ranks_divide(learner: Layout, ranks: int, started: bool = False) -> Problems:
+    """Args:
+    started: so many are started. Where `learner.ranks` is left at 1 a torchrun of one's own may start any number.
+    """
+    problem = problem_of(learner, ranks) if started or ranks > 1 else ""
+    if problem:
         yield problem
 
 

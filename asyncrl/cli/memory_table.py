@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from asyncrl.checks.parallel import ParallelDims
+from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.replay import store_bytes_needed
 from asyncrl.cli.model_size import ModelSize, model_size
@@ -68,6 +68,11 @@ def memory_lines(config: Config) -> list[str]:
         return [
             *lines,
             f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
+        ]
+    if problem_of(config.learner, config.learner.ranks):
+        return [
+            *lines,
+            "learner: memory not estimated; give learner.ranks, the number of ranks that it is started with",
         ]
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)

@@ -153,6 +153,7 @@ def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
             problems.append(str(error))
     problems += [*missing_extras(config.model, config.telemetry), *missing_checkpoint(given.resume)]
     role = "local" if alone else "learner"
+    problems += ranks_divide(given.learner, given.learner.ranks, started=alone)
     problems += [*missing_devices(config, role), *unwritable_folders(config, role)]
     if problems:
         raise ConfigError(join_problems(problems))
