@@ -5,7 +5,8 @@ What was sampled is never rendered again: `extend` gives the ids that come after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,26 @@ def unrenderable(what: str, error: Exception) -> ChatError:
         f"{what} cannot be rendered: {type(error).__name__}: {error}. Mend the template in the folder of model.path, "
         "or the messages of the row"
     )
+
+
+def with_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Copies, in which the arguments of calls are objects where they were JSON text: templates go through them."""
+    return [
+        message | {"tool_calls": [_decoded(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _decoded(call: Any) -> Any:
+    inner = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**inner, "arguments": json.loads(inner["arguments"])}}
+    except ValueError:
+        return call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable
+from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable, with_arguments
 from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
 from asyncrl.chat.names import DEFAULT, why_single
 from asyncrl.chat.remembering import Remembering
@@ -70,7 +70,9 @@ class RendererChat:
         if opening == self._rendered[0]:
             return list(self._rendered[1])
         try:
-            ids = self._renderer.render_ids(_given(messages), tools=list(tools) or None, add_generation_prompt=True)
+            ids = self._renderer.render_ids(
+                with_arguments(messages), tools=list(tools) or None, add_generation_prompt=True
+            )
         # A template is code that came with the model, and a renderer one for messages of its family: whatever they
         # raise is one list of messages that cannot be rendered.
         except Exception as error:
@@ -142,7 +144,7 @@ class RendererChat:
             bridge = self._renderer.bridge_to_next_turn(
                 before[: len(prompt)],
                 before[len(prompt) :],
-                _given(messages),
+                with_arguments(messages),
                 tools=list(tools) or None,
             )
         except Exception as error:  # as in `render`
@@ -204,11 +206,6 @@ def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Rend
 
 def _plain_ids(ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-
-
-def _given(messages: Sequence[Message]) -> Any:
-    """Copies: renderers may write into what they are given."""
-    return [dict(message) for message in messages]
 
 
 def _call(place: int, call: ParsedToolCall) -> ToolCall:

@@ -5,12 +5,11 @@ Nothing here is for rollouts: there what was sampled is never rendered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.chat.base import ChatError, Message, ToolSpec
+from asyncrl.chat.base import ChatError, Message, ToolSpec, with_arguments
 from asyncrl.chat.library import Renderer
 
 ASSISTANT = "assistant"
@@ -154,23 +153,3 @@ def _end_of(tokenizer: Any) -> int:
             "would teach the model to stop. Give the tokenizer an eos_token"
         )
     return int(tokenizer.eos_token_id)
-
-
-def with_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Copies, in which the arguments of calls are objects where they were JSON text: templates go through them."""
-    return [
-        message | {"tool_calls": [_decoded(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _decoded(call: Any) -> Any:
-    inner = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**inner, "arguments": json.loads(inner["arguments"])}}
-    except ValueError:
-        return call

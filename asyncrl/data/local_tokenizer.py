@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from asyncrl.chat.base import Message, ToolSpec, no_template, unrenderable
+from asyncrl.chat.base import Message, ToolSpec, no_template, unrenderable, with_arguments
 
 TOKENIZER = "tokenizer"
 """Under which name the learner announces `token_ids_of` its own."""
@@ -47,7 +47,7 @@ class LocalTokenizer:
         if not self.chat_template:
             raise no_template()
         try:
-            text = self.apply_chat_template(messages, add_generation_prompt=True)
+            text = self.apply_chat_template(with_arguments(messages), add_generation_prompt=True)
         except Exception as error:  # a template is code that came with the model: whatever it raises is one bad row
             raise unrenderable("the tokenizer's chat template", error) from error
         # The template wrote the special tokens already; adding them again would double the BOS.

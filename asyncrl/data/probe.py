@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from asyncrl.checks.conditions import Condition
 from asyncrl.checks.sources import Source
 from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
@@ -22,6 +20,7 @@ from asyncrl.data.rows.opening import open_source
 from asyncrl.data.survey import FIRST, SAMPLED, Survey, survey
 from asyncrl.errors import AsyncRLError, ConfigError, DataError
 from asyncrl.family import die_with_parent
+from asyncrl.plain_values import packed, unpacked
 
 LOOK_S = 600.0
 """What importing a class of the user's and reading all of its rows may take."""
@@ -50,7 +49,7 @@ def look_over(
     if not source.runs_own_code:
         return _looked(source, model_path, limit, counted, first, order_by)
     with tempfile.TemporaryFile() as answers:
-        question = msgpack.packb([asdict(source), model_path, limit, counted, first, order_by])
+        question = packed([asdict(source), model_path, limit, counted, first, order_by])
         arguments = [sys.executable, "-m", "asyncrl.data.probe", str(answers.fileno()), str(os.getpid())]
         try:
             ended = subprocess.run(
@@ -73,7 +72,7 @@ def look_over(
             f"{source.key}={source.title}: importing it or reading its rows ended its process (exit code "
             f"{ended.returncode}). Try it alone: python -c 'import ...; print(len(...), ...[0])'"
         )
-    kind, content = msgpack.unpackb(answer, strict_map_key=False, unicode_errors="surrogatepass")
+    kind, content = unpacked(answer)
     if kind == "refused":
         raise DataError(content)
     return Survey(
@@ -106,14 +105,13 @@ def _looked(source: Source, model_path: str, limit: int, counted: int, first: in
 def main(answer_fd: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     os.set_inheritable(answer_fd, False)
-    given, model_path, *rest = msgpack.unpackb(sys.stdin.buffer.read())
+    given, model_path, *rest = unpacked(sys.stdin.buffer.read())
     try:
         answer: list[Any] = ["found", asdict(_looked(_source(given), model_path, *rest))]
-        packed = msgpack.packb(answer, unicode_errors="surrogatepass")
     except AsyncRLError as error:
-        packed = msgpack.packb(["refused", str(error)], unicode_errors="surrogatepass")
+        answer = ["refused", str(error)]
     with os.fdopen(answer_fd, "wb") as file:
-        file.write(packed or b"")
+        file.write(packed(answer))
 
 
 def _source(given: dict[str, Any]) -> Source:

@@ -18,12 +18,12 @@ import mmap
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import msgpack
 import numpy as np
 
 from asyncrl.errors import WireError
+from asyncrl.plain_values import packed, unpacked
 from asyncrl.types import Completion
 
 LENGTH = struct.Struct("<I")
@@ -37,10 +37,9 @@ WHOLE, TOGETHER = -1, -2
 
 
 def pack_frame(message: list[Any]) -> bytes:
-    """One frame. Raises WireError for values msgpack cannot carry (integers beyond 64 bits) or above the size limit."""
+    """One frame. Raises WireError for values that cannot be carried (nested too deep) or above the size limit."""
     try:
-        # JSON text may hold lone surrogates; they must reach the reward function, not stop the group.
-        body = cast(bytes, msgpack.packb(message, unicode_errors="surrogatepass"))
+        body = packed(message)
     except (OverflowError, ValueError, TypeError) as error:
         raise WireError(f"a value of the row cannot be sent to the reward process: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
@@ -75,7 +74,7 @@ class FrameBuffer:
                 break
             body = bytes(self._bytes[start + LENGTH.size : stop])
             start = stop
-            yield msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=False)
+            yield unpacked(body)
         del self._bytes[:start]
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
+from asyncrl.data.rows.messages import messages_of, refuse_halves
 from asyncrl.data.rows.opening import open_rows
-from asyncrl.data.rows.view import SourceRows, dug, refuse_halves
+from asyncrl.data.rows.view import SourceRows, dug
 from asyncrl.errors import DataError
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 
@@ -103,7 +104,6 @@ class SftRows(SourceRows):
                     f"{self.where(row)} has no column `{name}`, and {self.where(0)} has one. Write all rows of "
                     f"{self.source.title} in one form"
                 )
-            refuse_halves(columns[name], name, self.where(row))
             messages = _messages(columns[name], name, self.where(row))
             if name == SHAREGPT and columns.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*_messages(_as_messages(columns[SYSTEM], SYSTEM), SYSTEM, self.where(row)), *messages]
@@ -119,10 +119,9 @@ class SftRows(SourceRows):
         if prompt is None or not name:
             raise self._columns_missing(columns, row, prompt is None)
         completion = dug(columns, name.split("."))
-        refuse_halves(prompt, self.source.prompt_column, where)
-        refuse_halves(completion, name, where)
         if isinstance(prompt, str) and isinstance(completion, str) and not data.chat:
             for column, text in ((self.source.prompt_column, prompt), (name, completion)):
+                refuse_halves(text, column, where)
                 if not text:
                     raise DataError(f"{where}: `{column}` is empty. Remove the row")
             return Texts(prompt=prompt, completion=completion)
@@ -182,45 +181,29 @@ def _as_messages(given: Any, role: str) -> Any:
 
 
 def _messages(given: Any, column: str, where: str) -> list[Message]:
-    """Checked copies, without the fields that a parquet file fills up with nothing."""
-    if not isinstance(given, list) or not given:
-        raise DataError(f"{where}: `{column}` must be text or a non-empty list of messages, got {given!r:.80}")
-    found: list[Message] = []
-    for message in given:
-        plain = {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else {}
-        if "from" in plain and "role" not in plain:
-            plain = _of_sharegpt(plain, where)
-        if not isinstance(plain.get("role"), str) or not ("content" in plain or plain.get("tool_calls")):
-            raise DataError(f"{where}: a message needs `role` and `content`, got {message!r:.80}")
-        found.append({"content": "", **plain})
-        _check_parts(found[-1], where)
+    """As `messages_of`, of ShareGPT's form too."""
+    if isinstance(given, list):
+        given = [_of_sharegpt(each, where) if isinstance(each, Mapping) else each for each in given]
+    found = messages_of(given, column, where)
+    for message in found:
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            raise DataError(f"{where}: the `weight` of a message must be 0 (not learned) or 1, got {weight!r:.80}")
     return found
 
 
 def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
-    """`from` and `value` as `role` and `content`; a call of a tool has no form there that is known to all."""
+    """`from` and `value` as `role` and `content`, of a message that has them; a call of a tool has no form there that
+    is known to all."""
+    if message.get("from") is None or message.get("role") is not None:
+        return dict(message)
     role = ROLES.get(str(message["from"]))
-    if role is None or "value" not in message:
+    if role is None or message.get("value") is None:
         raise DataError(
             f"{where}: a message of ShareGPT's form needs `value` and a `from` of {', '.join(ROLES)}; got "
             f"{dict(message)!r:.80}. Write others as messages of `role` and `content`, calls of tools as `tool_calls`"
         )
     rest = {key: part for key, part in message.items() if key not in ("from", "value")}
     return {**rest, "role": role, "content": message["value"]}
-
-
-def _check_parts(message: Message, where: str) -> None:
-    """A template writes whatever it is given: of a list of parts its Python form, and the model would learn that."""
-    if not isinstance(message["content"], str):
-        raise DataError(
-            f"{where}: the `content` of a message must be text, got {message['content']!r:.80}. Write the text of its "
-            "parts as one; images are not supported"
-        )
-    calls, weight = message.get("tool_calls"), message.get("weight", 1)
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-        raise DataError(f"{where}: `tool_calls` must be a list of calls, as in OpenAI's API; got {calls!r:.80}")
-    if weight not in (0, 1):
-        raise DataError(f"{where}: the `weight` of a message must be 0 (not learned) or 1, got {weight!r:.80}")
 
 
 def _tools_of(given: Any, where: str) -> tuple[ToolSpec, ...]:

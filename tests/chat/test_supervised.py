@@ -14,6 +14,7 @@ from asyncrl.chat.names import DEFAULT, RENDERERS
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
 from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, EOS_ID
+from asyncrl.data.local_tokenizer import LocalTokenizer
 from tests.chat.markers import tokenizer
 
 OFFLINE = sorted(set(RENDERERS) - {DEFAULT, "gpt-oss"})
@@ -126,6 +127,18 @@ def test_calls_whose_arguments_are_json_text_are_learned_and_what_a_tool_said_is
     text = learned_text(of, of.supervise(talk, learned=BOTH))
     assert '"arguments": {"a": 41}' in text and "RESULT" not in text and "SECOND ANSWER" in text
     assert isinstance(call["function"]["arguments"], str), "the row was written into"
+
+
+def test_a_prompt_has_earlier_calls_as_a_template_writes_them_whether_their_arguments_are_json_text_or_not() -> None:
+    """As a family's own renderer does; a template that writes `arguments | tojson` quoted such text once more."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    of = by_template(template, "<|im_end|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 41}}}
+    text = {**call, "function": {"name": "add", "arguments": json.dumps({"a": 41})}}
+    asked = [[TALK[0], {"role": "assistant", "content": "", "tool_calls": [each]}, TALK[2]] for each in (call, text)]
+    assert of.render(asked[0]) == of.render(asked[1]) and '"arguments": {"a": 41}' in of.decode(of.render(asked[1]))
+    looked_at = LocalTokenizer(of._tokenizer.backend_tokenizer, template, {})
+    assert looked_at.render(asked[1]) == of.render(asked[1])
 
 
 def test_without_a_template_a_conversation_is_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import datetime
 import json
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from asyncrl.data.rows.base import plain
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.rewards.wire import pack_frame
+from asyncrl.rewards.wire import FrameBuffer, pack_frame
 
 OWN = """
 import numpy as np
@@ -32,6 +33,11 @@ class Rows:
         if row == self.bad:
             raise KeyError("lost")
         return {"prompt": f"{row}>", "answer": np.int64(row), "vector": np.arange(3)}
+class Long:
+    def __len__(self):
+        return 1
+    def __getitem__(self, row):
+        return {"prompt": "2^70?", "answer": 2**70}
 class Endless:
     def __getitem__(self, row):
         return {"prompt": "x"}
@@ -103,8 +109,27 @@ def test_values_of_arrow_and_numpy_become_plain_ones() -> None:
     made = plain(given)
     assert made == {"a": 0.5, "b": [[1, 2]], "c": [1, "x"], "d": "2026-01-02", "e": None}
     assert type(made["a"]) is float and type(made["b"][0][0]) is int
+    assert plain([datetime.timedelta(minutes=1.5), UUID(int=5)]) == [90.0, str(UUID(int=5))]
     with pytest.raises(TypeError, match="is a object"):
         plain([object()])
+
+
+def test_a_value_that_python_has_none_for_is_refused_with_its_row_and_columns(tmp_path: Path) -> None:
+    far = pa.array([0, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "seen": far}), tmp_path / "far.parquet")
+    rows = opened(tmp_path / "far.parquet")
+    assert rows[0]["seen"] == "1970-01-01T00:00:00"
+    with pytest.raises(DataError, match=r"far\.parquet\[1\]: a value in the columns prompt, seen cannot be read"):
+        rows[1]
+
+
+def test_integers_of_any_size_reach_a_reward(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(OWN)
+    row = {"prompt": "2^70?", "answer": 2**70, "low": [-(3**99)], "word": "\ud83d"}
+    (frame,) = FrameBuffer().feed(pack_frame([row]))
+    assert frame == [row]
+    long = look_over(source(f"{tmp_path}/rows.py:Long"), "", limit=9)
+    assert long.first_rows[0][1]["answer"] == 2**70
 
 
 def test_a_folder_of_save_to_disk_is_read_without_its_library(tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ def test_verl_rows_are_read_as_they_are(tmp_path):
         ('{"prompt": []}', "must be text or a non-empty list"),
         ('{"prompt": [{"role": "user"}]}', "needs `role` and `content`"),
         ('{"prompt": ["hi"]}', "needs `role` and `content`"),
+        # A renderer leaves them out, a template writes their Python form: the policy would be asked something else.
+        ('{"prompt": [{"role": "user", "content": 7}]}', "`content` of a message must be text"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "needs `role` and `content`"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}]}',
+            "images are not supported",
+        ),
+        ('{"prompt": [{"role": "assistant", "tool_calls": "add(1)"}]}', "`tool_calls` must be a list"),
+        ('{"prompt": "a", "deep": ' + "[" * 99_999 + "]" * 99_999 + "}", "not valid JSON.*recursion"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tmp_path, line, says):
@@ -66,6 +75,21 @@ def test_a_bad_row_is_refused_by_file_and_line(tmp_path, line, says):
         file.check()
     with pytest.raises(DataError, match=r"rows\.jsonl:1"):
         opened(write(tmp_path, line))
+
+
+def test_messages_have_one_form_however_they_were_written(tmp_path):
+    """As parquet files fill fields up, and as OpenAI's API has parts of text."""
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image": None}]
+    given = [{"role": "user", "content": parts, "tool_calls": None}, {"role": "assistant", "content": None}]
+    given[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
+    (row,) = opened(write(tmp_path, json.dumps({"prompt": given}))).scan(["prompt"])
+    rows = opened(write(tmp_path, json.dumps({"prompt": given})))
+    rows.check()
+    assert row["prompt"] == given, "what is read is as it is"
+    assert rows[0]["prompt"] == [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": given[1]["tool_calls"]},
+    ]
 
 
 def test_a_missing_or_empty_file_is_refused_with_the_way_out(tmp_path):

@@ -40,7 +40,7 @@ def test_messages_are_learned_in_every_turn_of_the_assistant_or_in_the_last(tmp_
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"role": "user", "content": [{"type": "text", "text": "q"}]}, "`content` of a message must be text"),
+        ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "`content` of a message must be text"),
         ({"role": "user", "content": 5}, "`content` of a message must be text"),
         ({**ANSWER, "weight": "0"}, "`weight` of a message must be 0"),
         ({**ANSWER, "weight": 0.5}, "`weight` of a message must be 0"),

@@ -47,7 +47,7 @@ class ParquetFile:
     def __getitem__(self, row: int) -> Row:
         number = int(np.searchsorted(self._ends, row, side="right"))
         table = self._group(number)
-        return _row(table, row - int(self._ends[number]) + table.num_rows)
+        return _row(table, row - int(self._ends[number]) + table.num_rows, self.where(row))
 
     def where(self, row: int) -> str:
         """`file[row]`, as pandas and `datasets` count rows."""
@@ -57,7 +57,7 @@ class ParquetFile:
         wanted = [name for name in columns if name in self._file.schema_arrow.names]
         try:
             for batch in self._file.iter_batches(BATCH_ROWS, columns=wanted):
-                yield from _rows(batch) if wanted else ({} for _ in range(batch.num_rows))
+                yield from _rows(batch, str(self.path)) if wanted else ({} for _ in range(batch.num_rows))
         except UNREADABLE as error:
             raise _unreadable(self.path, error) from error
 
@@ -97,7 +97,7 @@ class ArrowTable:
         return self._table.num_rows
 
     def __getitem__(self, row: int) -> Row:
-        return _row(self._table, row)
+        return _row(self._table, row, self.where(row))
 
     def where(self, row: int) -> str:
         return f"{self._name}[{row}]"
@@ -105,7 +105,7 @@ class ArrowTable:
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
         wanted = [name for name in columns if name in self._table.column_names]
         for batch in self._table.select(wanted).to_batches(max_chunksize=BATCH_ROWS) if wanted else ():
-            yield from _rows(batch)
+            yield from _rows(batch, self._name)
         if not wanted:
             yield from ({} for _ in range(len(self)))
 
@@ -132,12 +132,19 @@ def saved_dataset(folder: str | Path) -> ArrowTable:
     return ArrowTable(table, str(place))
 
 
-def _row(table: pa.Table, row: int) -> Row:
-    return plain(table.slice(row, 1).to_pylist()[0])
+def _row(table: pa.Table, row: int, where: str) -> Row:
+    return _rows(table.slice(row, 1), where)[0]
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
-    return (plain(row) for row in batch.to_pylist())
+def _rows(columns: pa.Table | pa.RecordBatch, where: str) -> list[Row]:
+    """Raises DataError: a value is none of Python, such as a date after the year 9999."""
+    try:
+        return [plain(row) for row in columns.to_pylist()]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{where}: a value in the columns {', '.join(columns.schema.names)} cannot be read ({error}). Leave its "
+            "column out, or write it as text"
+        ) from error
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:

@@ -76,7 +76,7 @@ def _index(path: Path) -> tuple[array[int], array[int]]:
 def _parse(line: bytes, file: JsonlFile, row: int) -> Row:
     try:
         parsed = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file.where(row)} is not valid JSON ({error}). Each line must be one JSON object") from error
     if not isinstance(parsed, dict):
         raise DataError(

@@ -12,6 +12,7 @@ from asyncrl.checks.conditions import Condition
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
+from asyncrl.data.rows.messages import messages_of, refuse_halves
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
@@ -134,7 +135,7 @@ class PromptRows(SourceRows):
                 found[name] = self.where(row)
         return found
 
-    def _checked(self, columns: Row, row: int) -> str | list[Any]:
+    def _checked(self, columns: Row, row: int) -> str | list[dict[str, Any]]:
         name = self.source.prompt_column
         if name not in columns:
             known = ", ".join(sorted(columns if len(columns) > 1 else self._rows[int(self._kept[row])])) or "none"
@@ -142,47 +143,23 @@ class PromptRows(SourceRows):
                 f"{self.where(row)} has no column `{name}` (columns: {known}). Name the column that holds the prompt: "
                 "data.prompt_column=COLUMN"
             )
-        prompt = columns[name]
-        check_prompt(prompt, name, self, row)
-        return prompt
+        return checked_prompt(columns[name], name, self.where(row))
 
 
-def check_prompt(prompt: object, column: str, rows: PromptRows, row: int) -> None:
-    """Raises DataError unless it is text or messages, of which the model is to write the next."""
+def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[str, Any]]:
+    """Text or messages, of which the model is to write the next. Raises DataError naming the row."""
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError(f"{rows.where(row)}: `{column}` is empty. Remove the row")
-        refuse_halves(prompt, column, rows.where(row))
-        return
-    if not isinstance(prompt, list) or not prompt:
+            raise DataError(f"{where}: `{column}` is empty. Remove the row")
+        refuse_halves(prompt, column, where)
+        return prompt
+    messages = messages_of(prompt, column, where)
+    if column == CONVERSATION and messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{rows.where(row)}: `{column}` must be text or a non-empty list of messages, got {prompt!r:.80}"
+            f"{where}: `{column}` ends with the assistant's answer, which the model would be shown. Write a column "
+            "`prompt` without it (and the answer in one of its own, for the reward)"
         )
-    for message in prompt:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
-            raise DataError(f"{rows.where(row)}: a message needs `role` and `content`, got {message!r:.80}")
-    if column == CONVERSATION and prompt[-1]["role"] == "assistant":
-        raise DataError(
-            f"{rows.where(row)}: `{column}` ends with the assistant's answer, which the model would be shown. Write a "
-            "column `prompt` without it (and the answer in one of its own, for the reward)"
-        )
-    refuse_halves(prompt, column, rows.where(row))
-
-
-def refuse_halves(value: object, column: str, where: str) -> None:
-    """Raises DataError where a text in it, however deep, has half a character (a lone surrogate, as JSON may write one
-    and tokenizers take none)."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: `{column}` has half a character, {value[error.start]!a}, as a text that was cut within an "
-                "emoji. Write it whole, or remove the row"
-            ) from error
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            refuse_halves(each, column, where)
+    return messages
 
 
 def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
