@@ -35,7 +35,8 @@ class Kind:
     """Who waits for it; empty where nobody does at once."""
 
 
-LOCAL = Kind("asyncrl local", "nothing that dies is started again, and nobody shows the run")
+ALONE = "nothing that dies is started again, and nobody shows the run"
+LOCAL, SFT = Kind("asyncrl local", ALONE), Kind("asyncrl sft", ALONE)
 POOL = Kind("the rollout pool", "a worker that dies is not started again")
 WORKER = Kind("a rollout worker", "its groups are made by other workers or not at all", "the learner waits")
 REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "everybody waits")
@@ -54,9 +55,10 @@ KINDS = (
     ("ray::RewardService", Kind("the reward service", "its calls fail when they are overdue", SCORED)),
     ("ray::", Kind("a process of Ray", "Ray may start nothing")),
     ("raylet/raylet", Kind("Ray's raylet", "Ray starts nothing on this machine")),
-    ("gcs/gcs_server", Kind("Ray's gcs_server", "Ray starts nothing")),
+    ("gcs/gcs_server", Kind("Ray's gcs_server", "Ray starts nothing", "Ray waits")),
     ("VLLM::", Kind("a process of vLLM", "its engine generates nothing", "its rollout worker waits")),
     ("asyncrl.learner", RANK),
+    ("asyncrl.sft", RANK),
     ("asyncrl.replay.shards", SHARD),
     ("asyncrl shard", SHARD),
     ("asyncrl.replay", REPLAY),
@@ -64,6 +66,7 @@ KINDS = (
     ("launchers/rollout.py", POOL),
     ("asyncrl local", LOCAL),
     ("asyncrl quickstart", LOCAL),
+    ("asyncrl sft", SFT),
     ("asyncrl rollout", POOL),
     ("asyncrl replay", REPLAY),
     ("asyncrl learner", RANK),

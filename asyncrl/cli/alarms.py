@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.telemetry.alarms import ALARMS, PASSING, WINDOW
+from asyncrl.telemetry.alarms import ALARMS, WINDOW
+from asyncrl.telemetry.raised import PASSING
 
 HEAD = f"""# Alarms
 

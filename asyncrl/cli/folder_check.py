@@ -23,8 +23,8 @@ from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segmen
 from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
 from asyncrl.storage.lines import Lines, read_lines
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
-from asyncrl.telemetry.alarms import ALARMS_FILE
 from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.raised import ALARMS_FILE
 from asyncrl.telemetry.run_folder import config_note
 
 CONFIG_FILE = "config.yaml"

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.telemetry.alarms import ALARMS_FILE
 from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.page import page_of
+from asyncrl.telemetry.raised import ALARMS_FILE
 
 LOOPBACK = "127.0.0.1"
 AGAIN_S = 15

@@ -13,14 +13,14 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.raised import Raised
 
 Row = Mapping[str, Any]
 
-ALARMS_FILE = "alarms.jsonl"
 WINDOW = 10
 """Steps that a mean is taken over, at the begin and at the end."""
 GAP_STEPS, GAP_S = 10, 120.0
@@ -29,38 +29,6 @@ FREE_BYTES = "disk/free_bytes"
 """Given with a row by whoever writes it; no metric."""
 LEAST_FREE = 2 << 30
 LEAST_MEMORY, MOST_SKEW_S = 0.05, 1.0
-PASSING = ("clock", "no_workers")
-"""Told, and no reason to stop a run: training needs no clock; workers that died come again, and a pool that gives up
-ends the run itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An alarm that has begun to hold, or is over."""
-
-    name: str
-    step: int
-    said: str
-    advice: str = ""
-    over: int | None = None
-    """For how many steps it held; None where it has begun."""
-
-    @classmethod
-    def of(cls, row: Row) -> Raised | None:
-        """As it stands in `alarms.jsonl`; None of a row that is damaged."""
-        known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
-        return cls(**known) if {"name", "step", "said"} <= known.keys() else None
-
-    def as_row(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value not in ("", None)}
-
-    @property
-    def stops(self) -> bool:
-        """Whether it may stop a run."""
-        return self.over is None and self.name not in PASSING
-
-    def __str__(self) -> str:
-        return f"alarm {self.name} at step {self.step}: {self.said}.{self.advice and f' {self.advice}'}"
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class MetricsLog:
         if wandb:
             self._sinks.append(WandbSink(Path(run_dir), run_name, redacted(config), resume_step))
         if tensorboard:
-            self._sinks.append(TensorboardSink(Path(run_dir)))
+            self._sinks.append(TensorboardSink(Path(run_dir), resume_step))
         self._metrics = self._open(Path(run_dir) / METRICS_FILE, resume_step or 0)
         self._samples = self._open(Path(run_dir) / SAMPLES_FILE, resume_step or 0)
         self._evaluated = self._open(Path(run_dir) / EVAL_SAMPLES_FILE, resume_step or 0)
@@ -216,9 +216,11 @@ class WandbSink:
 class TensorboardSink:
     """Event files under `tensorboard/` in the run folder."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         _optional("tensorboard", "tensorboard")
-        self._writer = _optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run_dir / "tensorboard"))
+        writer = _optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        begins = 0 if resume_step is None else resume_step + 1
+        self._writer = writer(str(run_dir / "tensorboard"), purge_step=begins)  # what was rolled back is not shown
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():

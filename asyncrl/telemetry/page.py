@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.storage.lines import read_lines, row_of, tail
-from asyncrl.telemetry.alarms import ALARMS_FILE
 from asyncrl.telemetry.compared import (
     SHOWN,
     TAIL,
@@ -36,6 +35,7 @@ from asyncrl.telemetry.compared import (
 from asyncrl.telemetry.evaluations import METRICS
 from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE, cell
 from asyncrl.telemetry.page_samples import samples_of
+from asyncrl.telemetry.raised import ALARMS_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of, unit_of
 from asyncrl.telemetry.report import Row, Series, read_metrics
 

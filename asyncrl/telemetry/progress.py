@@ -22,11 +22,12 @@ from rich.text import Text
 
 from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
-from asyncrl.storage.lines import LineFile, row_of
-from asyncrl.telemetry.alarms import ALARMS_FILE, FREE_BYTES, STALL, Alarms, Raised
+from asyncrl.storage.lines import LineFile, read_lines, row_of
+from asyncrl.telemetry.alarms import FREE_BYTES, STALL, Alarms
 from asyncrl.telemetry.console import live_on
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
+from asyncrl.telemetry.raised import ALARMS_FILE, Raised, ended_by_resume
 from asyncrl.telemetry.run_folder import STOP_FILE
 
 Row = Mapping[str, Any]
@@ -125,6 +126,7 @@ class PrintingLog(MetricsLog):
         )
         made._alarms = Alarms(ignored)
         made._told = made._open(run_dir / ALARMS_FILE, step)
+        made._told.append(each.as_row() for each in ended_by_resume(read_lines(run_dir / ALARMS_FILE).rows, step))
         made._stops = run_dir / LOG_DIR / STOP_FILE if on_alarm == "stop" else None
         made._folder = run_dir
         return made

@@ -18,7 +18,7 @@ from rich.text import Text
 from asyncrl.config import LOG_DIR
 from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
 from asyncrl.plain_text import plain
-from asyncrl.standstill import NAMED_S, WORKER, Kind, Standstills, kind_of, who
+from asyncrl.standstill import NAMED_S, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
@@ -89,7 +89,7 @@ class WatchView(RunView):
 
     def look(self) -> bool:
         """Take in what is new and show it. False when nobody is in the run any more."""
-        now, living = self._now(), list(self._living(self._run_dir))
+        now, living = self._now(), self._there()
         self._notice_who(living, now)
         self._notice_board(now)
         for said in self._standstills.look(living):
@@ -101,6 +101,13 @@ class WatchView(RunView):
         self.refresh("training" if living else "nobody is in this run any more")
         self._moved = now if self._latest.get("step") != before else self._moved
         return bool(living)
+
+    def _there(self) -> list[ProcessId]:
+        """Who is in the run, and who was and has not ended: torchrun is seen by its ranks, and starts them again. Those
+        of a cluster outlive the run."""
+        living = list(self._living(self._run_dir))
+        known = [process for process in self._seen if process not in living and process.running()]
+        return [*living, *(each for each in known if living or self._seen[each].kind is TORCHRUN)]
 
     def _notice_who(self, living: Sequence[ProcessId], now: float) -> None:
         for process in living:

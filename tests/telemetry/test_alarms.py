@@ -17,9 +17,10 @@ from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.alarms import ALARMS, ALARMS_FILE, FREE_BYTES, GAP_S, WINDOW, Alarms, Raised
+from asyncrl.telemetry.alarms import ALARMS, FREE_BYTES, GAP_S, WINDOW, Alarms
 from asyncrl.telemetry.page import page_of
 from asyncrl.telemetry.progress import PrintingLog, RunView
+from asyncrl.telemetry.raised import ALARMS_FILE, Raised
 from asyncrl.telemetry.registry import metric_of
 from asyncrl.telemetry.run_folder import STOP_FILE
 from tests.telemetry.test_page import data_in
@@ -182,6 +183,26 @@ def test_the_end_of_one_is_written_down_and_shown_in_watch_and_report(
     assert end in capsys.readouterr().out
     told = [row[1:3] + row[4:5] for row in data_in(page_of([folder]))["alarms"]]
     assert told == [[3, "no_workers", 2], [2 * WINDOW - 1, "zero_variance", None]]
+
+
+def test_a_resume_ends_those_that_nobody_knows_to_hold_still_and_they_are_told_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / LOG_DIR).mkdir(parents=True)
+    (folder / "config.yaml").write_text("learner:\n  steps: 99\n")
+    config, none = Config(run=RunConfig(dir=str(folder))), {"time/step": 1.0, "replay/workers": 0.0}
+    for at, rows in ((0, 9), (4, 1), (4, 0)):
+        log = PrintingLog.of(config, folder, at)
+        for step in range(at + 1, at + rows + 1):
+            log.write(step, step, none if step > 2 else {**none, "replay/workers": 1.0})
+        log.close()
+    with (folder / ALARMS_FILE).open("a") as file:
+        file.write('{"step": 4, "name": ["low_ess"], "said": "of another hand"}\n')
+    PrintingLog.of(config, folder, 4).close()
+    told = [row[1:3] + row[4:5] for row in data_in(page_of([folder]))["alarms"]]
+    assert told[0] == [3, "no_workers", 2] and len(told) == 2
+    said = [row["said"] for row in read_lines(folder / ALARMS_FILE).rows]
+    assert said.count("over after 2 steps: the run was resumed. If it holds still, it is told again") == 1
+    assert said[0] == "no rollout worker is connected" and len(said) == 3
 
 
 def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,12 +139,26 @@ def test_histograms_stand_in_a_file_of_their_own_and_go_back_with_the_rows(tmp_p
     assert written[0]["histogram/reward"] == {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}
 
 
+def test_what_a_resume_rolls_back_is_told_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Package:
+        @staticmethod
+        def SummaryWriter(folder: str, purge_step: int) -> Any:
+            asked.append(purge_step)
+
+    monkeypatch.setattr("importlib.import_module", lambda name: Package)
+    for resumed in (None, 3):
+        open_log(tmp_path, resume_step=resumed, tensorboard=True)
+    assert asked == [0, 4]
+
+
 def test_sinks_get_histograms_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against stand-ins that take what the packages take: neither has to be installed."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None: ...
+        def __init__(self, folder: str, purge_step: int) -> None: ...
 
         def add_histogram_raw(self, name: str, **given: Any) -> None:
             calls.append((name, given))

@@ -20,6 +20,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.supervisor import Supervisor
 from asyncrl.family import ProcessId
 from asyncrl.plain_text import PlainStream
+from asyncrl.standstill import kind_of
 from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
@@ -44,6 +45,13 @@ def started(like: str = "asyncrl.replay") -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.communicate()
+
+
+def end(role: subprocess.Popen) -> list[ProcessId]:
+    """What is left of it: nothing."""
+    role.kill()
+    role.wait()
+    return []
 
 
 @pytest.fixture
@@ -84,8 +92,7 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
         assert f"(pid {role.pid}) stands still" in shown and "stopped" in shown and "last step 0:10 ago" in shown
         assert "alarm low_ess at step 2: small" in shown
         assert "one [red]two" in shown and "three" in shown and "\x1b[2J\n" not in shown
-        os.kill(role.pid, signal.SIGCONT)
-        living = []
+        living = end(role)
         assert not view.look()
         out.truncate(0)
         console.print(*view.below(), sep="\n")
@@ -142,7 +149,7 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
     living = [server, me]
     with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living, now=clock) as view:
         view.look()
-        living = [me]
+        living = [me, *end(role)]
         for _ in range(12):
             clock.now += 1
             view.look()
@@ -157,13 +164,48 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
         assert not any(waits in str(line) for line in view.below())
 
 
+def test_torchrun_whose_ranks_have_died_is_there_and_the_run_goes_on(tmp_path: Path) -> None:
+    """It holds no lock, and is found by its ranks."""
+    out = io.StringIO()
+    with started("asyncrl.learner.torchrun") as launcher, started("asyncrl.sft") as rank:
+        torchrun, each = ProcessId.of(launcher.pid), ProcessId.of(rank.pid)
+        assert torchrun is not None and each is not None
+        living = [torchrun, each]
+        with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living) as view:
+            view.look()
+            living = end(rank)
+            assert view.look()
+            waits = [str(line) for line in view.below() if " for " in str(line)]
+            assert [line.partition(" since")[0] for line in waits] == [
+                f"the run waits for a learner rank (pid {rank.pid})"
+            ]
+            end(launcher)
+            assert not view.look()
+
+
+@pytest.mark.parametrize(
+    ("command", "called"),
+    [
+        ("python -u -m asyncrl.sft model.path=DIR", "a learner rank"),
+        ("python /venv/bin/asyncrl sft model.path=DIR", "asyncrl sft"),
+        ("python -m asyncrl.cli sft model.path=DIR", "asyncrl sft"),
+        ("python -m asyncrl.learner.torchrun --nnodes=1 -m asyncrl.sft", "torchrun"),
+        ("/ray/core/src/ray/gcs/gcs_server --log_dir=DIR", "Ray's gcs_server"),
+    ],
+)
+def test_whose_command_line_it_is_and_who_waits_for_it(command: str, called: str) -> None:
+    kind = kind_of(command.split())
+    assert kind is not None and kind.name == called
+    assert bool(kind.waits) == (called in ("a learner rank", "Ray's gcs_server"))
+
+
 def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, role: subprocess.Popen) -> None:
     server, me = ProcessId.of(role.pid), ProcessId.of(os.getpid())
     assert server is not None and me is not None
     living, folder = [server, me], make_run(tmp_path / "run")
     with WatchView(folder, 4, Console(file=io.StringIO()), living=lambda _: living) as view:
         view.look()
-        living = [me]
+        living = [me, *end(role)]
         with Supervisor(folder / "logs") as supervisor:
             view.look()
             assert any("everybody waits for" in str(line) for line in view.below())

@@ -1,0 +1,55 @@
+"""What is told of an alarm, as it stands in `alarms.jsonl`: that it has begun to hold, and that it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+Row = Mapping[str, Any]
+
+ALARMS_FILE = "alarms.jsonl"
+PASSING = ("clock", "no_workers")
+"""Told, and no reason to stop a run: training needs no clock; workers that died come again, and a pool that gives up
+ends the run itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An alarm that has begun to hold, or is over."""
+
+    name: str
+    step: int
+    said: str
+    advice: str = ""
+    over: int | None = None
+    """For how many steps it held; None where it has begun."""
+
+    @classmethod
+    def of(cls, row: Row) -> Raised | None:
+        """As it stands in `alarms.jsonl`; None of a row that is damaged."""
+        known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
+        whole = isinstance(row.get("name"), str) and isinstance(row.get("step"), int) and "said" in row
+        return cls(**known) if whole else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value not in ("", None)}
+
+    @property
+    def stops(self) -> bool:
+        """Whether it may stop a run."""
+        return self.over is None and self.name not in PASSING
+
+    def __str__(self) -> str:
+        return f"alarm {self.name} at step {self.step}: {self.said}.{self.advice and f' {self.advice}'}"
+
+
+def ended_by_resume(told: Sequence[Row], step: int) -> list[Raised]:
+    """The ends of those that nobody knows to hold any more: the learner begins anew after `step`, with other rows."""
+    begun: dict[str, Raised] = {}
+    for raised in filter(None, map(Raised.of, told)):
+        begun.pop(raised.name, None)
+        begun |= {raised.name: raised} if raised.over is None else {}
+    steps = {each.name: step - each.step + 1 for each in begun.values()}
+    said = "over after {} steps: the run was resumed. If it holds still, it is told again"
+    return [Raised(name, step, said.format(held), over=held) for name, held in steps.items()]
