@@ -272,7 +272,7 @@ class RolloutConfig:
     """Functions of your own, `file.py:name` or `package.module:name`, that drop finished groups: `f(group)` returns
     true to keep it, false or the reason (text) to drop it. See docs/groups.md."""
     max_worker_restarts: int = 10
-    """Per worker; a worker that dies more often fails the run."""
+    """Per worker and hour; a worker that dies more often fails the run."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,9 @@
 # None of these ports asks who is there: keep them behind a firewall or in a tunnel (SECURITY.md).
 #
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
-# machine 0, and who reaches its port runs code as you. A machine that leaves is one of MAX_RESTARTS (1000; else 3).
+# machine 0, and who reaches its port runs code as you. A machine that leaves is a restart.
+#
+# MAX_RESTARTS (3; 20 with c10d) are those in a row, with no checkpoint saved in between.
 set -euo pipefail
 module="${MODULE:-asyncrl.learner}"
 nnodes="${NNODES:-1}"
@@ -30,7 +32,7 @@ for argument in "$@"; do
 done
 backend="${RDZV_BACKEND:-bound}"
 restarts=3
-[ "$backend" != c10d ] || restarts=1000 # torchrun counts every machine that left, over the whole run
+[ "$backend" != c10d ] || restarts=20 # a machine that leaves is one of them
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     echo "NNODES=$nnodes needs RDZV_ENDPOINT=HOST:PORT, where HOST is an address of one of the learner machines" >&2
     exit 2

@@ -95,7 +95,7 @@ def test_the_learner_s_launcher_takes_the_rendezvous_that_listens_on_one_address
     elastic = launched(NNODES="1:4", RDZV_ENDPOINT="10.0.0.6:29400", RDZV_BACKEND="c10d")
     assert "--rdzv-backend=c10d" in elastic.stdout
     # A machine that leaves is a restart of all: after four of them, in all its life, such a run ended.
-    assert "--max-restarts=1000 " in elastic.stdout and "--max-restarts=3 " in several
+    assert "--max-restarts=20 " in elastic.stdout and "--max-restarts=3 " in several
 
 
 def test_the_learner_s_launcher_starts_no_ranks_for_a_plan() -> None:

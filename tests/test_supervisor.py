@@ -73,16 +73,6 @@ def test_a_role_that_ends_badly_has_failed_and_shows_its_last_lines(tmp_path: Pa
         assert len(role.tail().splitlines()) == 30
 
 
-@pytest.mark.parametrize("closing", ["errors.ChildFailedError:", "api.SignalException: Process 1 got signal: 15"])
-def test_the_rank_s_error_is_shown_rather_than_torchrun_s(tmp_path: Path, closing: str) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        role = supervisor.start("learner", python("print('ValueError: mine')"), {})
-        supervisor.wait_for("learner", 60)
-    with role.log.open("a") as log:
-        log.write("Traceback (most recent call last):\n" + "  frame\n" * 50 + f"x.{closing}\n====\n")
-    assert role.tail() == "ValueError: mine"
-
-
 def test_leaving_the_supervisor_stops_every_role(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         roles = [supervisor.start(name, FOREVER, {}) for name in ("a", "b")]

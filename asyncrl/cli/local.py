@@ -33,6 +33,7 @@ from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.replay.net.keyring import with_keys
+from asyncrl.restarts import Restarts
 from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, chosen, proven, trained_in, trained_steps
@@ -62,7 +63,7 @@ FINISH_S = 30.0
 SAVE_S = 600.0
 """How long the learner gets, after Ctrl-C, to end its step and save a checkpoint."""
 RESTARTS = 10
-"""Of pool and torchrun together, after a kill."""
+"""Of pool and torchrun together in an hour, after a kill."""
 
 
 def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
@@ -201,7 +202,7 @@ def supervise(
 ) -> Ended:
     """Start `commands`, show the run until the role `learner` ends, stop the rest."""
     telemetry = telemetry or TelemetryConfig()
-    left = {True: replay_restarts, False: RESTARTS}
+    left = {True: Restarts(replay_restarts), False: Restarts(RESTARTS)}
     notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
     with (
         Supervisor(folder / LOG_DIR) as supervisor,
@@ -286,21 +287,20 @@ def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Not
     return learner.code == 0
 
 
-def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, int], view: RunView) -> bool:
+def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, Restarts], view: RunView) -> bool:
     """Start what failed again, where a restart can mend all of it.
 
     Args:
-        left: how many restarts are, of roles that have a journal and of the others; counted down.
+        left: of roles that have a journal, and of the others.
     """
     failed = supervisor.failed()
     for role in failed:
         journal = _has_journal(role.name)
         # What ended by itself has said why, and would again; the journal makes a server's end by itself harmless.
         hopeless = role.code == EXIT_REFUSED if journal else (role.code or 0) >= 0
-        if hopeless or left[journal] == 0:
+        if hopeless or not left[journal].take():
             return False
     for role in failed:
-        left[_has_journal(role.name)] -= 1
         command = next(command for command in commands if command.role == role.name)
         view.say(f"{_called(role.name)} ended with exit code {role.code}: started again {_resumes(role.name)}")
         supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"}, command.enforced)

@@ -47,13 +47,9 @@ class Role:
     def tail(self) -> str:
         """The end of its log, which names the error if it had time to write one."""
         try:
-            text = self.log.read_text(errors="replace")
+            lines = self.log.read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return "nothing logged"
-        # torchrun closes with a traceback of its own, which pushes the rank's error out of sight.
-        before, _, closing = text.rpartition("Traceback (most recent call last)")
-        closes = "ChildFailedError" in closing or "SignalException" in closing
-        lines = (before if closes else text).splitlines()
         return "\n".join(lines[-TAIL_LINES:]) or "nothing logged"
 
 

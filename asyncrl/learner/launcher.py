@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,6 +33,8 @@ from asyncrl.standstill import watched_supervisors
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Environment variable, set by our torchrun: its pid. A rank imports for seconds before it can ask who its parent is,
 and of a torchrun that was killed in them it would take whoever adopted it for the one that started it."""
+ADVANCED = signal.SIGUSR1
+"""To our torchrun, see `advanced`."""
 AHEAD = "ASYNCRL_AHEAD"
 """Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
 HOPELESS = (
@@ -104,6 +107,15 @@ def told() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def advanced() -> None:
+    """In a rank: whoever is started again goes on from further ahead than this start did. A torchrun of ours counts its
+    restarts anew then; another knows of no such signal, and would end of it."""
+    pid = os.environ.get(LAUNCHER, "")
+    if pid == str(os.getppid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), ADVANCED)
 
 
 def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:

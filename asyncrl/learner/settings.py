@@ -147,7 +147,7 @@ class LearnerConfig(CheckpointSettings):
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     max_restarts: int = 3
-    """How often torchrun restarts the ranks after one of them died."""
+    """How often torchrun restarts the ranks after one of them died, in a row: with no checkpoint saved in between."""
     hook: str = ""
     """Yours, `file.py:name` or `package.module:name`, called before and after every optimizer step of the policy with
     an `asyncrl.learner.hook.Update`, for what no setting covers. See docs/own_learning.md."""

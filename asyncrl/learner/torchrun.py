@@ -1,4 +1,5 @@
-"""torchrun with one rendezvous more: `python -m asyncrl.learner.torchrun --rdzv-backend=bound ...`, else as torchrun.
+"""torchrun with one rendezvous more, `python -m asyncrl.learner.torchrun --rdzv-backend=bound ...`, and with
+`--max-restarts` counted from the last checkpoint on; else as torchrun.
 
 By this door rather than as a plugin of torch: a plugin would be loaded by every torchrun of the environment.
 """
@@ -6,6 +7,7 @@ By this door rather than as a plugin of torch: a plugin would be loaded by every
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -17,11 +19,16 @@ if __name__ == "__main__":
     collector.rest()
     begun = Ahead(*ranks_and_command(sys.argv[1:], os.environ))
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, handlers
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
-from asyncrl.learner.launcher import LAUNCHER
+from asyncrl.learner.launcher import ADVANCED, LAUNCHER
 from asyncrl.learner.rendezvous import BACKEND, make_rendezvous
 
 
@@ -37,11 +44,44 @@ def take_first(begun: Ahead) -> None:
     handlers.SubprocessHandler = Handler  # pyright: ignore[reportPrivateImportUsage]
 
 
+class RenewedAgent(LocalElasticAgent):
+    """Whose restarts are as many again after each checkpoint: torchrun's are for the whole run, and in one of weeks
+    something dies more often than that."""
+
+    advanced = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and RenewedAgent.advanced:
+            RenewedAgent.advanced, self._remaining_restarts = False, worker_group.spec.max_restarts
+        return result
+
+
+def renew_restarts() -> None:
+    def advanced(*_: Any) -> None:
+        RenewedAgent.advanced = True
+
+    signal.signal(ADVANCED, advanced)
+    api.LocalElasticAgent = RenewedAgent  # pyright: ignore[reportPrivateImportUsage]
+
+
+def ending_of(failure: ProcessFailure) -> str:
+    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+
+
 def main(begun: Ahead) -> None:
     take_first(begun)
+    renew_restarts()
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     os.environ[LAUNCHER] = str(os.getpid())
-    torchrun(sys.argv[1:])
+    try:
+        torchrun(sys.argv[1:])
+    # Its tracebacks would push what the ranks had to say out of sight.
+    except SignalException as error:
+        sys.exit(f"torchrun: ended by {error.sigval.name}")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"torchrun: rank {rank} (pid {failure.pid}) ended first, with {ending_of(failure)}")
 
 
 if __name__ == "__main__":

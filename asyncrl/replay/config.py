@@ -71,5 +71,5 @@ class ReplayConfig:
     """`journal`: what the server acknowledges survives its death and the machine's, in `<run.dir>/journal`. `memory`:
     a server that dies takes all groups since the last checkpoint with it, and the run ends."""
     max_restarts: int = 10
-    """How often `asyncrl local` restarts a replay server, or a shard, that died; only with a journal."""
+    """How often in an hour `asyncrl local` restarts a replay server, or a shard, that died; only with a journal."""
     journal: JournalConfig = field(default_factory=JournalConfig)

@@ -32,6 +32,7 @@ from asyncrl.digests import run_digest
 from asyncrl.errors import ConfigError
 from asyncrl.family import Family, undertaker
 from asyncrl.replay.net.keyring import with_keys
+from asyncrl.restarts import Restarts
 from asyncrl.rollout.host import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -56,7 +57,7 @@ TAIL = 10
 """Lines of a worker's log that are shown where it lies on another machine."""
 REAP_S = 5.0
 BEGUN = "ASYNCRL_POOL_BEGUN"
-"""Environment variable: how often this pool was started anew because its own Ray was lost."""
+"""Environment variable: when this pool was started anew because its own Ray was lost, in monotonic seconds."""
 
 
 @dataclass(slots=True)
@@ -64,17 +65,16 @@ class _Slot:
     """One place in the pool, held by one worker after another."""
 
     spec: WorkerSpec
+    restarts: Restarts
     started_at: float = 0.0
-    restarts: int = 0
 
 
 class RolloutPool:
     def __init__(self, specs: list[WorkerSpec], host: WorkerHost, *, max_restarts: int) -> None:
         self._host = host
-        self._slots = {spec.name: _Slot(spec) for spec in specs}
+        self._slots = {spec.name: _Slot(spec, Restarts(max_restarts)) for spec in specs}
         self._due: list[tuple[float, str]] = []
         """Heap of `(monotonic time, worker)`: restarts to come."""
-        self._max_restarts = max_restarts
         self._signal = 0
         self.family = Family(os.getpid())
         self._standstills = Standstills()
@@ -129,13 +129,14 @@ class RolloutPool:
         if ended.code == EXIT_REFUSED:
             _tell(f"{why}\nA restart cannot help. {log}")
             return False
-        if slot.restarts >= self._max_restarts:
-            _tell(f"{why}\nIt was restarted rollout.max_worker_restarts={self._max_restarts} times. {log}")
+        limit = slot.restarts.limit
+        if not slot.restarts.take():
+            _tell(f"{why}\nIt was restarted rollout.max_worker_restarts={limit} times in an hour. {log}")
             return False
-        delay_s = restart_delay_s(slot.restarts, lived_s)
-        slot.restarts += 1
-        slot.spec = replace(slot.spec, restart=slot.restarts)
-        _tell(f"{why}\nRestart {slot.restarts} of at most {self._max_restarts} in {delay_s:.1f} s")
+        recent = slot.restarts.recent
+        delay_s = restart_delay_s(recent - 1, lived_s)
+        slot.spec = replace(slot.spec, restart=slot.spec.restart + 1)
+        _tell(f"{why}\nRestart {recent} of at most {limit} in an hour, after {delay_s:.1f} s")
         heapq.heappush(self._due, (time.monotonic() + delay_s, ended.name))
         return True
 
@@ -331,16 +332,18 @@ def run_pool(config: Config) -> int:
 def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
     """Start this process anew, with the same number and arguments, if that mends the loss: Ray cannot be shut down
     safely once a part of it is gone. Returns the exit code if it does not."""
-    begun = int(os.environ.get(BEGUN, "0"))
+    limit = config.rollout.max_worker_restarts
+    begun = Restarts(limit, [float(each) for each in os.environ.get(BEGUN, "").split()])
     _tell(f"{lost}")
-    if not lost.mendable or begun >= config.rollout.max_worker_restarts:
-        if lost.mendable:
-            _tell(f"It was started rollout.max_worker_restarts={begun} times. The pool ends")
+    if not lost.mendable:
         return EXIT_FAILED
-    _tell(f"Start {begun + 1} of at most {config.rollout.max_worker_restarts}")
+    if not begun.take():
+        _tell(f"It was started anew rollout.max_worker_restarts={limit} times in an hour. The pool ends")
+        return EXIT_FAILED
+    _tell(f"Start {begun.recent} of at most {limit} in an hour")
     family.kill()
     _reap_children(REAP_S)
-    environment = {**os.environ, BEGUN: str(begun + 1)}
+    environment = {**os.environ, BEGUN: " ".join(map(str, begun.taken))}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 

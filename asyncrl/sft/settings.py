@@ -113,7 +113,7 @@ class SftLearnerConfig(CheckpointSettings):
     keep_best_by: str = "min"
     """`max` or `min`: which value of `keep_best` is better."""
     max_restarts: int = 3
-    """How often torchrun restarts the ranks after one of them died."""
+    """How often torchrun restarts the ranks after one of them died, in a row: with no checkpoint saved in between."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,7 @@ def test_a_setting_that_two_ranks_refuse_is_not_tried_again():
     assert done.returncode != 0
     assert 1 <= done.stderr.count("asyncrl.learner: ConfigError: ") <= 2, "once by each rank that got so far"
     assert "learner.steps=many" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.endswith("torchrun: ended by SIGTERM\n")
 
 
 class Told:
@@ -69,3 +72,49 @@ def test_torchrun_is_told_of_what_no_restart_can_help_before_anything_is_closed(
     assert learner.rank_main([]) == 1
     assert events == expected
     assert capsys.readouterr().err == f"asyncrl.learner: {type(error).__name__}: {error}\n"
+
+
+DYING = """
+import os, signal, sys, time
+from pathlib import Path
+from asyncrl.learner.launcher import advanced, told
+
+told()
+starts = Path(sys.argv[1])
+starts.write_text(starts.read_text() + os.environ["TORCHELASTIC_RESTART_COUNT"])
+if len(starts.read_text()) in (2, 3, 5):
+    advanced()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.unhurried
+@pytest.mark.timeout(400)
+def test_restarts_are_counted_from_the_last_checkpoint_on(tmp_path: Path):
+    (tmp_path / "rank.py").write_text(DYING)
+    starts = tmp_path / "starts"
+    starts.touch()
+    torchrun = ("-m", "asyncrl.learner.torchrun", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=bound")
+    done = subprocess.run(
+        [sys.executable, *torchrun, "--rdzv-endpoint=127.0.0.1:0", str(tmp_path / "rank.py"), str(starts)],
+        capture_output=True,
+        text=True,
+        timeout=350,
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert re.search(r"\ntorchrun: rank 0 \(pid \d+\) ended first, with SIGKILL\n$", done.stderr)
+    assert starts.read_text() == "01" + "1" + "12" + "12", "the second, third and fifth got further than those before"
+
+
+def test_a_torchrun_of_somebody_else_is_not_told_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    got: list[tuple[int, int]] = []
+    monkeypatch.setattr(launcher.os, "kill", lambda pid, number: got.append((pid, number)))
+    monkeypatch.delenv(launcher.LAUNCHER, raising=False)
+    launcher.advanced()
+    monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid() + 1))
+    launcher.advanced()
+    assert got == []
+    monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid()))
+    launcher.advanced()
+    assert got == [(os.getppid(), launcher.ADVANCED)]

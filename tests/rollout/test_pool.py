@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config import config_from_dict, config_to_dict
 from asyncrl.errors import ConfigError
+from asyncrl.restarts import Restarts
 from asyncrl.rollout import host as host_module
 from asyncrl.rollout import pool as pool_module
 from asyncrl.rollout import process
@@ -96,6 +97,14 @@ def test_a_signal_ends_the_pool_and_closes_the_host():
     pool = RolloutPool([spec("a")], host, max_restarts=3)
     pool.stop(signal.SIGTERM)
     assert (pool.run(), host.closed) == (128 + signal.SIGTERM, True)
+
+
+def test_what_died_an_hour_ago_counts_no_more(monkeypatch, capfd):
+    at = iter(range(0, 40_000, 1000))  # a clock that is asked three times for each restart
+    monkeypatch.setattr(pool_module, "Restarts", lambda limit: Restarts(limit, clock=lambda: next(at)))
+    code, host = run({"a": [*[EXIT_FAILED] * 5, EXIT_STOPPED]}, max_restarts=2)
+    assert (code, len(host.starts)) == (0, 6)
+    assert host.starts[-1] == ("a", 5), "and each start has a number of its own"
 
 
 def test_what_a_worker_on_another_machine_said_last_is_told_here(capfd, monkeypatch):
