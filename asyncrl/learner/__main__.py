@@ -80,7 +80,7 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     opened.callback(replay.close)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
-        for change in changes_in(config):
+        for change in changes_here(config, place):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR, KEYS_DIR), overrides=overrides)
     config = with_dtypes(config, learner=place.device.type)
@@ -115,6 +115,13 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     log.info("%s", choices(config, place, parts.roles.policy.layout.value))
     with still_of(place.run_id, run_dir):
         train(config, parts, asked)
+
+
+def changes_here(config: Config, place: Place) -> list[str]:
+    """As `changes_in`, with what `auto` has become: after a restart by torchrun that is what the run began with."""
+    given = {change.partition(":")[0] for change in changes_in(config)}
+    settled = with_dtypes(config, learner=place.device.type)
+    return [change for change in changes_in(settled) if change.partition(":")[0] in given]
 
 
 def choices(config: Config, place: Place, layout: str) -> str:

@@ -189,6 +189,7 @@ class Deaths:
         time.sleep(1.0)
         goes_on(run, 6)
         assert_conserved(run.rows()[-1])
+        assert "this resume changes" not in (run.directory / "logs" / "learner.log").read_text()
 
     def test_a_stopped_asyncrl_local_is_named_by_the_roles_and_goes_on(self, runs: Runs) -> None:
         run = runs.of(self.HOST)
