@@ -54,6 +54,9 @@ def test_the_page_is_made_anew_when_a_run_has_written_more(server: ReportServer,
         file.write(json.dumps({"step": 2, "time": 2.0, "reward/mean": 0.75}) + "\n")
     assert ask(server, path, method="HEAD")[2] != tag
     assert "0.75" in ask(server, path)[1]
+    histogram = {"step": 2, "histogram/reward": {"edges": [0.0, 0.5, 1.0], "counts": [3, 1]}}
+    (folder / "histograms.jsonl").write_text(json.dumps(histogram) + "\n")  # it comes after the row of its step
+    assert '"counts":[3,1]' in ask(server, path)[1]
     (folder / "config.yaml").unlink()
     (folder / "metrics.jsonl").unlink()
     assert ask(server, path)[0] == 503, "told, and it serves on"

@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 
 from asyncrl import __version__
 from asyncrl.cli.commands import PORTS
+from asyncrl.storage.memory import container_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FREE_LOW, FREE_LEAST = 10 << 30, 1 << 30
@@ -106,17 +107,18 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
     return found
 
 
-def memory(total: int, shared: int) -> list[Finding]:
-    """Bytes of memory and of /dev/shm."""
-    said = f"{total / 2**30:.1f} GiB, {os.cpu_count()} CPU cores"
+def memory(total: int, shared: int, container: int | None = None) -> list[Finding]:
+    """Bytes of memory, of what is free of /dev/shm, and that this container may have."""
+    bound = "" if container is None else f", of which this container may have {container / 2**30:.1f} GiB"
+    said = f"{total / 2**30:.1f} GiB{bound}, {len(os.sched_getaffinity(0))} CPU cores"
     found = [Finding("memory", OK, said)]
     if shared < SHM_LEAST:
         found.append(
             Finding(
                 "memory",
                 WARNING,
-                f"/dev/shm has {shared / 2**20:.0f} MiB: Ray puts its objects into /tmp then, NCCL and vLLM with "
-                "several GPUs fail. Start the container with --shm-size=8g",
+                f"/dev/shm has {shared / 2**20:.0f} MiB left: Ray puts its objects into /tmp then, NCCL and vLLM with "
+                "several GPUs fail. Empty it, or start the container with --shm-size=8g",
             )
         )
     return found
@@ -260,7 +262,7 @@ def torch_sees() -> str:
 
 def shared_memory() -> int:
     try:
-        return shutil.disk_usage("/dev/shm").total
+        return shutil.disk_usage("/dev/shm").free
     except OSError:
         return 0
 
@@ -275,7 +277,7 @@ def examine(folder: Path) -> list[Finding]:
         *packages(metadata.requires("asyncrl") or [], version_of),
         *engines(version_of),
         *gpus(told_by("nvidia-smi", query, "--format=csv,noheader,nounits"), torch_sees),
-        *memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shared_memory()),
+        *memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shared_memory(), container_bytes()),
         files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         *disk(folder),
         *ports(port_range.read_text() if port_range.exists() else ""),

@@ -32,7 +32,7 @@ from asyncrl.rollout.concurrency import slots_per_worker
 from asyncrl.schema import Config
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics
-from asyncrl.telemetry.resumed import CONFIG_FILE
+from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 
 GPUS, COST = "gpus", "cost."
 DEPTH, IN_FLIGHT = "autotune/pipeline_depth", "autotune/max_in_flight"
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     for run in runs:
         if not (run / CONFIG_FILE).is_file():
             raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        if is_supervised(run):
+            raise RunFolderError(f"{run} is a run of asyncrl sft: no rollouts were in it. Give one of asyncrl local")
     if runs:
         overrides = [str(runs[0] / CONFIG_FILE), *overrides]
     config = read_settings(overrides)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.page import page_of
 from asyncrl.telemetry.raised import ALARMS_FILE
 
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 AGAIN_S = 15
 """After so many seconds the browser asks whether there is more."""
 IDLE_S = 60.0
-FILES = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE)
+FILES = (METRICS_FILE, HISTOGRAMS_FILE, ALARMS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE)
 AGAIN = """<script>
 "use strict";
 let tag = null;  // of the first answer

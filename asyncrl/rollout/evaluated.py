@@ -78,8 +78,16 @@ class EvaluatedSet:
 
 def told_apart(sources: Iterable[str], rows: int) -> tuple[str, ...]:
     """`EvaluatedSet.sources` of the first `rows` (0: all), as names of metrics have them; empty of one, or too many."""
-    names = tuple(re.sub(r"[^\w.-]", "_", each, flags=re.ASCII) for each in itertools.islice(sources, rows or None))
-    return names if 1 < len(set(names)) <= MOST_SOURCES else ()
+    given = tuple(itertools.islice(sources, rows or None))
+    found, names = dict.fromkeys(given), dict[str, str]()
+    if not 1 < len(found) <= MOST_SOURCES:
+        return ()
+    for each in found:
+        name = re.sub(r"[^\w.-]", "_", each)
+        while name in names.values():
+            name += "_"
+        names[each] = name
+    return tuple(names[each] for each in given)
 
 
 def samples_of(row: int, prompt: Prompt | None, made: Episodes) -> list[Sample]:

@@ -123,6 +123,9 @@ def test_gpus_and_costs_are_told_from_settings() -> None:
 def test_what_is_not_simulated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *files(tmp_path), *COSTS, "gpus=4", "replay.admission=sample"]) == 2
     assert "replay.admission=group" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("learner:\n  rows_per_step: 32\n")
+    assert main(["plan", "--from", str(tmp_path), "gpus=4"]) == 2
+    assert "is a run of asyncrl sft" in capsys.readouterr().err
 
 
 def test_of_a_run_that_was_tuned_the_steps_under_its_last_bounds_count(tmp_path: Path) -> None:

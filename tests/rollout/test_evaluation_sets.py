@@ -130,4 +130,5 @@ def test_sources_are_told_apart_where_there_are_several_and_not_too_many() -> No
     assert told_apart(["a", "b", "b"], 0) == ("a", "b", "b")
     assert told_apart(["a", "a", "b"], 2) == told_apart([], 0) == ()
     assert told_apart(map(str, range(MOST_SOURCES + 1)), 0) == ()
+    assert told_apart(["数学", "代码", "a/b", "a b", "", "数学"], 0) == ("数学", "代码", "a_b", "a_b_", "", "数学")
     assert len(told_apart(map(str, range(10**9)), MOST_SOURCES)) == MOST_SOURCES
