@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_whole_model_folder_is_accepted(tmp_path: Path) -> None:
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "half-written model.safetensors"),
         ("config.json", b"{", "has a config.json that is no JSON"),
         ("config.json", b"[1]", "has a config.json that is no object"),
+        ("generation_config.json", b"{", "has a generation_config.json that is no JSON"),
         ("tokenizer.json", None, "has no tokenizer"),
+        ("config.json", b'{"quantization_config": {"quant_method": "gptq"}}', r"its weights are quantized \(gptq\)"),
     ],
 )
 def test_a_model_folder_that_no_process_could_load_is_refused(
@@ -63,6 +66,20 @@ def test_a_model_folder_that_no_process_could_load_is_refused(
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         check_machine(load_config([*REQUIRED, f"model.path={folder}"]), "rollout")
+
+
+def test_a_model_of_which_some_shards_are_missing_is_refused(tmp_path: Path) -> None:
+    """An unfinished download: only the learner found it, once everything had been started."""
+    folder, index = model_folder(tmp_path), tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    config = load_config([*REQUIRED, f"model.path={folder}"])
+    check_machine(config, "learner")  # a file of its own goes before shards
+    (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 1 of the 2 files .* names, model-1\.safetensors first"):
+        check_machine(config, "learner")
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match=r"has a damaged model\.safetensors\.index\.json"):
+        check_machine(config, "learner")
 
 
 @pytest.mark.parametrize("key", ["critic.path", "reference.path"])

@@ -92,6 +92,22 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
     return ""
 
 
+def quantized(settings: Mapping[str, Any]) -> str:
+    """Why the weights cannot be trained as they are stored; empty if they can.
+
+    Args:
+        settings: of `config.json`.
+    """
+    given = settings.get("quantization_config")
+    if not given or (isinstance(given, Mapping) and given.get("dequantize")):
+        return ""
+    method = given.get("quant_method", "") if isinstance(given, Mapping) else ""
+    return (
+        f"its weights are quantized ({method or 'quantization_config in its config.json'}), and nothing trains those. "
+        "Give the model that it was made from"
+    )
+
+
 def may_forget(settings: Mapping[str, Any]) -> bool:
     """Whether layers of a model may see less than everything before; false where its `config.json` alone tells.
 

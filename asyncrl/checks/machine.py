@@ -19,6 +19,7 @@ from asyncrl.checks.architecture import (
     not_shared,
     not_together,
     of_its_decoder,
+    quantized,
     too_long_to_guess,
 )
 from asyncrl.checks.evaluations import eval_sets
@@ -153,7 +154,8 @@ def unfit_model(path: str, layout: Layout, longest: int) -> Iterator[str]:
         )
     sequence, experts, tensor = layout.sequence_parallel, layout.expert_parallel, layout.tensor_parallel
     problem = settings and (
-        foreign_maths(settings)
+        quantized(settings)
+        or foreign_maths(settings)
         or too_long_to_guess(settings, longest)
         or not_together(settings, tensor)
         or not_shared(settings, sequence, tensor)
@@ -201,24 +203,47 @@ def _too_few_positions(config: Config) -> Iterator[str]:
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
+GENERATION = "generation_config.json"
+"""Where a chat model says what ends a turn."""
+
+
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     """What would else be found only after the start of every process, by each of its restarts again."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        yield f"has a config.json that is no JSON ({error}). Copy the model again"
-    else:
-        if not isinstance(settings, dict):
-            yield "has a config.json that is no object of settings by name. Copy the model again"
+    for name in ("config.json", GENERATION):
+        try:
+            settings = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        except ValueError as error:
+            yield f"has a {name} that is no JSON ({error}). Copy the model again"
+        else:
+            if not isinstance(settings, dict):
+                yield f"has a {name} that is no object of settings by name. Copy the model again"
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if not weights:
         yield "has no weights. Give a folder with *.safetensors (an unfinished download or a tokenizer alone has none)"
+    yield from _broken_index(folder)
     for file in weights:
         if file.suffix == ".safetensors" and not _is_whole(file):
             yield f"has a damaged or half-written {file.name}. Copy the model again"
     # Without these transformers makes an empty tokenizer, to which every prompt is nothing.
     if tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         yield "has no tokenizer. Save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+
+
+def _broken_index(folder: Path) -> Iterator[str]:
+    """Of a model in shards."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return
+    try:
+        named = {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"has a damaged {index.name} ({type(error).__name__}: {error}). Copy the model again"
+        return
+    if absent := sorted(name for name in named if not (folder / name).is_file()):
+        yield (
+            f"lacks {len(absent)} of the {len(named)} files that its {index.name} names, {absent[0]} first. Finish the "
+            "download"
+        )
 
 
 def _is_whole(file: Path) -> bool:

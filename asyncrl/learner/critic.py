@@ -17,7 +17,7 @@ from asyncrl.learner.attention import Packing
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import Build, built
 from asyncrl.learner.layout import with_our_attention
-from asyncrl.learner.loading import REFUSALS, Recipe
+from asyncrl.learner.loading import REFUSALS, Recipe, of_transformers, refuse_random
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.tensor import whole
 from asyncrl.schema import Config
@@ -117,16 +117,21 @@ OPTIONS: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
 
 def load_classifier(path: str) -> PreTrainedModel:
     options = OPTIONS | {"num_labels": 1, "output_loading_info": True}
-    hf, loaded = with_our_attention(partial(AutoModelForTokenClassification.from_pretrained, path, **options))
-    if any(key.split(".")[-2] in HEADS for key in loaded["missing_keys"]):
+    with of_transformers():
+        hf, loaded = with_our_attention(partial(AutoModelForTokenClassification.from_pretrained, path, **options))
+    lacking = set(loaded["missing_keys"])
+    of_head = {key for key in lacking if key.partition(".")[0] in HEADS}
+    refuse_random(lacking - of_head)
+    if of_head:
         for parameter in value_head(hf).parameters():
             nn.init.zeros_(parameter)  # random values would send the first advantages astray
     return hf
 
 
 def blank_classifier(path: str) -> PreTrainedModel:
-    settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
-    return with_our_attention(partial(AutoModelForTokenClassification.from_config, settings, **OPTIONS))
+    with of_transformers():
+        settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
+        return with_our_attention(partial(AutoModelForTokenClassification.from_config, settings, **OPTIONS))
 
 
 def value_loss(

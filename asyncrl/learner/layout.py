@@ -164,6 +164,11 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
         ) from error
     finally:
         model.settle()
+    if any(np.isnan(each).any() for each in alone):
+        raise ConfigError(
+            f"{name}: the scores that transformers itself gives a sequence are nan. Its weights are damaged, or those "
+            "of a run that diverged: give another checkpoint"
+        )
     canary = Canary(sequences=probes, logprobs=alone, learner_dtype=dtype, wire_dtype=dtype)
     reason = unpackable(model, canary, longest)
     if not reason:

@@ -8,7 +8,8 @@ rank 0 reads all, and the others get their shards from it, a layer at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,25 @@ log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 """What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
+
+
+@contextmanager
+def of_transformers() -> Iterator[None]:
+    """What the library raises of a checkpoint that it cannot load, as one of `REFUSALS`: it has no class of its own for
+    that (an ImportError of a quantizer, a config that fails its own checks)."""
+    try:
+        yield
+    except REFUSALS:
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def refuse_random(missing: Collection[str]) -> None:
+    """Raises ValueError where the checkpoint lacks weights: transformers makes them at random and says so in a log."""
+    if missing:
+        some = ", ".join(sorted(missing)[:4]) + (" ..." if len(missing) > 4 else "")
+        raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

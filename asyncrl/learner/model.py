@@ -25,7 +25,7 @@ from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.building import DTYPES, Build, built
 from asyncrl.learner.flops import Work
 from asyncrl.learner.layout import with_our_attention
-from asyncrl.learner.loading import REFUSALS, Recipe
+from asyncrl.learner.loading import REFUSALS, Recipe, of_transformers, refuse_random
 from asyncrl.learner.logprobs import judged_logprobs, largest_logits, token_logprobs
 from asyncrl.learner.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.packed import PackedModel
@@ -248,14 +248,16 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
     Raises:
         ConfigError: it computes its logits in a way the learner does not. One of `REFUSALS`: there is no config.
     """
-    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    with of_transformers():
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     problem = foreign_maths(hf_config.to_dict())
     if problem:
         raise ConfigError(f"{setting}: {problem}")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
 
     def build() -> PreTrainedModel:
-        model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
+        with of_transformers():
+            model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
         with suppress(OSError):  # a checkpoint need not bring any
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
@@ -279,11 +281,9 @@ def as_causal_lm(setting: str) -> Iterator[None]:
 
 
 def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:
-    """Raises ValueError where the checkpoint lacks a weight: transformers makes it at random and says so in a log."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
+    """Raises one of `REFUSALS`, also where the checkpoint lacks a weight."""
+    with of_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
     model, found = loaded
-    missing = sorted(found["missing_keys"])
-    if missing:
-        some = ", ".join(missing[:4]) + (" ..." if len(missing) > 4 else "")
-        raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
+    refuse_random(found["missing_keys"])
     return model

@@ -120,12 +120,11 @@ def files_of(path: str) -> list[Path]:
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
-    if index is not None:
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    else:
-        names = [SAFE_WEIGHTS_NAME]
-    found = [cached_file(path, name, **options) for name in names]
+    # A file of its own goes before shards that lie beside it, as where transformers loads a model whole.
+    whole = cached_file(path, SAFE_WEIGHTS_NAME, **options)
+    index = None if whole else cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ()
+    found = [cached_file(path, name, **options) for name in names] or [whole]
     if None in found:
         raise Unreadable("it has no safetensors")
     return [Path(str(file)) for file in found]

@@ -177,6 +177,10 @@ class _Watched:
                 step = self._steps.send(None) if error is None else self._steps.throw(error)
             except StopIteration as end:
                 return end.value
+            except (SystemExit, KeyboardInterrupt) as ends:
+                # While the record says whose call this is: outside all calls it would cost those that wait.
+                sys.stdout.flush()
+                os._exit(ends.code if isinstance(ends, SystemExit) and isinstance(ends.code, int) else 1)
             finally:
                 end_call(self._progress)
             try:

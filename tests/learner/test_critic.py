@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
 from asyncrl.errors import ConfigError
@@ -49,6 +50,15 @@ def test_a_value_is_that_of_the_sequence_alone_up_to_the_token_before(tmp_path: 
 def test_a_critic_that_cannot_be_loaded_is_refused_with_its_path(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"critic\.path=.*nothing_here.*num_labels=1"):
         critic_of(tiny_checkpoint(tmp_path / "policy"), str(tmp_path / "nothing_here"))
+
+
+def test_a_critic_s_checkpoint_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path):
+    folder = tiny_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"critic\.path=.* its checkpoint has no model\.norm\.weight \(1 weights\)"):
+        critic_of(folder)
 
 
 def test_the_value_loss_is_half_the_squared_error_per_loss_token():

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.model import build_model
+from asyncrl.learner.reading import files_of
 from asyncrl.schema import Config, ModelConfig, RunConfig
 from tests.learner.families import siblings, tiny_family, trained_logprobs
-from tests.learner.feed import FAMILIES, tiny_checkpoint
+from tests.learner.feed import FAMILIES, tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -64,6 +65,33 @@ def test_a_checkpoint_that_lacks_weights_is_refused_and_not_filled_up_at_random(
         ConfigError, match=rf"its checkpoint has no {lost} \(1 weights\), which would be made at random"
     ):
         build_model(config_for(tmp_path), CPU, None)
+
+
+def test_weights_that_are_no_numbers_are_told_as_that(tmp_path: Path):
+    tiny_checkpoint(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="transformers itself gives a sequence are nan"):
+        build_model(config_for(tmp_path), CPU, None)
+
+
+def test_whatever_transformers_raises_of_a_config_is_a_refusal(tmp_path: Path):
+    """A rank that ended by anything else was started three times more."""
+    settings = json.loads((tiny_checkpoint(tmp_path) / "config.json").read_text())
+    for changes in ({"max_position_embeddings": "512"}, {"text_config": "none"}, {"pad_token_id": 10**6}):
+        (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ConfigError, match=r"model\.path=.* cannot be loaded as a causal LM: \w*Error: "):
+            build_model(config_for(tmp_path), CPU, None)
+
+
+def test_ranks_read_the_files_that_transformers_loads(tmp_path: Path):
+    """A file of its own beside the shards of another model: one rank trained the one, two the other."""
+    tiny_model("qwen2").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(files_of(str(tmp_path))) > 1
+    tiny_model("qwen2").save_pretrained(tmp_path / "later")
+    (tmp_path / "later" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert files_of(str(tmp_path)) == [tmp_path / "model.safetensors"]
 
 
 def test_an_export_that_cannot_be_written_says_where_and_how_to_go_on(tmp_path: Path):

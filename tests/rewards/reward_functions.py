@@ -117,9 +117,12 @@ def slowly(completion, row):
 
 
 async def waits(completion, row):
-    """Takes as many seconds as the completion says. `deaf` also catches its cancellation; `blocks` awaits nothing."""
+    """Takes as many seconds as the completion says. `deaf` also catches its cancellation; `blocks` awaits nothing;
+    `exits` ends its process."""
     if completion == "blocks":
         time.sleep(600)
+    if completion == "exits":
+        sys.exit(4)
     try:
         await asyncio.sleep(600 if completion in ("hang", "deaf") else float(completion))
     except asyncio.CancelledError:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_scores_come_back_per_completion_with_named_parts():
         (row("raise"), "KeyError.*no such thing"),
         (row("return", what="nan"), "nan"),
         (row("return", what="none"), "None"),
-        (row("fine", big=2**80), "cannot be sent"),
+        (row("fine", deep=reduce(lambda inner, _: [inner], range(2000), 1)), "cannot be sent"),
     ],
     ids=lambda value: value.get("what", value["do"]) if isinstance(value, dict) else "",
 )
@@ -241,6 +242,16 @@ def test_one_that_blocks_within_async_is_blamed_alone(came):
         blocked, fine = came[scenario]
         assert isinstance(blocked, RewardError) and blocked.reason == "timed_out"
         assert not isinstance(fine, RewardError) and [score.value for score in fine] == [1.0, 1.0]
+
+
+def test_one_that_exits_within_async_is_blamed_alone():
+    async def ask():
+        async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=20.0) as pool:
+            return await asyncio.gather(pool.score(["0.2", "exits"], row("")), pool.score(["0.2", "0"], row("")))
+
+    (own, said), others = asyncio.run(ask())
+    assert isinstance(said, RewardError) and said.reason == "exited" and "exit code 4" in str(said)
+    assert [scored.value for scored in (own, *others)] == [1.0] * 3
 
 
 def test_a_plain_function_may_use_a_loop_of_its_own():
