@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 from asyncrl.cli import local, quickstart, smoke, verify
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.cli.model_size import ModelSize, kv_values, model_size, tensor_shapes
-from asyncrl.config import config_dir
+from asyncrl.config import config_dir, load_config
 from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
 from asyncrl.telemetry.console import PlainConsole
 
@@ -191,6 +193,10 @@ def test_a_shard_needs_its_number_and_an_address_and_local_gives_them(
     assert main(["local", *files, "replay.shards=2", "--dry-run"]) == 0
     plan = capsys.readouterr().out
     assert "-m asyncrl.replay.shards 0 " in plan and "-m asyncrl.replay.shards 1 " in plan
+    assert main(["local", *files, "replay.shards=2", "replay.address='tcp://[::1]:5577'", "--dry-run"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "-m asyncrl.replay.shards " in line]
+    shards = [load_config([word for word in shlex.split(line) if "=" in word]) for line in lines]
+    assert all(re.fullmatch(r"tcp://\[::1\]:\d+", each.replay.shard_address) for each in shards) and len(shards) == 2
     assert plan.count("replay.shard_address=tcp://127.0.0.1:") == 2
     for wrong in ([], ["2", "replay.shards=2"], ["0"]):
         assert main(["shard", *wrong, *files, "--dry-run"]) == 2

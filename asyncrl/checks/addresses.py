@@ -59,8 +59,11 @@ def numeric(address: str) -> str:
     found = resolved(host) if host else []
     if not found:
         return address
-    wrapped = f"[{found[0]}]" if isinstance(found[0], ipaddress.IPv6Address) else str(found[0])
-    return f"tcp://{wrapped}:{address.rpartition(':')[2]}"
+    return tcp(str(found[0]), address.rpartition(":")[2])
+
+
+def tcp(host: str, port: int | str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def unknown_interfaces(given: str, *, nccl: bool = False) -> list[str]:

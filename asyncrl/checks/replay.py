@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.checks.addresses import host_of, is_everywhere, is_loopback
+from asyncrl.checks.addresses import host_of, is_everywhere, is_loopback, tcp
 from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config
 
@@ -230,7 +230,7 @@ def weights_are_served_on_one_network(config: Config) -> Problems:
 def _network_address(config: Config, key: str, address: str) -> Problems:
     host = host_of(address)
     if host and not 0 < int(address.rpartition(":")[2]) < 65536:
-        yield f"{key}={address} has no port between 1 and 65535. Example: tcp://{host}:5577"
+        yield f"{key}={address} has no port between 1 and 65535. Example: {tcp(host, 5577)}"
     if not host:
         yield f"{key} must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
     elif is_everywhere(host):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks.addresses import host_of
+from asyncrl.checks.addresses import host_of, tcp
 from asyncrl.checks.placement import VISIBLE, named, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.placement import WHOLE_SHARE
@@ -98,7 +98,7 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
     ports = [free_port() for _ in range(config.replay.shards)]
     host = host_of(config.replay.address) or "127.0.0.1"
     shards = [
-        shard_command(str(number), [*kept, f"replay.shard_address=tcp://{host}:{port}"])
+        shard_command(str(number), [*kept, f"replay.shard_address={quoted(tcp(host, port))}"])
         for number, port in enumerate(ports)
     ]
     return [replay_command(kept), *shards, rollout_command(given), learner_command(config, given, run_id)]
