@@ -4,8 +4,10 @@ interface, and `127.example.com` may be anybody's machine."""
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
+import tempfile
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -64,6 +66,17 @@ def numeric(address: str) -> str:
 
 def tcp(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+LONGEST_SOCKET = 107
+"""Bytes that the path of a unix socket may have."""
+
+
+def socket_folder(name: int) -> str:
+    """Where others may put unix sockets whose names are so long, `/` included: the folders for temporary files that
+    schedulers make for a job leave them no room."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) + name <= LONGEST_SOCKET else "/tmp"
 
 
 def unknown_interfaces(given: str, *, nccl: bool = False) -> list[str]:

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.checks.addresses import socket_folder
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.placement import gpus_per_engine, visible_gpus
 from asyncrl.config import config_to_dict
@@ -33,6 +34,7 @@ from asyncrl.schema import Config
 NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20
 """Near Ray's minimum: trajectories and weights never go through it."""
+RAY_SOCKET = len("/ray/session_YYYY-MM-DD_HH-MM-SS_ffffff_PIDOFIT/sockets/plasma_store")
 PLACE_TOLD_S = 30.0
 """So often it is said that Ray has not found a place for a worker, or not started its process."""
 
@@ -107,15 +109,16 @@ class RayHost:
         else:
             # Ray's own, 15, starves the engines where the learner or anything else wants the same cores.
             os.environ.setdefault("RAY_worker_niceness", "0")
+            os.environ.setdefault("RAY_TMPDIR", socket_folder(RAY_SOCKET))
             # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
-            ray.init(
-                address="local",
-                num_cpus=workers * processes_per_worker,
-                num_gpus=gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                **options,
-            )
+            options |= {"num_cpus": workers * processes_per_worker, "num_gpus": gpus, "include_dashboard": False}
+            try:
+                ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
+            except OSError as error:
+                raise ConfigError(
+                    f"Ray cannot start here: {error}. RAY_TMPDIR={os.environ['RAY_TMPDIR']} is the folder of its files "
+                    "and sockets"
+                ) from error
         self._gpus, self._processes = gpus_per_worker(int(ray.cluster_resources().get("GPU", 0))), processes_per_worker
         # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
         self._actor_class = ray.remote(num_cpus=0, num_gpus=self._gpus, max_restarts=0, scheduling_strategy="SPREAD")(

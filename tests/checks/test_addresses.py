@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 
 import pytest
 
 from asyncrl.checks import addresses
-from asyncrl.checks.addresses import is_everywhere, is_loopback, is_private, numeric
+from asyncrl.checks.addresses import is_everywhere, is_loopback, is_private, numeric, socket_folder
 
 EVERYWHERE = ("0", "0.0.0.0", "0x0", "00.0", "::", "0:0:0:0:0:0:0:0", "::0", "::ffff:0.0.0.0", "*", "")
 LOOPBACK = ("127.0.0.1", "127.8.9.10", "127.1", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "localhost")
@@ -57,3 +58,9 @@ def test_what_has_no_number_is_left_as_it_is() -> None:
     assert numeric("tcp://[::1]:5577") == "tcp://[::1]:5577"
     for address in ("ipc:///tmp/replay", "tcp://no-such-name.invalid:5577", "tcp://*:5577"):
         assert numeric(address) == address
+
+
+def test_sockets_of_others_lie_where_their_paths_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name, expected in (("/scratch", 90, "/scratch"), ("/s" * 40, 27, "/s" * 40), ("/s" * 40, 28, "/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        assert socket_folder(name) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import ray
 from ray.util import placement_group_table
 
 from asyncrl.config import config_to_dict, load_config
+from asyncrl.errors import ConfigError
 from asyncrl.rollout import ray_host
 from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import worker_environment
@@ -61,6 +63,18 @@ def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_t
     finally:
         host.close()
     assert not ray.is_initialized()
+
+
+def test_ray_begins_where_temporary_files_have_a_long_path(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    with pytest.raises(ConfigError, match=f"107 bytes.* RAY_TMPDIR={folder} is the folder"):
+        RayHost(address="", workers=1, gpus_per_worker=lambda _: 0.0)
+    monkeypatch.delenv("RAY_TMPDIR")
+    RayHost(address="", workers=1, gpus_per_worker=lambda _: 0.0).close()
 
 
 def test_a_worker_without_a_place_is_named_with_what_it_asks_for_and_given_up_when_nobody_has_one(
