@@ -62,8 +62,11 @@ class Course:
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
     evaluations: dict[str, list[Point]] = field(default_factory=dict)
     """By metric."""
+    served: bool = False
+    """A worker has been there. A resume trains what it finds in the buffer before the first one comes."""
 
     def add(self, row: Row) -> None:
+        self.served |= bool(row.get("replay/workers"))
         if "time/step" not in row:
             for name, value in row.items():
                 if name.startswith("eval/") and name.endswith(("/accuracy", "/reward")) and value is not None:
@@ -189,7 +192,7 @@ def clock(course: Course) -> str:
 
 def no_workers(course: Course) -> str:
     workers = course.last[-1].get("replay/workers") if course.last else None
-    return "no rollout worker is connected" if workers == 0 else ""
+    return "no rollout worker is connected" if workers == 0 and course.served else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +272,7 @@ ALARMS: tuple[Alarm, ...] = (
     ),
     Alarm(
         "no_workers",
-        "a step was trained, and no rollout worker is connected",
+        "a step was trained, and no rollout worker is connected any more",
         "See logs/rollout.log; what is in the buffer is trained, then the learner waits",
         no_workers,
     ),

@@ -317,10 +317,15 @@ class RunView:
         head = Text(f"{self._state}   step {step}/{self._steps}   {self._elapsed()}   left {self._eta()}")
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=self._steps, completed=step, width=60))
-        return Group(head, bar, self._table(), *self.below()) if self._latest else Group(head, bar, *self.below())
+        table = [self._table()] if self._latest else []
+        return Group(head, bar, *self.pressing(), *table, *self.below())
 
     def _elapsed(self) -> str:
         return f"elapsed {clock(time.monotonic() - self._started)}"
+
+    def pressing(self) -> Sequence[Text]:
+        """What stands over the table: however long that is, it is on the screen."""
+        return ()
 
     def below(self) -> Sequence[Table | Text]:
         """What stands under the table."""

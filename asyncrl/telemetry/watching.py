@@ -192,14 +192,16 @@ class WatchView(RunView):
         if self._live is None:
             super().say(text)
 
+    def pressing(self) -> Sequence[Text]:
+        return [Text(text, style="bold red") for text in self._waits.values()]
+
     def below(self) -> Sequence[Table | Text]:
-        waits = [Text(text, style="bold red") for text in self._waits.values()]
         head = self._ended() if self._over else [self._roles()]
         samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
         for row in self._samples:
             samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
         said = [one_line(text) for text in self._said]
-        return [*waits, *head, *said, *([samples] if self._samples else [])]
+        return [*head, *said, *([samples] if self._samples else [])]
 
     def _last_step(self) -> Text:
         """Of a run that is over."""

@@ -140,6 +140,22 @@ def test_a_curve_of_one_line_keeps_its_shape_however_long_or_large_it_is() -> No
     assert len(str(spark)) == Spark.WIDE and list(str(spark)) == sorted(str(spark)) and str(spark)[0::39] == "▁█"
 
 
+def test_who_waits_is_on_a_small_terminal_whatever_else_there_is_to_show(
+    tmp_path: Path, role: subprocess.Popen
+) -> None:
+    folder, out = make_run(tmp_path / "run"), io.StringIO()
+    rows = [{"step": 1, "time": 1.0, f"eval/set{n}/accuracy": 0.5} for n in range(30)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 1, "time": 1.0}, *rows]))
+    process = ProcessId.of(role.pid)
+    assert process is not None
+    console = Console(file=out, width=160, height=24, force_terminal=True, color_system=None)
+    with WatchView(folder, 4, console, living=lambda _: [process]) as view:
+        os.kill(role.pid, signal.SIGSTOP)
+        os.waitpid(role.pid, os.WUNTRACED)
+        view.look()
+    assert f"everybody waits for the replay server (pid {role.pid}) since " in " ".join(out.getvalue().split())
+
+
 def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
     tmp_path: Path, role: subprocess.Popen
 ) -> None:
@@ -155,13 +171,13 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
             view.look()
         waits = f"everybody waits for the replay server (pid {role.pid}) since "
         assert out.getvalue().count(waits) == 1 and "gone, and not started again yet" in out.getvalue()
-        assert any(waits in str(line) for line in view.below())
+        assert any(waits in str(line) for line in view.pressing())
         with started() as other:
             another = ProcessId.of(other.pid)
             assert another is not None
             living = [me, another]
             view.look()
-        assert not any(waits in str(line) for line in view.below())
+        assert not any(waits in str(line) for line in view.pressing())
 
 
 def test_torchrun_whose_ranks_have_died_is_there_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -175,7 +191,7 @@ def test_torchrun_whose_ranks_have_died_is_there_and_the_run_goes_on(tmp_path: P
             view.look()
             living = end(rank)
             assert view.look()
-            waits = [str(line) for line in view.below() if " for " in str(line)]
+            waits = list(map(str, view.pressing()))
             assert [line.partition(" since")[0] for line in waits] == [
                 f"the run waits for a learner rank (pid {rank.pid})"
             ]
@@ -208,10 +224,10 @@ def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, 
         living = [me, *end(role)]
         with Supervisor(folder / "logs") as supervisor:
             view.look()
-            assert any("everybody waits for" in str(line) for line in view.below())
+            assert any("everybody waits for" in str(line) for line in view.pressing())
             supervisor.note_end()
             view.look()
-            assert not any("everybody waits for" in str(line) for line in view.below())
+            assert not any("everybody waits for" in str(line) for line in view.pressing())
 
 
 def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
@@ -227,14 +243,14 @@ def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
         for _ in range(10):
             clock.now += 1
             view.look()
-        assert any("waits for space on its disk since" in str(line) for line in view.below())
+        assert any("waits for space on its disk since" in str(line) for line in view.pressing())
         full.over()
         view.look()
-        assert not any("waits for space on its disk since" in str(line) for line in view.below())
+        assert not any("waits for space on its disk since" in str(line) for line in view.pressing())
         full.note(folder / "metrics.jsonl", 7)
         os.utime(board, (1.0, 1.0))  # who wrote it has died: nobody says it again
         view.look()
-        assert not any("waits for space on its disk since" in str(line) for line in view.below())
+        assert not any("waits for space on its disk since" in str(line) for line in view.pressing())
     said = out.getvalue()
     assert said.count("waits for space on its disk since") == 1 and "needs 7 bytes" in said
     assert "there is space again" in said
@@ -269,7 +285,7 @@ def test_a_process_that_somebody_waits_for_is_seen_though_it_holds_no_lock(tmp_p
             os.waitpid(reward.pid, os.WUNTRACED)
             view.look()
             waits = f"what it scores waits for a reward process (pid {reward.pid}) since "
-            assert any(waits in str(line) for line in view.below())
+            assert any(waits in str(line) for line in view.pressing())
 
 
 def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
