@@ -232,7 +232,8 @@ def test_a_used_run_folder_is_refused_before_anything_starts(
     ("raised", "code", "said"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.ENOSPC, "No space left on device", "runs/a/logs"), 2, "runs/a/logs"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a/logs"), 2, "'runs/a/logs'. Free space"),
+        (OSError(errno.EACCES, "Permission denied", "m/config.json"), 2, "'m/config.json'. Have its owner let this"),
     ],
 )
 def test_ctrl_c_and_a_full_disk_end_a_command_with_one_line(

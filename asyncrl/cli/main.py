@@ -20,8 +20,13 @@ from asyncrl.plain_text import make_streams_plain
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
-PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-"""What the user's disk or its owner says, and no program can mend."""
+_ROOM, _RIGHT = "Free space, or give another folder", "Have its owner let this user in, or name another place"
+PLACES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHT),
+    errno.EROFS: "Give a folder that can be written",
+}
+"""What the user's disk or its owner says, and no program can mend; with the way out."""
 NO_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 """Where a file is expected."""
 
@@ -229,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_REFUSED
         if error.errno not in PLACES:
             raise
-        print(f"asyncrl: {error}. Free space, or give a folder that can be written", file=sys.stderr)
+        print(f"asyncrl: {error}. {PLACES[error.errno]}", file=sys.stderr)
         return EXIT_REFUSED
 
 
