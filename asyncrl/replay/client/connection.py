@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from asyncrl.checks.addresses import host_of, resolved
 from asyncrl.errors import AsyncRLError, NoProgress, OtherSchemaError, RefusedPeerError, ReplayError, WireError
 from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.client.handshakes import Handshakes
@@ -198,7 +199,7 @@ class Connection:
         """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
         # One that was slow itself may have words of the server that it has not read yet.
         if now >= self._deaf_at() and not self._socket.poll(0):
-            why = self._suspicion = self._handshakes.suspicion
+            why = self._suspicion = self._handshakes.suspicion or self._nowhere()
             log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
             # Who listens at a door and says nothing may be another than who answers by tcp.
             self._knocks = self._config.local_sockets and not (self._door and self._door.is_open(self.role))
@@ -208,6 +209,10 @@ class Connection:
         elif self._fatal is None:
             self._hello()
         self._give_up(now)
+
+    def _nowhere(self) -> str:
+        host = host_of(self.address)
+        return f"; this machine knows no address of {host}" if host and not resolved(host) else ""
 
     def _deaf_at(self) -> float:
         """When the server is taken for silent: at the next beat it could be too late."""

@@ -49,6 +49,16 @@ def test_silent_peers_are_named_by_the_others(caplog) -> None:
     asyncio.run(watcher.close())
 
 
+def test_a_server_whose_name_has_no_address_is_told_as_that() -> None:
+    config = replay_config(address="tcp://no-such-host.invalid:5577", heartbeat_timeout_s=0.5, wait_timeout_s=2.0)
+    learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
+    try:
+        with pytest.raises(NoProgress, match=r"this machine knows no address of no-such-host\.invalid"):
+            learner.restore(step=None, policy_version=0, snapshot=None)
+    finally:
+        learner.close()
+
+
 def test_a_zombie_is_fenced_and_its_group_goes_to_the_successor(run) -> None:
     version = run.start()
     zombie = run.worker()
