@@ -120,6 +120,11 @@ class Chat(PromptRenderer, Protocol):
         """Why several turns are refused, with the way out; empty where they are not."""
         ...
 
+    def why_no_calls(self, *, told: bool) -> str:
+        """Why no call of a tool in the template's own form is ever read, or (`told`) why the policy knows of no tool;
+        empty where neither is so."""
+        ...
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """What ends a turn."""

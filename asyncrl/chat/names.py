@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.chat.hub import described_in
@@ -47,19 +49,48 @@ def candidates(model_path: str) -> tuple[str, ...]:
     return FAMILIES.get(model_type, ())
 
 
-def why_single(name: str, *, template: bool, chosen: bool) -> str:
-    """Why a renderer is good for one turn only; empty where it is good for several.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a renderer is good for with a tokenizer."""
 
-    Args:
-        template: whether the tokenizer has a chat template.
-        chosen: whether the user named the renderer.
-    """
-    if not template and name == DEFAULT:
-        return "the tokenizer has no chat template. Use an instruction-tuned model"
-    if name != DEFAULT or chosen:
+    name: str
+    template: str
+    """The tokenizer's; empty is none."""
+    chosen: bool
+    """Whether the user named the renderer."""
+    parser: bool
+    """Whether `model.chat.tool_parser` is given."""
+
+    @property
+    def why_single(self) -> str:
+        """Why it is good for one turn only; empty where it is good for several."""
+        if not self.template and self.name == DEFAULT:
+            return "the tokenizer has no chat template. Use an instruction-tuned model"
+        if self.name != DEFAULT or self.chosen:
+            return ""
+        return (
+            "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
+            "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
+            "where the template would leave their reasoning out), or name the renderer of the model it was made of"
+        )
+
+    def why_no_calls(self, *, told: bool) -> str:
+        """Why no call in the template's own form is ever made; empty where the policy may make them.
+
+        Args:
+            told: whether the template is to tell the policy of the tools.
+        """
+        if self.name != DEFAULT:
+            return ""
+        if not self.parser:
+            return (
+                "model.renderer=default reads none: every reply would be an answer. Say how they are written, "
+                "model.chat.tool_parser=qwen3 (Hermes' form) or another, or name the renderer of the model"
+            )
+        if told and not re.search(r"\btools\b", self.template):
+            return (
+                "the chat template has no place for `tools`, so the policy would never be told of them. Set "
+                "environment.args.tell=false and tell it in environment.args.system, or take a model whose template "
+                "has one"
+            )
         return ""
-    return (
-        "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
-        "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
-        "where the template would leave their reasoning out), or name the renderer of the model it was made of"
-    )

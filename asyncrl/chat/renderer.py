@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable, with_arguments
 from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
-from asyncrl.chat.names import DEFAULT, why_single
+from asyncrl.chat.names import DEFAULT, Abilities
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template
 from asyncrl.chat.template import extension_text
@@ -43,10 +43,16 @@ class RendererChat:
     """
 
     def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any], *, chosen: bool) -> None:
-        self._tokenizer, self._chosen = tokenizer, chosen
+        self._tokenizer = tokenizer
         self._template_options = {key: value for key, value in options.items() if key not in PARSERS}
         self._renderer: Any = make_renderer(Remembering(tokenizer), name, options)
         self.name = name
+        self._abilities = Abilities(
+            name=name,
+            template=str(tokenizer.chat_template or ""),
+            chosen=chosen,
+            parser=bool(options.get("tool_parser")),
+        )
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
@@ -55,7 +61,10 @@ class RendererChat:
 
     @property
     def why_single(self) -> str:
-        return why_single(self.name, template=bool(self._tokenizer.chat_template), chosen=self._chosen)
+        return self._abilities.why_single
+
+    def why_no_calls(self, *, told: bool) -> str:
+        return self._abilities.why_no_calls(told=told)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -30,8 +30,13 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 class LocalTokenizer:
     """The part of a Hugging Face tokenizer that prompts need (`chat.base.PromptRenderer`)."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str, special: dict[str, str]) -> None:
-        self._tokenizer, self.chat_template, self._special = tokenizer, chat_template, special
+    def __init__(self, tokenizer: Tokenizer, templates: dict[str, str], special: dict[str, str]) -> None:
+        """
+        Args:
+            templates: for chats, by name; prompts are written by `default`.
+        """
+        self._tokenizer, self.templates, self._special = tokenizer, templates, special
+        self.chat_template = templates.get("default", "")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -77,7 +82,7 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
     tokenizer.no_truncation()
     settings = _json(folder / "tokenizer_config.json")
     special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name)}
-    return LocalTokenizer(tokenizer, _chat_template(folder, settings), special)
+    return LocalTokenizer(tokenizer, _chat_templates(folder, settings), special)
 
 
 def token_ids_of(folder: Path) -> str:
@@ -106,15 +111,16 @@ def _text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
-    """The default one; empty where the tokenizer has none. A file of its own counts before the settings."""
-    alone = folder / "chat_template.jinja"
+def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """By name. A file of its own counts before the settings."""
+    alone, others = folder / "chat_template.jinja", (folder / "additional_chat_templates").glob("*.jinja")
+    found = {file.stem: file.read_text() for file in others}
     if alone.is_file():
-        return alone.read_text()
+        return {**found, "default": alone.read_text()}
     template = _json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
     if isinstance(template, list):
-        return next((str(each["template"]) for each in template if each.get("name") == "default"), "")
-    return str(template)
+        return found | {str(each.get("name")): str(each["template"]) for each in template}
+    return {**found, "default": str(template)}
 
 
 class _Generation(Extension):

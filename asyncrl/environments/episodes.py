@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from asyncrl.environments.base import Episodes, EpisodeTools
@@ -20,6 +21,18 @@ class EpisodeOver(Exception):
 
     It need not be caught: the episode then has `reward_when_over`.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Of the model's chat, by an environment."""
+
+    several: bool
+    """Turns. Where an episode is one reply any chat template will do."""
+    calls: bool = False
+    """Of tools, in the form of the chat template..."""
+    told: bool = False
+    """... which is to tell the policy of them."""
 
 
 class Record(Protocol):
@@ -57,6 +70,10 @@ class EpisodeEnvironment(ABC, Generic[R]):
     """False where an episode is one reply: then any chat template will do."""
     reward_when_over: float | None = 0.0
     """Of an episode that could not go on (`EpisodeOver`); None asks `reward.function`."""
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(several=self.several_turns)
 
     @abstractmethod
     def open(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> R:
@@ -98,22 +115,24 @@ class EpisodeEnvironment(ABC, Generic[R]):
         chat = self.open(prompt, tools, engine)
         try:
             async with asyncio.timeout(tools.timeout_s or None):
-                score = await self._episode(chat, dict(prompt.columns))
+                score, over = await self._episode(chat, dict(prompt.columns))
         except TimeoutError:
             return EpisodeError(f"the episode took longer than {tools.timeout_s:g} s, or something that it waited for")
         # User code: whatever it raises fails this episode. Its siblings are made, and it is made again.
         except Exception as error:
             return _failure(error)
         if not chat.sampled:
-            return EpisodeError("the episode ended without a reply that can be trained on")
+            return EpisodeError(f"the episode ended without a reply that can be trained on{over}")
         return chat, score
 
-    async def _episode(self, chat: R, row: dict[str, Any]) -> RewardScore | None:
+    async def _episode(self, chat: R, row: dict[str, Any]) -> tuple[RewardScore | None, str]:
+        """Its score, where it has one, and why it could not go on."""
+        over = ""
         try:
             reward = await self.episode(chat, row)
-        except EpisodeOver:
-            reward = self.reward_when_over
-        return None if reward is None else to_score(reward, "the environment")
+        except EpisodeOver as error:
+            reward, over = self.reward_when_over, f": {error}"
+        return None if reward is None else to_score(reward, "the environment"), over
 
     async def _scored(
         self, outcomes: list[Made[R] | AsyncRLError], prompt: Prompt, tools: EpisodeTools

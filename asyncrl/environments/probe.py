@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
-from asyncrl.chat.names import AUTO, DEFAULT, candidates, why_single
+from asyncrl.chat.names import AUTO, DEFAULT, Abilities, candidates
 from asyncrl.data.local_tokenizer import load_local_tokenizer
-from asyncrl.environments.episodes import EpisodeEnvironment
+from asyncrl.environments.episodes import Asked, EpisodeEnvironment
 from asyncrl.environments.registry import (
     SETTING,
+    Able,
     find_environment,
     is_of_the_user,
     make_environment,
+    refuse_chat,
     refuse_cut,
-    single_only,
 )
 from asyncrl.environments.stepped import is_stepped
 from asyncrl.own_code import IMPORT_S, answer, try_in_process
@@ -58,9 +59,11 @@ def trial(settings: dict[str, Any]) -> None:
     config = EnvironmentConfig(**settings["environment"])
     factory: Any = find_environment(config)
     _refuse_cut(config, factory, settings["overlong"])
-    several = is_for_several(factory) if is_of_the_user(config.name) else factory.check(**config.args)
-    if several and settings["model"] and (why := foreseen(**settings["model"])):
-        raise single_only(config.name, why)
+    own = is_of_the_user(config.name)
+    asked = Asked(several=is_for_several(factory)) if own else factory.check(**config.args)
+    chat = foreseen(**settings["model"]) if settings["model"] and (asked.several or asked.calls) else None
+    if chat is not None:
+        refuse_chat(config.name, asked, chat)
 
 
 def _refuse_cut(config: EnvironmentConfig, factory: Callable[..., Any], overlong: str) -> None:
@@ -81,28 +84,32 @@ def is_for_several(factory: Callable[..., Any]) -> bool:
     return factory.several_turns and not said
 
 
-def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> str:
-    """Why the chat of the model at `path` has one turn only; empty where it has several, or only a worker can tell.
+def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> Able | None:
+    """What the chat of the model at `path` is good for; None where only a worker can tell.
 
     Loads transformers only where it takes the tokenizer to know: what a template writes is compared with renderers.
     """
     try:
         local = load_local_tokenizer(described_in(path) or Path(path))
     except ValueError:
-        return ""  # told with the data
+        return None  # told with the data
     if local is None:
-        return ""
+        return None
     if renderer == AUTO and (candidates(path) or NAME.fullmatch(path)):
         try:
             tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
                 path, trust_remote_code=False
             )
         except (OSError, ValueError):
-            return ""  # told by the worker
-        opened = importlib.import_module("asyncrl.chat.choice").open_chat(tokenizer, path, renderer, chat)
-        return str(opened.why_single)
+            return None  # told by the worker
+        return importlib.import_module("asyncrl.chat.choice").open_chat(tokenizer, path, renderer, chat)
     chosen = renderer != AUTO
-    return why_single(renderer if chosen else DEFAULT, template=bool(local.chat_template), chosen=chosen)
+    return Abilities(
+        name=renderer if chosen else DEFAULT,
+        template="\n".join(filter(None, local.templates.values())),
+        chosen=chosen,
+        parser=bool(chat.get("tool_parser")),
+    )
 
 
 if __name__ == "__main__":

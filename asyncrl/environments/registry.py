@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.chat.base import Chat
 from asyncrl.checks.settings import cuts_nothing
 from asyncrl.environments.base import Environment
-from asyncrl.environments.episodes import EpisodeEnvironment
+from asyncrl.environments.episodes import Asked, EpisodeEnvironment
 from asyncrl.environments.games.environment import Gymnasium
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.environments.openai.environment import OpenAI
@@ -105,9 +105,8 @@ def make_environment(
         made = Stepped(factory, config.args)
     _check_run(config.name, made)
     refuse_cut(config.name, type(made), overlong)
-    why = chat.why_single if chat is not None and isinstance(made, EpisodeEnvironment) and made.several_turns else ""
-    if why:
-        raise single_only(config.name, why)
+    if chat is not None and isinstance(made, EpisodeEnvironment):
+        refuse_chat(config.name, made.asked, chat)
     return GuardedEnvironment(config.name, made, vocabulary)
 
 
@@ -118,9 +117,21 @@ def refuse_cut(name: str, factory: Any, overlong: str) -> None:
         raise ConfigError(cuts_nothing(name, overlong))
 
 
-def single_only(name: str, why: str) -> ConfigError:
-    """The refusal of an environment of several turns for a chat of one."""
-    return ConfigError(f"{SETTING}={name} talks in several turns, and {why}")
+class Able(Protocol):
+    """What is asked of a chat."""
+
+    @property
+    def why_single(self) -> str: ...
+
+    def why_no_calls(self, *, told: bool) -> str: ...
+
+
+def refuse_chat(name: str, asked: Asked, chat: Able) -> None:
+    """Raises ConfigError for an environment of several turns and a chat of one; or of calls, and one without any."""
+    if asked.several and chat.why_single:
+        raise ConfigError(f"{SETTING}={name} talks in several turns, and {chat.why_single}")
+    if asked.calls and (why := chat.why_no_calls(told=asked.told)):
+        raise ConfigError(f"{SETTING}={name} waits for calls in the form of the chat template, and {why}")
 
 
 def _check_run(name: str, environment: Any) -> None:

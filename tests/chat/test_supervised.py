@@ -137,7 +137,7 @@ def test_a_prompt_has_earlier_calls_as_a_template_writes_them_whether_their_argu
     text = {**call, "function": {"name": "add", "arguments": json.dumps({"a": 41})}}
     asked = [[TALK[0], {"role": "assistant", "content": "", "tool_calls": [each]}, TALK[2]] for each in (call, text)]
     assert of.render(asked[0]) == of.render(asked[1]) and '"arguments": {"a": 41}' in of.decode(of.render(asked[1]))
-    looked_at = LocalTokenizer(of._tokenizer.backend_tokenizer, template, {})
+    looked_at = LocalTokenizer(of._tokenizer.backend_tokenizer, {"default": template}, {})
     assert looked_at.render(asked[1]) == of.render(asked[1])
 
 

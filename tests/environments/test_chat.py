@@ -137,6 +137,11 @@ async def test_the_end_of_the_context_is_an_outcome_with_a_reward() -> None:
     exact(episodes, engine)
     cut, _ = await play(environment, None, engine=engine, max_tokens=300)
     assert len(cut.trajectories[0].token_ids) <= 300
+    none, _ = await play(environment, None, prompt="more " * 200, engine=engine, max_tokens=300)
+    (failure,) = none.failures
+    assert "without a reply that can be trained on: the episode has" in str(failure) and "300 is the most" in str(
+        failure
+    )
 
 
 async def test_a_turn_that_ended_within_its_reasoning_ends_the_episode() -> None:

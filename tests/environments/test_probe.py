@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 from asyncrl.chat.choice import open_chat
 from asyncrl.cli import dry_run, local
 from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.probe import check_environment, foreseen
-from asyncrl.environments.registry import ENVIRONMENTS
+from asyncrl.environments.registry import ENVIRONMENTS, make_environment
 from asyncrl.errors import ConfigError
 from asyncrl.schema import EnvironmentConfig, ModelConfig
 
@@ -120,27 +121,57 @@ def test_what_is_foreseen_of_a_chat_is_what_the_worker_says(tmp_path: Path) -> N
     }
     for title, model in models.items():
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
-        said = open_chat(tokenizer, model.path, model.renderer, model.chat).why_single
-        assert foreseen(model.path, model.renderer, model.chat) == said, title
-        assert bool(said) == (title != "named")
+        said, before = open_chat(tokenizer, model.path, model.renderer, model.chat), foreseen(**chat_of(model))
+        assert before is not None and before.why_single == said.why_single, title
+        for told in (False, True):
+            assert before.why_no_calls(told=told) == said.why_no_calls(told=told), title
+        assert bool(said.why_single) == (title != "named")
+
+
+def chat_of(model: ModelConfig) -> dict[str, Any]:
+    return {"path": model.path, "renderer": model.renderer, "chat": dict(model.chat)}
+
+
+CALCULATOR = ["asyncrl.environments.tools.calculator:calculate"]
+
+
+def test_tools_whose_calls_nobody_reads_or_of_which_the_policy_is_not_told_are_refused(tmp_path: Path) -> None:
+    """Such a run trained on replies that never called anything, without a word."""
+    model = replace(chat_model(tmp_path), renderer="default")
+    tools = EnvironmentConfig(name="tools", args={"functions": CALCULATOR})
+    with pytest.raises(ConfigError, match=r"renderer=default reads none: .*model\.chat\.tool_parser"):
+        check_environment(tools, model)
+    reads = replace(model, chat={"tool_parser": "qwen3"})
+    with pytest.raises(ConfigError, match=r"no place for `tools`.* environment\.args\.tell=false"):
+        check_environment(tools, reads)
+    check_environment(EnvironmentConfig(name="tools", args={"functions": CALCULATOR, "tell": False}), reads)
+    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
+    with pytest.raises(ConfigError, match="renderer=default reads none"):
+        make_environment(tools, chat=open_chat(tokenizer, model.path, "default"))
+    other = tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja"
+    other.parent.mkdir()
+    other.write_text("{{ tools | tojson }}" + CHAT_TEMPLATE)  # transformers takes it where there are tools
+    check_environment(tools, reads)
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "several"),
+    ("name", "args", "asked"),
     [
-        ("tools", {"functions": ["asyncrl.environments.tools.calculator:calculate"]}, True),
-        ("tools", {"functions": ["asyncrl.environments.tools.calculator:calculate"], "max_turns": 1}, False),
-        ("search", {"corpus": "corpus.jsonl"}, False),
-        ("search", {"corpus": "corpus.jsonl", "call": "tool"}, True),
+        ("tools", {"functions": CALCULATOR}, Asked(several=True, calls=True, told=True)),
+        ("tools", {"functions": CALCULATOR, "max_turns": 1}, Asked(several=False, calls=True, told=True)),
+        ("tools", {"functions": CALCULATOR, "tell": False}, Asked(several=True, calls=True)),
+        ("search", {"corpus": "corpus.jsonl"}, Asked(several=False)),
+        ("search", {"corpus": "corpus.jsonl", "call": "tool"}, Asked(several=True, calls=True, told=True)),
+        ("reasoning_gym", {}, Asked(several=False)),
     ],
 )
-def test_ours_say_whether_they_talk_in_several_turns(
-    name: str, args: dict[str, Any], several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ours_say_what_they_ask_of_the_chat(
+    name: str, args: dict[str, Any], asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"contents": "one"}\n')
     environment: Any = ENVIRONMENTS[name]
-    assert environment.check(**args) is several
+    assert environment.check(**args) == asked
 
 
 def test_ours_and_unknown_names_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

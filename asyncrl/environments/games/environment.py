@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.episodes import EpisodeOver
+from asyncrl.environments.episodes import Asked, EpisodeOver
 from asyncrl.environments.late import late_import
 from asyncrl.environments.own_thread import on_own_thread, start_thread
 from asyncrl.environments.tools.calling import check_positive
@@ -70,10 +70,10 @@ class Gymnasium(ChatEnvironment):
         self._system = ASK.replace("action>", f"{tag}>") if system is None and tag else (system or "")
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: makes a game and begins it. Whether it has several turns. Raises
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: makes a game and begins it. What it asks of the chat. Raises
         ConfigError."""
-        return Gymnasium(**args).several_turns
+        return Gymnasium(**args).asked
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
         game = self._room.Game(await self._threaded(self._make), self._actions)

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from asyncrl.environments.base import EpisodeTools
-from asyncrl.environments.episodes import EpisodeEnvironment, EpisodeOver
+from asyncrl.environments.episodes import Asked, EpisodeEnvironment, EpisodeOver
 from asyncrl.environments.late import late_import
 from asyncrl.environments.openai.agent import SETTING, Agent, find_agent, run_agent
 from asyncrl.environments.openai.calls import Calls
@@ -103,6 +103,6 @@ class OpenAI(AgentEpisodes):
         )
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: whether it may talk in several turns. Raises ConfigError."""
-        return OpenAI(**args).several_turns
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
+        return OpenAI(**args).asked

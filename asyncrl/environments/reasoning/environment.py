@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.tools.sessions import SharedSessions, ToolHost
 from asyncrl.errors import ConfigError, RewardError
 
@@ -38,11 +39,11 @@ class ReasoningGym(ChatEnvironment):
         self._sessions = SharedSessions(self._host, processes)
 
     @staticmethod
-    def check(**_: Any) -> bool:
+    def check(**_: Any) -> Asked:
         """Before a start: it has one turn. Raises ConfigError."""
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError("environment.name=reasoning_gym needs reasoning-gym: pip install 'asyncrl[gym]'")
-        return False
+        return Asked(several=False)
 
     @staticmethod
     def check_row(row: dict[str, Any]) -> None:

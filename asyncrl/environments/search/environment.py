@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.late import late_import
 from asyncrl.environments.search.corpus import Corpus
 from asyncrl.environments.tools.calling import Budget, Calling, check_positive
@@ -93,9 +94,9 @@ class Search(Calling):
         self.close()
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: is there a retriever, or a corpus? Whether it talks in several
-        turns. Raises ConfigError."""
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: is there a retriever, or a corpus? What it asks of
+        the chat. Raises ConfigError."""
         url, corpus = args.get("url", ""), args.get("corpus", "")
         check_source(url, corpus)
         if corpus:
@@ -105,7 +106,7 @@ class Search(Calling):
             except DataError as error:
                 raise ConfigError(f"environment.args.corpus: {error}") from error
             # As one with a retriever, which is only started for the run.
-            return Search(**{**args, "corpus": "", "url": "http://127.0.0.1"}).several_turns
+            return Search(**{**args, "corpus": "", "url": "http://127.0.0.1"}).asked
         made = Search(**{**args, "retries": 1})
         try:
             asyncio.run(made.retriever.found("is anybody there?"))
@@ -114,7 +115,7 @@ class Search(Calling):
                 f"environment.args.url: {error}. Start one (asyncrl retriever corpus.jsonl), or give "
                 "environment.args.corpus=FILE.jsonl"
             ) from error
-        return made.several_turns
+        return made.asked
 
 
 def check_source(url: str, corpus: str) -> None:

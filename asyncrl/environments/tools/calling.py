@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from asyncrl.chat.base import ToolCall, ToolSpec
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.tools.styles import Style
 from asyncrl.errors import ConfigError
 
@@ -82,6 +83,10 @@ class Calling(ChatEnvironment):
             self.close()
             raise ConfigError(f"environment.args: there are two tools named {twice[0]}. Leave one out")
         self._names = ", ".join(sorted(names))
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(several=self.several_turns, calls=self._style.native, told=bool(self._told))
 
     def specs(self, row: dict[str, Any]) -> Sequence[ToolSpec]:
         return self._told

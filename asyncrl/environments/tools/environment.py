@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.late import late_import
 from asyncrl.environments.tools.calling import Budget, Calling, Source, check_positive
 from asyncrl.environments.tools.sessions import Functions
@@ -58,12 +59,12 @@ class Tools(Calling):
         super().__init__(sources, style=Native(), budget=budget, tell=tell, system=system)
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: makes one and ends it. Whether it talks in several turns. Raises
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: makes one and ends it. What it asks of the chat. Raises
         ConfigError."""
         made = Tools(**args)
         made.close()
-        return made.several_turns
+        return made.asked
 
 
 def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from asyncrl.chat.base import ToolSpec
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.tools.calling import Budget, Call, Calling, check_positive, sound
 from asyncrl.environments.tools.styles import Fenced, Native, Style, Tagged
 from asyncrl.errors import ConfigError, EpisodeError, SandboxError
@@ -127,11 +128,11 @@ class Python(Calling):
         )
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: whether it talks in several turns. Raises ConfigError."""
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
         made = Python(**args)
         made.close()
-        return made.several_turns
+        return made.asked
 
 
 class Interpreter:

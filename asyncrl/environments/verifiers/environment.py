@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.collector import load
+from asyncrl.environments.episodes import Asked
 from asyncrl.environments.openai.environment import AgentEpisodes
 from asyncrl.environments.verifiers.hosted import Hosted
 from asyncrl.errors import ConfigError, EpisodeError
@@ -52,15 +53,15 @@ class Verifiers(AgentEpisodes):
         )
 
     @staticmethod
-    def check(**args: Any) -> bool:
-        """Before a start, in a process of its own: whether it may talk in several turns. Raises ConfigError."""
-        several = Verifiers(**args).several_turns
+    def check(**args: Any) -> Asked:
+        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
+        asked = Verifiers(**args).asked
         if args.get("path"):
             sys.path.insert(0, os.path.abspath(args["path"]))
         room = load("asyncrl.environments.verifiers.host")
         given = {"taskset": "", "env": {}, "uv": True} | args | {"harness": named(args.get("harness", ""))}
         room.built({key: given[key] for key in ("taskset", "harness", "env", "uv")})
-        return several
+        return asked
 
     @staticmethod
     def check_row(row: dict[str, Any]) -> None:
