@@ -11,6 +11,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.metrics import MetricsLog
+from tests.test_supervisor import until
 
 
 def open_log(folder: Path, resume_step: int | None = None, **sinks: bool) -> MetricsLog:
@@ -84,7 +85,6 @@ def test_a_sink_that_is_not_installed_names_its_extra(
         open_log(tmp_path, **{sink: True})
 
 
-@pytest.mark.slow
 def rows_of(stored: Path) -> list[dict[str, Any]]:
     """What wandb would send: its file is a log as LevelDB's, in blocks of 32 KiB, whose records may be cut."""
     record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
@@ -102,6 +102,8 @@ def rows_of(stored: Path) -> list[dict[str, Any]]:
     return [row for row in found if row]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -115,6 +117,7 @@ def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.Mo
     log.samples(0, [{"prompt": "q", "failed": "why"}], "heldout")
     log.close()
     (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    until(lambda: len(rows_of(stored)) == 2)  # its process writes on when `finish` has come back
     kept = rows_of(stored)
     assert [row["reward/mean"] for row in kept if "reward/mean" in row] == [0.5, 0.25]
     assert [row["eval/heldout/reward"] for row in kept if "eval/heldout/reward" in row] == [0.75]
