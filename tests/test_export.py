@@ -160,6 +160,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_a_newer_
     assert f"{run}/ckpt/step_3 is not there. There are step_2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: pytest.CaptureFixture[str]):
     (run / "exports" / "step_1").mkdir(parents=True)
     with in_turn(run / "exports" / "step_1", list):

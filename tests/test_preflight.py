@@ -53,6 +53,8 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model.path=model", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 
+@pytest.mark.slow
+@pytest.mark.unhurried
 def test_a_model_that_the_built_in_engine_cannot_batch_is_refused_at_the_start(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +94,8 @@ def test_a_curriculum_of_more_rows_than_are_counted_is_refused_at_the_start(
     assert "at most 49; there are 50. Choose rows with data.where" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.unhurried
 def test_rows_that_an_environment_cannot_use_are_refused_at_the_start(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +333,8 @@ def test_a_pool_that_is_started_alone_refuses_a_bad_row_before_it_begins(
     assert "d.jsonl:51" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.unhurried
 @pytest.mark.parametrize("how", [["--dry-run"], []])
 def test_a_loss_of_the_user_s_that_cannot_work_is_refused_before_torchrun_starts(
     task: list[str], how: list[str], capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,8 @@ from asyncrl.config import config_dir, load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 
 VARIANTS = sorted(file.stem for file in config_dir().glob("experiment/smoke/*.yaml") if file.stem != "small")
+SLOW = {"verifiers", "reasoning_gym_mix"}
+"""Planning these imports their packages."""
 
 NAMED = {"verifiers": ["environment.args.taskset=numbers_v1", "model.renderer=default"]}
 """Settings that a recipe leaves to the user, beside its files."""
@@ -45,7 +47,10 @@ def test_every_recipe_has_a_smoke_variant_that_has_what_it_needs() -> None:
         assert (config_dir() / "experiment" / f"{name}.yaml").is_file()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.unhurried] if name in SLOW else ()) for name in VARIANTS],
+)
 def test_a_recipe_and_its_smoke_variant_can_be_planned_with_rows_of_its_data_set(
     name: str, fake_models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

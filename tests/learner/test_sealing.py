@@ -102,6 +102,7 @@ def _save(rank: int, folder: Path) -> list[str]:
     return hashed
 
 
+@pytest.mark.slow
 def test_two_machines_without_a_shared_folder_are_refused_at_the_start_of_the_learner(told: dict[str, list[Any]]):
     for refusal in told["start"]:
         assert refusal.startswith("RunFolderError: rank 1 (")
