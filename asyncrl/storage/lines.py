@@ -116,12 +116,12 @@ def _whole(digits: str) -> float:
     return int(digits) if math.isfinite(float(digits)) else float(digits)
 
 
-def tail(path: Path) -> list[bytes]:
+def tail(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
     """The last lines of the file, the first of them perhaps in part; none where there is no file."""
     if not path.exists():
         return []
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        file.seek(max(0, path.stat().st_size - size))
         return file.read().splitlines(keepends=True)
 
 

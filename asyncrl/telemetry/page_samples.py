@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-from asyncrl.storage.lines import read_lines
+from asyncrl.storage.lines import row_of, tail
 from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, SAMPLES_FILE, cell, fate_of, parts_of, span_of
 
 SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
 """Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
 how it ended."""
+MOST_BYTES = 64 << 20
+"""Of a file, that are read: completions of a long run may fill many GB."""
 
 
 def samples_of(run: dict[str, Any]) -> list[list[Any]]:
     """The newest first."""
     files = (Path(run["folder"]) / name for name in (SAMPLES_FILE, EVAL_SAMPLES_FILE))
-    rows = [row for file in files for row in read_lines(file).rows[: -SAMPLES - 1 : -1]]
+    found = (filter(None, map(row_of, reversed(tail(file, MOST_BYTES)))) for file in files)
+    rows = [row for of_file in found for row in itertools.islice(of_file, SAMPLES)]
     rows.sort(key=lambda row: row["step"] if isinstance(row.get("step"), int) else -1, reverse=True)
     return [[run["name"], *sample_cells(row)] for row in rows]
 

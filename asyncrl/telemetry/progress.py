@@ -6,6 +6,7 @@ consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refr
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shutil
 import statistics
@@ -144,11 +145,11 @@ class PrintingLog(MetricsLog):
 
 
 class MetricsTail:
-    """New whole rows of a growing metrics file. A resume makes it shorter: what it kept is no news; nor is what is
-    damaged, which the resume puts aside."""
+    """New whole rows of a growing metrics file, at first of its last `most` bytes. A resume makes it shorter: what it
+    kept is no news; nor is what is damaged, which the resume puts aside."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, most: float = math.inf) -> None:
+        self._path, self._most = path, most
         self._offset = 0
         self._inode = 0
         self._read: set[int] = set()
@@ -160,7 +161,7 @@ class MetricsTail:
         except FileNotFoundError:
             return []
         if state.st_ino != self._inode or state.st_size < self._offset:
-            self._inode, self._offset = state.st_ino, 0
+            self._inode, self._offset = state.st_ino, int(max(0, state.st_size - self._most))
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()

@@ -20,6 +20,7 @@ from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
 from asyncrl.plain_text import plain
 from asyncrl.standstill import NAMED_S, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
+from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
 from asyncrl.telemetry.over import ENDS_FILE, ends_in
@@ -28,6 +29,8 @@ from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
 """Of a worker, while another one runs, and of those that only start others."""
+ELSEWHERE_S = 120.0
+"""A run whose files lie on several machines' disk and were written within these may go on on another one."""
 SAID, SAMPLES, TEXT = 6, 3, 160
 """Lines of news, and samples, that are shown, and characters of each text."""
 
@@ -78,7 +81,7 @@ class WatchView(RunView):
         self._standstills = Standstills(clock=now)
         self._seen: dict[ProcessId, Seen] = {}
         self._said: list[str] = []
-        self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE)
+        self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE, TAIL_BYTES)
         self._samples: list[dict[str, object]] = []
         self._moved, self._trained_s = now(), 0.0
         self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
@@ -210,8 +213,21 @@ class WatchView(RunView):
         rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
         return Text(f"this run has ended. Its last step was {step} of {self._steps}{when}{rest * self.unfinished}")
 
+    def _written_ago(self) -> float | None:
+        """Seconds since somebody wrote into the folder, of a run that may go on on another machine: nobody of it was
+        seen here, and nobody has written down its end."""
+        if self._seen or (self._run_dir / LOG_DIR / ENDS_FILE).exists():
+            return None
+        files = [*self._run_dir.glob("*.jsonl"), *(self._run_dir / LOG_DIR).glob("*.log")]
+        ago = time.time() - max((file.stat().st_mtime for file in files), default=0.0)
+        return ago if ago < ELSEWHERE_S else None
+
     def _ended(self) -> list[Table | Text]:
         """How the roles ended, as far as their logs tell."""
+        if (ago := self._written_ago()) is not None:
+            said = f"nobody of this run is on this machine, and its files were written {clock(max(0.0, ago))} ago: "
+            said += "if it goes on on other machines, `asyncrl watch` there shows it, or here `asyncrl watch ADDRESS`"
+            return [Text(f"{said} of its replay server. Its last step was {self._latest.get('step', 0)}")]
         ends = list(ends_in(self._run_dir / LOG_DIR))
         table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
         for end in ends:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.telemetry import page
+from asyncrl.telemetry import page, page_samples
 from asyncrl.telemetry.page import POINTS, TEMPLATE, curve_of, page_of
 from asyncrl.telemetry.page_samples import SAMPLES
 
@@ -120,6 +120,13 @@ def test_a_completion_cannot_leave_the_data_and_nothing_is_fetched(tmp_path: Pat
     assert addresses == {"http://www.w3.org/2000/svg"}, "the name of a language, and no place"
     template = TEMPLATE.read_text()
     assert not re.search(r"\b(?:src|href)\s*=|@import|url\(", template) and "innerHTML" not in template
+
+
+def test_of_samples_that_fill_many_bytes_the_newest_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_samples, "MOST_BYTES", 2500)
+    samples = [{"step": step, "completion": "x" * 1000} for step in range(1, 9)]
+    rows = data_in(page_of([make_run(tmp_path / "a", some_rows(5, 0), samples)]))["samples"]
+    assert [row[1] for row in rows] == [8, 7]
 
 
 def test_samples_show_what_was_learned_how_old_it_was_and_what_became_of_it(tmp_path: Path) -> None:

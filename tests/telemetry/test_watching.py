@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.over import ENDS_FILE
-from asyncrl.telemetry.progress import Spark
+from asyncrl.telemetry.progress import MetricsTail, Spark
 from asyncrl.telemetry.watching import WatchView, in_run, sample_cells
 from tests.replay.helpers import Clock
 
@@ -293,6 +294,30 @@ def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "step 2 | reward 0.500" in said and "low_ess" in said and "three" in said
     assert main(["watch", str(tmp_path)]) == 2
+
+
+def test_a_run_that_may_go_on_on_another_machine_is_not_called_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run")
+    for age, elsewhere in ((5.0, True), (500.0, False)):
+        for file in folder.glob("*.jsonl"):
+            os.utime(file, (time.time() - age, time.time() - age))
+        assert main(["watch", str(folder)]) == 0
+        said = capsys.readouterr().out
+        assert ("files were written 0:05 ago: if it goes on on other machines" in said) == elsewhere
+        assert ("this run has ended" in said) != elsewhere and "Its last step was 2" in said
+
+
+def test_of_samples_the_last_are_read_however_many_there_are(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    file = folder / "samples.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "completion": "x" * (1 << 20)}) + "\n" for step in range(1, 9)))
+    assert [row["step"] for row in MetricsTail(file, 2.5 * (1 << 20)).read()] == [7, 8]
+    assert len(MetricsTail(file).read()) == 8
+    with WatchView(folder, 4, Console(file=io.StringIO()), living=lambda _: []) as view:
+        view.look()
+        assert [row["step"] for row in view._samples] == [6, 7, 8]
 
 
 def test_of_a_run_that_is_over_it_says_how_its_roles_ended_and_which_step_was_the_last(
