@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,18 @@ def test_piped_it_prints_a_line_for_each_step_with_its_pace() -> None:
         "step 6 | version 4 | saved 2 | staleness 1.25 | generated 300",
         "step 8 | version 4 | saved 2 | 10.0 s per step | staleness 1.25 | tokens/s trained 100 | generated 300",
     ]
+
+
+def test_what_is_logged_while_it_is_drawn_stands_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("asyncrl.replay.client")
+    told, into = shown(Clock(), terminal=True)
+    with told:
+        told.take(view())
+        log.warning("no word from the [red]replay\x1b[2J server")
+        told.take(view())
+    assert "committed" not in into.getvalue(), "the server tells of steps that are saved, not of groups"
+    assert "no word from the [red]replay\\x1b[2J server\n" in into.getvalue()
+    assert capsys.readouterr().err == "" and not logging.getLogger("asyncrl").handlers
 
 
 def test_the_pace_of_steps_that_take_minutes_is_theirs() -> None:

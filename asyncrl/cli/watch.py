@@ -26,9 +26,9 @@ def main(folder: Path) -> int:
     with WatchView(folder.resolve(), steps, console, ignored=ignored) as view:
         while view.look():
             time.sleep(TURN_S)
-        for part in view.below():
-            if isinstance(part, Table):
-                console.print_whole(part)
-            else:
-                console.print(part, soft_wrap=True)
+    for part in view.below():
+        if isinstance(part, Table):
+            console.print_whole(part)
+        else:
+            console.print(part, soft_wrap=True)
     return 0

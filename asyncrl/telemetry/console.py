@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rich.console import Console
@@ -33,9 +34,37 @@ class PlainConsole(Console):
         raise  # what is handled where this is called
 
 
+class Drawn(Live):
+    """Anew and anew, and gone in the end. What this process logs meanwhile is printed above it: on stderr it would
+    shift what is drawn, for good."""
+
+    def __init__(self, console: Console) -> None:
+        # Redirected, its drawing would go through the stream that lets only plain text pass.
+        super().__init__(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._above = _Above(console)
+
+    def start(self, refresh: bool = False) -> None:
+        logging.getLogger("asyncrl").addHandler(self._above)
+        super().start(refresh)
+
+    def stop(self) -> None:
+        if self.is_started:  # else all of it is drawn once more, and what is higher than the terminal not erased
+            self.update("", refresh=True)
+        super().stop()
+        logging.getLogger("asyncrl").removeHandler(self._above)
+
+
+class _Above(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+
+
 def live_on(console: Console) -> Live | None:
-    """What is drawn anew on a terminal and gone in the end; None where there is none, and lines are printed."""
-    if not console.is_terminal:
-        return None
-    # Redirected, its drawing would go through the stream that lets only plain text pass.
-    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+    """None where there is no terminal, and lines are printed."""
+    return Drawn(console) if console.is_terminal else None

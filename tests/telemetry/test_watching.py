@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +296,22 @@ def test_of_a_run_that_is_over_it_tells_what_there_is(tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "step 2 | reward 0.500" in said and "low_ess" in said and "three" in said
     assert main(["watch", str(tmp_path)]) == 2
+
+
+def test_what_it_says_of_a_run_that_is_over_stays_on_a_small_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was printed above a table that was higher than the terminal, and scrolled away when that was erased."""
+    small = partial(PlainConsole, force_terminal=True, width=100, height=24, color_system=None)
+    monkeypatch.setattr("asyncrl.cli.watch.PlainConsole", small)
+    folder = make_run(tmp_path / "run")
+    rows = [{"step": 1, "time": 1.0, f"eval/set{n}/accuracy": 0.5} for n in range(30)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 1, "time": 1.0}, *rows]))
+    assert main(["watch", str(folder)]) == 0
+    out = capsys.readouterr().out
+    erased = re.findall(r"(?:\x1b\[1A\x1b\[2K)+", out)
+    assert erased and max(len(each) for each in erased) <= 24 * len("\x1b[1A\x1b[2K")
+    assert "Its last step was 1" in out.rpartition("\x1b[2K")[2]
 
 
 def test_a_run_that_may_go_on_on_another_machine_is_not_called_over(
