@@ -146,7 +146,9 @@ def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -
         "8 groups being made, 3 wait, 0 planned", "1: 3", "stale 2", "87.5%", "3 (1 behind)", "3 others",
     )  # fmt: skip
     assert [text for text in wanted if text not in drawn] == []
-    assert list(problems(view())) == []
+    assert list(problems(view())) == list(problems(view(peers=(), more_peers=3))) == []
+    assert list(problems(view(peers=(), finished=True))) == []
+    assert [each.partition(":")[0] for each in problems(view(peers=(peer("w0"),)))] == ["no learner is connected"]
     assert numbers(view()).row_count == 6 - 1 and who(view()).row_count == 3
 
 

@@ -49,6 +49,8 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
         f"Each is the mean over the last {TAIL:.0%} of the steps (at most {TAIL_MOST}); an evaluation's is its last. "
         "The last step is in the first line."
     )
+    if len({run.rows[-1]["step"] for run in runs if run.rows}) > 1:
+        console.print("Not all have trained as many steps: each is compared where it ended.")
     for found in apart:
         console.print(sentence(found))
     if not apart:

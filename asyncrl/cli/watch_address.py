@@ -41,6 +41,11 @@ FOLLOWS = {
     "shard": "what it stores waits",
 }
 
+ABSENT = {
+    "learner": "no learner is connected: no step is trained until one comes",
+    "worker": "no rollout worker is connected: nothing is generated until one comes",
+}
+
 
 def main(address: str, keys: str) -> int:
     """Until the run is over, or Ctrl-C, which the run does not notice.
@@ -193,6 +198,9 @@ def problems(view: View) -> Iterator[str]:
     if view.waits:
         yield f"the learner waits: {view.waits}"
     yield from (silence_of(peer) for peer in view.peers if peer.silent_s >= NAMED_S)
+    if not (view.finished or view.more_peers):
+        there = {peer.role for peer in view.peers}
+        yield from (said for role, said in ABSENT.items() if role not in there)
 
 
 def silence_of(peer: PeerSeen) -> str:

@@ -169,10 +169,10 @@ def differences(runs: Sequence[Run], metric: str) -> list[Difference]:
     """Between every two experiments that have at least two seeds each."""
     found = []
     for first, second in itertools.combinations([each for each in experiments(runs) if len(each) > 1], 2):
-        ends = [[end.value for run in each if (end := end_of(run, metric))] for each in (first, second)]
-        if min(map(len, ends)) < 2:
+        known = [{run.name: end.value for run in each if (end := end_of(run, metric))} for each in (first, second)]
+        if min(map(len, known)) < 2:
             continue
-        names = tuple(run.name for run in first), tuple(run.name for run in second)
+        names, ends = (tuple(known[0]), tuple(known[1])), [list(each.values()) for each in known]
         means = statistics.fmean(ends[0]), statistics.fmean(ends[1])
         ways = math.comb(len(ends[0]) + len(ends[1]), len(ends[0]))
         least = (2 if len(ends[0]) == len(ends[1]) else 1) / ways

@@ -84,6 +84,18 @@ def test_experiments_of_several_seeds_are_told_apart_by_chance(
     assert told(capsys, good[0], *bad)["differences"] == [], "one seed tells nothing"
 
 
+def test_seeds_that_have_no_value_are_not_counted_and_runs_of_other_lengths_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [make_run(tmp_path / f"good{n}", n, 0.1, [0.9] * (9 - n), accuracy=0.9 if n else None) for n in range(3)]
+    bad = [make_run(tmp_path / f"bad{n}", n, 0.2, [0.5], accuracy=0.5) for n in range(3)]
+    found = {each["metric"]: each for each in told(capsys, *good, *bad)["differences"]}
+    assert found["eval/heldout/accuracy"]["first"] == ["good1", "good2"] and len(found["reward/mean"]["first"]) == 3
+    for folders, said in ((good, True), (bad, False)):
+        assert main(["compare", *map(str, folders)]) == 0
+        assert ("Not all have trained as many steps" in capsys.readouterr().out) == said
+
+
 def test_the_permutation_test_is_that_of_all_ways_or_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     first, second = rng.normal(0.4, 1, 5), rng.normal(0, 1, 6)
