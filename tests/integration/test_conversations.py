@@ -62,7 +62,12 @@ def test_a_run_of_several_turns_trains_what_was_sampled_alone(
     (tmp_path / "agent.py").write_text(AGENT)
     environment = {
         "conversation": {"environment.name": f"{tmp_path}/two.py:TwoTurns", "environment.args.answer": "again"},
-        "tools": {"environment": "tools", "environment.args.functions": f"[{tmp_path}/tools.py:look_up]"},
+        "tools": {
+            "environment": "tools",
+            "environment.args.functions": f"[{tmp_path}/tools.py:look_up]",
+            "environment.args.tell": "false",
+            "model.chat.tool_parser": "qwen3",
+        },
         "openai": {"environment": "openai", "environment.args.agent": f"{tmp_path}/agent.py:run"},
     }
     rows = tmp_path / "rows.jsonl"
