@@ -118,8 +118,11 @@ class EpisodeEnvironment(ABC, Generic[R]):
                 score, over = await self._episode(chat, dict(prompt.columns))
         except TimeoutError:
             return EpisodeError(f"the episode took longer than {tools.timeout_s:g} s, or something that it waited for")
-        # User code: whatever it raises fails this episode. Its siblings are made, and it is made again.
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            raise
+        # User code: whatever it raises fails this episode. Its siblings are made, and it is made again. A SystemExit
+        # that leaves a task ends the worker, and the next one likewise.
+        except BaseException as error:
             return _failure(error)
         if not chat.sampled:
             return EpisodeError(f"the episode ended without a reply that can be trained on{over}")
@@ -156,7 +159,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
         return made
 
 
-def _failure(error: Exception) -> AsyncRLError:
+def _failure(error: BaseException) -> AsyncRLError:
     """What an episode failed of, also where it was raised in an `asyncio.TaskGroup`.
 
     Raises:

@@ -71,11 +71,17 @@ def _step(answer: Any) -> tuple[Any, float, bool]:
 
 
 def _messages(observation: Any) -> list[Message]:
-    """Of a text, of messages, or of nothing; Gymnasium's `(observation, info)` too."""
+    """Of a text, of messages, or of nothing; Gymnasium's `(observation, info)` too. Raises EpisodeError."""
     if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
         observation = observation[0]
     if observation is None or observation == "":
         return []
-    if isinstance(observation, list):
-        return observation
+    if isinstance(observation, Mapping | list):
+        messages = [dict(observation)] if isinstance(observation, Mapping) else observation
+        if not all(isinstance(each, Mapping) and {"role", "content"} <= set(each) for each in messages):
+            raise EpisodeError(
+                "reset() and step() give the policy a text, messages with `role` and `content`, or None to read; "
+                f"{observation!r:.80} came"
+            )
+        return messages
     return [{"role": "user", "content": str(observation)}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ async def test_what_is_sampled_at_another_temperature_is_read_and_not_trained_on
     assert [request.sampling.temperature for request in engine.requests] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("what", ["raises", "hangs", "says nothing", "the engine fails", "no number"])
+@pytest.mark.parametrize("what", ["raises", "exits", "hangs", "says nothing", "the engine fails", "no number"])
 async def test_what_fails_is_one_member(what: str) -> None:
     members = iter(range(10))
 
@@ -189,6 +190,8 @@ async def test_what_fails_is_one_member(what: str) -> None:
             return 1.0
         if what == "raises":
             raise KeyError("a bug")
+        if what == "exits":
+            sys.exit(3)
         if what == "hangs":
             await chat.reply()
             await asyncio.sleep(3600)
@@ -202,6 +205,7 @@ async def test_what_fails_is_one_member(what: str) -> None:
     assert len(episodes.trajectories) == 2 and len(episodes.failures) == 1
     says = {
         "raises": "KeyError: 'a bug'",
+        "exits": "SystemExit: 3",
         "hangs": "took longer than 5 s",
         "says nothing": "without a reply",
         "the engine fails": "no token",

@@ -80,6 +80,25 @@ async def test_the_context_s_end_keeps_the_rewards_so_far(game: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("told", [{"weird": 1}, ["text"], [{"role": "user"}]])
+async def test_what_the_policy_cannot_read_fails_its_episode_and_is_not_told_as_python(told: Any) -> None:
+    class Tells:
+        def reset(self, row: dict[str, Any]) -> Any:
+            return told
+
+        def step(self, text: str) -> Any:
+            return None, 1.0, True
+
+    episodes, _ = await play(Stepped(Tells, {}), ["hello"])
+    assert "messages with `role` and `content`, or None to read" in str(episodes.failures[0])
+    told = {"role": "system", "content": "one message is one"}
+    episodes, engine = await play(Stepped(Tells, {}), ["hello"])
+    assert "<|im_start|>system\none message is one<|im_end|>" in TOKENIZER.decode(
+        engine.requests[0].prompt_ids.tolist()
+    )
+    assert not episodes.failures
+
+
 async def test_what_is_no_step_fails_its_episode_with_the_form(game: Any) -> None:
     episodes, _ = await play(game("Wrong"), ["x"], columns={"first": 1})
     assert "step() returns (observation, reward, done)" in str(episodes.failures[0])
