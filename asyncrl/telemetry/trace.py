@@ -7,7 +7,7 @@ Lane `main` of each process has no gap: what it shows adds up to the time that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class Process:
     """Spans that found no space on the disk."""
     clocks: list[tuple[int, int, int]] = field(default_factory=list)
     """`(at, offset, error)` ns: how the replay server's clock differed from this one's."""
+    wall: int = 0
+    """ns since the epoch at which its clock began."""
+    server: str = ""
+    """What had booted as the machine whose clock it is brought to: the replay server's."""
 
     @property
     def begin(self) -> int:
@@ -102,10 +106,10 @@ def read_trace(folder: Path) -> list[Process]:
             f"{folder} has no spans in {LOG_DIR}/{spans.FOLDER}: start a run with telemetry.trace=true. What processes "
             "on other machines wrote lies there, and can be copied beside these"
         )
-    processes = sorted(found.values(), key=lambda process: (process.role, process.born))
-    for process in processes:
+    for process in found.values():
         align(process)
-    return processes
+    join_boots(list(found.values()))
+    return sorted(found.values(), key=lambda process: (process.role, process.born))
 
 
 def read_spans(path: Path, known: Process | None) -> Process | None:
@@ -114,8 +118,8 @@ def read_spans(path: Path, known: Process | None) -> Process | None:
         match row:
             case {"format": spans.FORMAT, "role": str(role), "pid": int(pid), "host": str(host), **rest}:
                 match rest:
-                    case {"boot": str(boot), "born": int(born), "lost": int(lost)}:
-                        known = known or Process(role, pid, host, boot, born)
+                    case {"boot": str(boot), "born": int(born), "lost": int(lost), "wall": int(wall)}:
+                        known = known or Process(role, pid, host, boot, born, wall=wall, server=boot)
                         known.lost = max(known.lost, lost)
                     case _:
                         return known
@@ -124,6 +128,7 @@ def read_spans(path: Path, known: Process | None) -> Process | None:
             case {"server": str(server), "at": int(at), "offset": int(offset), "error": int(error)}:
                 if server != known.boot:
                     known.clocks.append((at, offset, error))
+                    known.server = server
             case [str(name), str(lane), int(begin), int(end), dict(of)] if is_told(of):
                 known.spans.append(Span(name, lane, begin, end, of))
             case _:
@@ -158,11 +163,25 @@ def align(process: Process) -> None:
     if process.clocks:
         process.clocks.sort()
 
-        def at(time: int) -> int:
-            return time + offset_at(process.clocks, time)
+        move(process, lambda time: time + offset_at(process.clocks, time))
+        process.wall -= process.clocks[0][1]
 
-        process.born = at(process.born)
-        process.spans = [Span(s.name, s.lane, at(s.begin), at(s.end), s.of) for s in process.spans]
+
+def move(process: Process, to: Callable[[int], int]) -> None:
+    process.born = to(process.born)
+    process.spans = [Span(s.name, s.lane, to(s.begin), to(s.end), s.of) for s in process.spans]
+
+
+def join_boots(processes: Sequence[Process]) -> None:
+    """Each boot of a machine begins its clock anew, and so does a resume on another machine: what came then is brought
+    to the clock of what came first, as far apart as the clocks on the wall were."""
+    walls: dict[str, int] = {}
+    for process in sorted(processes, key=lambda each: each.boot != each.server):  # who was on that machine, if anybody
+        walls.setdefault(process.server, process.wall)
+    first = walls[min(processes, key=lambda each: each.begin + walls[each.server]).server]
+    for process in processes:
+        if (later := walls[process.server] - first) > 0:
+            move(process, later.__add__)
 
 
 def offset_at(clocks: Sequence[tuple[int, int, int]], time: int) -> int:

@@ -12,7 +12,7 @@ from asyncrl.cli.main import main
 from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.codec.reply import ServerTime
 from asyncrl.spans import MAIN
-from asyncrl.telemetry.trace import Process, Span, align, offset_at, read_trace, tracks
+from asyncrl.telemetry.trace import Process, Span, align, life_of, offset_at, read_trace, tracks
 from tests.telemetry.traced import assert_nests, parsed
 
 
@@ -76,6 +76,30 @@ def test_another_machine_is_brought_to_the_servers_clock_without_changing_an_ord
     assert begins == sorted(begins) and (begins[0], begins[150]) == (1000, 1200)
 
 
+def test_a_resume_on_a_machine_that_was_booted_anew_comes_after_what_was_before(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "trace"
+    folder.mkdir(parents=True)
+    head = {"format": 1, "pid": 3, "host": "h", "lost": 0}
+    night = 10**14  # by the clock on the wall the second boot came so much after the first
+    one, two = {"boot": "one", "born": 9 * 10**13, "wall": 10**18}, {"boot": "two", "born": 5, "wall": 10**18 + night}
+    far = {"boot": "far", "born": 1005, "wall": 10**18 + night - 1000}
+    files = {
+        "replay@1-3": [head | one | {"role": "replay server"}, ["admit", MAIN, 9 * 10**13, 9 * 10**13, {"group": 4}]],
+        "replay@2-3": [head | two | {"role": "replay server"}, ["lease", MAIN, 20, 20, {"group": 4}]],
+        "rollout@2-3": [
+            head | far | {"role": "rollout-0"},
+            {"server": "two", "at": 1005, "offset": -1000, "error": 1},
+            ["insert", MAIN, 1010, 1012, {"group": 4}],
+        ],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.spans").write_bytes(b"".join(msgpack.packb(row) or b"" for row in rows))
+    life = life_of(read_trace(tmp_path), group=4)
+    assert [(span.name, span.begin) for _, span in life] == [
+        ("admit", 9 * 10**13), ("insert", night + 10), ("lease", night + 20),
+    ]  # fmt: skip
+
+
 def test_round_trips_tell_how_clocks_differ_to_half_of_a_trip(tmp_path: Path) -> None:
     now = {"mine": 0}
     ahead, skew = 5_000_000_000, 3_000_000_000
@@ -104,7 +128,7 @@ def test_the_command_says_what_it_read_and_what_became_of_a_group(
     folder.mkdir(parents=True)
     head = {"format": 1, "role": "learner 0", "pid": 3, "host": "h", "boot": "b", "born": 0, "wall": 0, "lost": 2}
     rows = [head, ["start", MAIN, 0, 10**9, {}], ["forward", MAIN, 10**9, 2 * 10**9, {"groups": [4]}]]
-    (folder / "a@1-2.spans").write_bytes(b"".join(map(msgpack.packb, rows)))
+    (folder / "a@1-2.spans").write_bytes(b"".join(msgpack.packb(row) or b"" for row in rows))
     assert main(["trace", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "learner 0 (pid 3, h): 2 spans in 2.0 s, 100.0% of them accounted for; 2 spans were lost" in said
