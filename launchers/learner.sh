@@ -10,8 +10,9 @@
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
 # RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
-# word, the same on all. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine.
-# None of these ports asks who is there: keep them behind a firewall or in a tunnel (SECURITY.md).
+# word, the same on all. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine;
+# without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports asks who is there: keep them behind
+# a firewall or in a tunnel (SECURITY.md).
 #
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
 # machine 0, and who reaches its port runs code as you. A machine that leaves is a restart.

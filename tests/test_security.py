@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
+from asyncrl.learner import place
 from asyncrl.learner.place import group_interfaces
 from asyncrl.rollout.pool import hold_ray_to_loopback
 
@@ -57,11 +58,15 @@ def test_the_search_for_such_code_would_find_it(line: str, tmp_path: Path) -> No
     assert len(offences(tmp_path / "module.py")) == 1
 
 
-def test_what_the_user_exported_wins_over_loopback() -> None:
+def test_what_the_user_exported_wins_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "own_address", {"10.0.0.6": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(place, "interface_of", {"10.0.0.7": "eth5"}.__getitem__)
     here = {"MASTER_ADDR": "127.0.0.1"}
     assert group_interfaces(here, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert group_interfaces(here, "10.0.0.6") == {"GLOO_SOCKET_IFNAME": "lo"}, "nccl carries the weights elsewhere"
-    assert group_interfaces({"MASTER_ADDR": "10.0.0.6"}, "10.0.0.6") == {}
+    # By its own name a machine may be 127.0.1.1 to itself, where no rank of another one finds it.
+    assert group_interfaces({"MASTER_ADDR": "10.0.0.6"}, "10.0.0.6") == {"GLOO_SOCKET_IFNAME": "eth5"}
+    assert group_interfaces({"MASTER_ADDR": "10.0.0.6", "GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.6") == {}
     assert group_interfaces(here | {"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.6") == {}
     named = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth2"}
     assert group_interfaces(here, "10.0.0.6", "eth2") == named, "weights.interface"

@@ -3,11 +3,17 @@ interface, and `127.example.com` may be anybody's machine."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import re
 import socket
+import struct
 import tempfile
+from contextlib import suppress
+
+_GET_ADDRESS = 0x8915
+"""SIOCGIFADDR."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -77,6 +83,29 @@ def socket_folder(name: int) -> str:
     schedulers make for a job leave them no room."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) + name <= LONGEST_SOCKET else "/tmp"
+
+
+def own_address(towards: str) -> str:
+    """This machine's address on the interface from which `towards` is reached; loopback for loopback."""
+    (family, kind, _, _, place), *_ = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # of datagrams: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine whose first address this is; empty where none is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none of this kind
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    with suppress(OSError), open("/proc/net/if_inet6") as known:
+        for digits, *_, name in map(str.split, known):
+            if ":" in address and int(digits, 16) == int(ipaddress.ip_address(address.partition("%")[0])):
+                return name
+    return ""
 
 
 def unknown_interfaces(given: str, *, nccl: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.checks.addresses import is_loopback
+from asyncrl.checks.addresses import interface_of, is_loopback, own_address
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
@@ -105,18 +105,30 @@ def memory_of(device: torch.device, ranks: int) -> int:
 
 
 def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_interface: str = "") -> dict[str, str]:
-    """Variables that hold gloo and nccl to loopback, where all ranks (MASTER_ADDR) are on this machine.
+    """Variables that hold gloo and nccl to loopback, where all ranks are on this machine, and gloo to the interface
+    that leads to rank 0 (MASTER_ADDR) where they are not.
 
-    Without them both listen wherever the machine's own name leads. nccl has one for all groups of a process, so it is
-    `weights.interface`, and without that left alone where the weights go to other machines.
+    Without them both listen wherever the machine's own name leads: to itself, by what many have in /etc/hosts. nccl has
+    one for all groups of a process, so it is `weights.interface`, and without that left alone where the weights go to
+    other machines.
     """
-    inside = is_loopback(environment.get("MASTER_ADDR", "127.0.0.1"))
-    held = {"GLOO_SOCKET_IFNAME": "lo"} if inside else {}
+    master = environment.get("MASTER_ADDR", "127.0.0.1")
+    inside = is_loopback(master)
+    leads = "lo" if inside else _interface_towards(master)
+    held = {"GLOO_SOCKET_IFNAME": leads} if leads else {}
     if weights_interface:
         held["NCCL_SOCKET_IFNAME"] = weights_interface
     elif inside and is_loopback(weights_host):
         held["NCCL_SOCKET_IFNAME"] = "lo"
     return {name: value for name, value in held.items() if name not in environment}
+
+
+def _interface_towards(host: str) -> str:
+    """Empty where there is none, or none that is known."""
+    try:
+        return interface_of(own_address(host))
+    except OSError:
+        return ""
 
 
 def join_ranks(config: Config, place: Place) -> FSDP2:

@@ -8,7 +8,15 @@ import tempfile
 import pytest
 
 from asyncrl.checks import addresses
-from asyncrl.checks.addresses import is_everywhere, is_loopback, is_private, numeric, socket_folder
+from asyncrl.checks.addresses import (
+    interface_of,
+    is_everywhere,
+    is_loopback,
+    is_private,
+    numeric,
+    own_address,
+    socket_folder,
+)
 
 EVERYWHERE = ("0", "0.0.0.0", "0x0", "00.0", "::", "0:0:0:0:0:0:0:0", "::0", "::ffff:0.0.0.0", "*", "")
 LOOPBACK = ("127.0.0.1", "127.8.9.10", "127.1", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "localhost")
@@ -64,3 +72,10 @@ def test_sockets_of_others_lie_where_their_paths_have_room(monkeypatch: pytest.M
     for folder, name, expected in (("/scratch", 90, "/scratch"), ("/s" * 40, 27, "/s" * 40), ("/s" * 40, 28, "/tmp")):
         monkeypatch.setattr(tempfile, "tempdir", folder)
         assert socket_folder(name) == expected
+
+
+def test_an_interface_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interface_of("127.0.0.1") == "lo" and interface_of("192.0.2.1") == interface_of("2001:db8::1") == ""
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    if socket.has_dualstack_ipv6():
+        assert interface_of("::1") in ("lo", "")

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import interfaces_here, is_loopback, unknown_interfaces
+from asyncrl.checks.addresses import interfaces_here, is_loopback, own_address, unknown_interfaces
 from asyncrl.errors import ConfigError
 from asyncrl.weights.broadcast.local_wire import LocalWire
 
@@ -90,14 +90,6 @@ def open_wire(backend: str, place: Place) -> Wire:
     if backend == "ipc":
         return LocalWire(place.store, place.rank, place.world, place.timeout_s)
     return GlooWire(place) if backend == "gloo" else NcclWire(place)
-
-
-def own_address(towards: str) -> str:
-    """This machine's address on the interface from which `towards` is reached; loopback for loopback."""
-    (family, kind, _, _, place), *_ = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)  # of datagrams: nothing is sent
-        return str(probe.getsockname()[0])
 
 
 def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
