@@ -5,5 +5,9 @@
 #
 # Give it the same settings as the replay server, a number from 0 on, and an address of its own. Its journal lies in
 # run.dir/journal/shard-N on its machine: start it again there and nothing is lost.
+# With --dry-run it prints the plan and starts nothing.
 set -euo pipefail
+for argument in "$@"; do
+    [ "$argument" != --dry-run ] || exec "${PYTHON:-python3}" -m asyncrl shard "$@"
+done
 exec "${PYTHON:-python3}" -m asyncrl.replay.shards "$@"

@@ -232,3 +232,24 @@ def test_the_container_installs_extras_that_there_are_with_the_versions_that_are
     named = re.findall(r"EXTRAS=([\w,]+)", text)
     assert len(named) == 2 and {extra for each in named for extra in each.split(",")} <= set(known)
     assert "-c constraints.txt" in text and re.search(r"^USER (?!root)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "planned"),
+    [
+        ("replay.sh", ["replay.window=4"], "-m asyncrl replay"),
+        ("shard.sh", ["1", "replay.shards=2"], "-m asyncrl shard"),
+    ],
+)
+def test_the_replay_s_launchers_plan_instead_of_starting_where_it_is_asked_to(
+    launcher: str, given: list[str], planned: str
+) -> None:
+    for order in ([*given, "--dry-run"], ["--dry-run", *given]):
+        said = subprocess.run(
+            ["bash", str(ROOT / "launchers" / launcher), *order],
+            env={"PATH": os.environ["PATH"], "PYTHON": "echo"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert said.stdout == f"{planned} {' '.join(order)}\n"

@@ -23,6 +23,7 @@ from asyncrl.learner.fitting import check_fits, shapes_in
 from asyncrl.learner.lora import ADAPTER_FILE, check_base, without_frozen
 from asyncrl.learner.model import PolicyModel, build_model
 from asyncrl.learner.state import refuse_stranger
+from asyncrl.learner.writing import said_of
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.schema import Config, ModelConfig
 from asyncrl.sft.rules import load_sft
@@ -144,7 +145,7 @@ def read(config: Config, run: Path, step: int | None, part: str) -> tuple[Policy
             if path.is_dir():
                 if isinstance(error, CheckpointError):
                     raise
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                raise CheckpointError(f"{path} cannot be read: {said_of(error)}") from error
             if step is not None:
                 raise CheckpointError(not_there(path)) from error
     raise CheckpointError(

@@ -48,7 +48,7 @@ from asyncrl.learner.roles import Roles
 from asyncrl.learner.saving import HOST, BackgroundSave, HostCopy, own_group
 from asyncrl.learner.sealing import prove_own
 from asyncrl.learner.state import LearnerState, read_state, refuse_stranger
-from asyncrl.learner.writing import write_tensors
+from asyncrl.learner.writing import said_of, write_tensors
 from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import (
@@ -217,8 +217,8 @@ class Checkpoints:
             raise
         except (OSError, CheckpointException) as error:
             raise CheckpointError(
-                f"cannot write checkpoint {target}: {error}. Earlier checkpoints are intact; free space or choose "
-                "another run.dir, then continue with resume=auto"
+                f"cannot write checkpoint {target}: {said_of(error)}. Earlier checkpoints are intact; free space or "
+                "choose another run.dir, then continue with resume=auto"
             ) from error
 
     def begun(self, resume: str) -> bool:
@@ -313,9 +313,9 @@ class Checkpoints:
         except (CheckpointException, ValueError, KeyError) as error:
             failures = error.failures.values() if isinstance(error, CheckpointException) else ()
             if any(isinstance(failure, OSError) for failure, _ in failures):
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                raise CheckpointError(f"{path} cannot be read: {said_of(error)}") from error
             raise CheckpointMismatchError(
-                f"{path} does not fit the model: {error}. Resume with the model.path (and critic.path) "
+                f"{path} does not fit the model: {said_of(error)}. Resume with the model.path (and critic.path) "
                 "it was trained with"
             ) from error
         except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone

@@ -44,6 +44,13 @@ def write_tensors(
             _wait_for_space(full, aside, nbytes, patience)
 
 
+def said_of(error: BaseException) -> str:
+    """What each rank that failed has to say: of a CheckpointException torch shows their tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+
+
 def _wait_for_space(full: FullDisk, aside: Path, nbytes: int, patience: Patience) -> None:
     """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
     number, so it is tried once a minute all the same."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.errors import CheckpointError, CheckpointMismatchError, RunFolderError
-from asyncrl.learner import checkpoint
+from asyncrl.learner import checkpoint, writing
 from asyncrl.learner.attention import PACKED_ATTENTION
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.model import PolicyModel
@@ -245,6 +245,20 @@ def test_a_file_that_cannot_be_read_or_a_rank_that_is_gone_is_no_mismatch(tmp_pa
         with pytest.raises(CheckpointError, match=r"stale handle|Connection closed") as caught:
             checkpoints.load(path, learner(0))
         assert not isinstance(caught.value, CheckpointMismatchError)
+
+
+def test_what_a_rank_could_not_write_is_told_without_torch_s_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def save(*_: object, **__: object) -> None:
+        trace = StackSummary.from_list([("f.py", 1, "write", "write()")])
+        raise CheckpointException("write", {1: (OSError(5, "Input/output error"), trace)})
+
+    monkeypatch.setattr(writing.state_dict_saver, "save", save)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(tmp_path, rank=0, keep=2).save(state(0), learner(0, updates=1), {})
+    assert f"cannot write checkpoint {tmp_path}/step_1: rank 1: [Errno 5] Input/output error. Earl" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoint(tmp_path: Path):
