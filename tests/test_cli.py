@@ -109,14 +109,43 @@ def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureF
     assert "2 rank(s) under torchrun" in plan
 
 
-def test_ranks_are_counted_where_they_are_started(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`learner.ranks` is of `asyncrl local`. A torchrun of one's own has its own number, which others do not know."""
-    header = b'{"a":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """As `model.path`, for what is counted."""
+    header = b'{"model.norm.weight":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(48))
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}')
-    for command, told in (("replay", [f"model.path={tmp_path}"]), ("rollout", [])):
+    return f"model.path={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told", "there"),
+    [("0,1,2,3,4,5,6,7", [], True), ("0", [], False), ("0", ["placement.mode=dedicated"], True), ("-1", [], False)],
+)
+def test_the_plan_of_one_role_asks_for_no_gpus_of_the_others(
+    gpus: str,
+    told: list[str],
+    there: bool,
+    files: list[str],
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the numbers of a run whose engines have machines of their own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    settings = [*files, folder, "learner.ranks=8", "rollout.workers=24", *told]
+    assert main(["replay", *settings, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "for two copies of its weights" in said and ("of host memory for two copies" not in said) == there
+    if len(gpus) > 1:
+        assert main(["learner", *settings, "model.path=org/name", "--dry-run"]) == 0
+
+
+def test_ranks_are_counted_where_they_are_started(
+    files: list[str], folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`learner.ranks` is of `asyncrl local`. A torchrun of one's own has its own number, which others do not know."""
+    for command, told in (("replay", [folder]), ("rollout", [])):
         assert main([command, *files, *told, "learner.replicas=2", "--dry-run"]) == 0
         assert ("give learner.ranks" in capsys.readouterr().out) == (command == "replay")
     for command in ("local", "learner"):

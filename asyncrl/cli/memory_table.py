@@ -57,7 +57,10 @@ def journal_line(config: Config) -> str:
     return f"replay journal: {folder}, files of {journal.segment_mb} MiB; it keeps {kept[journal.retain]}"
 
 
-def memory_lines(config: Config) -> list[str]:
+def memory_lines(config: Config, command: str = "local") -> list[str]:
+    """Args:
+    command: that would be started: `local`, or one role of a run whose others may be on other machines.
+    """
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
         f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
@@ -89,7 +92,7 @@ def memory_lines(config: Config) -> list[str]:
             "checkpoints are written from (learner.async_save)"
         )
     if config.weights.copies != "none":
-        lines.append(copies_line(config, copies_bytes(config, model)))
+        lines.append(copies_line(config, copies_bytes(config, model), command))
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
     width = BYTES[config.engine.dtype]
@@ -130,8 +133,20 @@ def copies_on_gpu(config: Config, placement: Placement) -> bool:
     return bool(placement.engines) and not placement.shared
 
 
-def copies_line(config: Config, count: int) -> str:
-    there = copies_on_gpu(config, placement_of(config, len(gpus_to_plan(config))))
+def copies_on_gpu_apart(config: Config, gpus: int) -> bool:
+    """The same of a learner that is started by itself on a machine with `gpus`."""
+    weights, mode = config.weights, config.placement.mode
+    if weights.transport != "broadcast" or not gpus or config.learner.device == "cpu":
+        return False
+    if weights.backend != "auto":
+        return weights.backend != "gloo"
+    return config.engine.device != "cpu" and (mode == "dedicated" or (mode == "auto" and gpus > 1))
+
+
+def copies_line(config: Config, count: int, command: str) -> str:
+    gpus = len(gpus_to_plan(config))
+    local = command == "local"
+    there = copies_on_gpu(config, placement_of(config, gpus)) if local else copies_on_gpu_apart(config, gpus)
     who = "per rank" if config.weights.senders == "all" else "rank 0"
     kept = "two" if config.weights.delta == "never" else "three"
     return (
