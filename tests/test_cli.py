@@ -387,3 +387,21 @@ def test_a_folder_where_a_file_should_be_is_named(tmp_path: Path, capsys: pytest
     assert main(["compare", str(tmp_path)]) == 2
     assert f"{str(tmp_path / 'metrics.jsonl')!r}: it should be a file" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").rmdir()  # the end of the session reads all metrics that tests wrote
+
+
+@pytest.mark.parametrize("command", [["report", "RUN", "--to"], ["trace", "RUN", "--to"], ["plan", "--picture"]])
+def test_where_a_file_has_no_place_is_said_before_it_is_made(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback, or a file beside the folder, after all had been read."""
+    for place, said in ((tmp_path / "none" / "x.png", f"no folder {tmp_path / 'none'}"), (tmp_path, "is a folder")):
+        assert main([*command, str(place)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["plan", "--picture", str(tmp_path / "x.jpeg2")]) == 2
+    assert ".png, .svg, .pdf" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [] and not tmp_path.with_name(f"{tmp_path.name}.tmp").exists()
+
+
+def test_a_word_that_no_metric_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "goodput", "nonsense"]) == 2
+    assert "no metric has goodput and nonsense" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from asyncrl.errors import ConfigError
 from asyncrl.telemetry.registry import METRICS, Metric
 
 HEAD = """# Metrics
@@ -52,6 +53,9 @@ def as_text(metrics: Sequence[Metric]) -> str:
 
 
 def main(words: Sequence[str], *, markdown: bool) -> int:
+    """Raises ConfigError: there is none."""
     found = matching(words)
+    if not found:
+        raise ConfigError(f"no metric has {' and '.join(words)} in its name or meaning. `asyncrl metrics` lists all")
     sys.stdout.write(as_markdown(found)) if markdown else print(as_text(found))
     return 0

@@ -18,6 +18,7 @@ from asyncrl.checks.placement import placement_of, visible_gpus
 from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.target import refuse_no_place
 from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
@@ -35,6 +36,7 @@ from asyncrl.telemetry.report import read_metrics
 from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
 
 GPUS, COST = "gpus", "cost."
+PICTURES = (".png", ".svg", ".pdf")
 DEPTH, IN_FLIGHT = "autotune/pipeline_depth", "autotune/max_in_flight"
 LEARNERS = 24
 """Numbers of learner ranks that are looked at."""
@@ -45,6 +47,8 @@ MANY = 3000
 def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *, as_json: bool) -> int:
     """Raises ConfigError, RunFolderError."""
     gpus, given, overrides = sorted_out(arguments)
+    if picture is not None:
+        refuse_no_place("--picture", picture, PICTURES)
     for run in runs:
         if not (run / CONFIG_FILE).is_file():
             raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.cli.target import refuse_no_place
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.page import page_of
 
@@ -12,7 +13,9 @@ REPORT_FILE = "report.html"
 
 
 def main(folders: Sequence[Path], to: Path | None) -> int:
-    """Raises RunFolderError, OSError."""
+    """Raises RunFolderError, ConfigError, OSError."""
+    if to is not None:
+        refuse_no_place("--to", to)
     path = to or folders[0] / REPORT_FILE
     text = page_of(folders)
     replace_text(path, text, path.with_name(f"{path.name}.tmp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.cli.target import refuse_no_place
 from asyncrl.errors import RunFolderError
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.trace import Process, as_perfetto, life_of, read_trace
@@ -12,7 +13,9 @@ TRACE_FILE = "trace.pftrace"
 
 
 def main(folder: Path, to: Path | None, *, group: int | None, version: int | None) -> int:
-    """Raises RunFolderError, OSError."""
+    """Raises RunFolderError, ConfigError, OSError."""
+    if to is not None:
+        refuse_no_place("--to", to)
     processes = read_trace(folder)
     for process in processes:
         print(line_of(process))

@@ -1,0 +1,18 @@
+"""Where a command puts the one file that it makes: looked at before it takes its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+
+def refuse_no_place(option: str, path: Path, kinds: Sequence[str] = ()) -> None:
+    """Raises ConfigError where there is no folder for it, or one of its name, or its name ends in none of `kinds`."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder. Give the name of a file, such as {path / 'NAME'}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}. Make it, or give another place")
+    if kinds and path.suffix.lower() not in kinds:
+        raise ConfigError(f"{option} {path}: its name ends in none of {', '.join(kinds)}")
