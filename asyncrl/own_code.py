@@ -74,7 +74,10 @@ def _load_file(path: Path, given: str) -> ModuleType:
         location.loader.exec_module(module)
     # User code at a process boundary: whatever it raises is one refused setting, the exit of a script included.
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}") from error
+        alone = (
+            ". A file has no package around it: write package.module:name" if "relative import" in str(error) else ""
+        )
+        raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}{alone}") from error
     return module
 
 

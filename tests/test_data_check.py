@@ -72,6 +72,15 @@ def test_a_row_whose_own_answer_the_reward_does_not_know_is_named(
     assert "d.jsonl:1: its own answer '0' is worth 1, and no answer at all 1" in capsys.readouterr().out
 
 
+def test_an_answer_with_half_a_character_is_a_row_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = task(tmp_path, [{"prompt": "a", "answer": "cut \ud83d"}, {"prompt": "b", "answer": "1"}])
+    assert main(["data", "check", *given, "reward.function=r.py:exact"]) == 0
+    assert "2 rows" in capsys.readouterr().out
+
+
 def test_without_a_reward_rows_and_shares_are_shown_and_bad_data_is_refused_as_at_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -236,11 +237,37 @@ def test_each_loss_of_trl_is_one_of_ours(
 
 
 def test_arguments_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    for arguments, says in (([], "no settings"), ([str(tmp_path / "list.yaml")], "holds no settings")):
+    files = {name: [str(tmp_path / f"{name}.yaml")] for name in ("list", "binary")}
+    for arguments, says in (
+        ([], "no settings"),
+        (files["list"], "holds no settings"),
+        (files["binary"], "binary.yaml cannot be read"),
+    ):
         assert main(["migrate", "verl", *arguments]) == 2
         assert says in capsys.readouterr().err
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("framework", "given"),
+    [
+        *(("verl", f"data.train_batch_size={value}") for value in ("null", "0", "1e400", "[1]", "many", "2.5")),
+        ("verl", "actor_rollout_ref.actor.ppo_mini_batch_size=0"),
+        ("verl", "data.max_prompt_length=[1]"),
+        ("trl", "num_generations=0"),
+        ("trl", "gradient_accumulation_steps=null"),
+        ("trl", "num_train_epochs=x"),
+        ("trl", "num_processes=x"),
+    ],
+)
+def test_what_is_no_number_where_theirs_is_one_is_refused_by_its_key(
+    framework: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["migrate", framework, given]) == 2
+    key = given.partition("=")[0].replace(".", r"\.")
+    assert re.search(rf"ConfigError: {key}=.*: \w+ has a .*number", capsys.readouterr().err)
 
 
 def test_a_launch_script_is_not_read_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

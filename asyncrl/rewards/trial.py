@@ -21,7 +21,7 @@ TEXTS = ("", "The answer is 42.")
 
 def made_up(text: str) -> Completion:
     """A completion of one token per byte."""
-    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    ids = np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32)
     zeros = np.zeros(len(ids), np.int32)
     return Completion(token_ids=ids, logprobs=zeros.astype(np.float32), policy_versions=zeros, finish_reason="stop")
 

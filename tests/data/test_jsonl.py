@@ -92,6 +92,15 @@ def test_messages_have_one_form_however_they_were_written(tmp_path):
     ]
 
 
+def test_a_file_that_is_written_into_while_it_is_read_is_told_as_that(tmp_path):
+    lines = ['{"prompt": "a"}', json.dumps({"prompt": "a" * 1_000_000}), '{"prompt": "b"}']
+    path = write(tmp_path, *lines)
+    rows = opened(path)
+    path.write_text("\n".join([" " + line for line in lines]) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:3 is not valid JSON .* The file was changed while it is in use"):
+        rows[2]
+
+
 def test_a_missing_or_empty_file_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(DataError, match=r"data\.path"):
         opened(tmp_path / "nothing.jsonl")

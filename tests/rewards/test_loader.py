@@ -50,6 +50,9 @@ def test_a_file_that_fails_on_import_is_refused_with_its_error(tmp_path):
     (tmp_path / "broken.py").write_text("raise OSError('disk on fire')")
     with pytest.raises(ConfigError, match="disk on fire"):
         load_function(f"{tmp_path}/broken.py:f")
+    (tmp_path / "broken.py").write_text("from .other import f")
+    with pytest.raises(ConfigError, match=r"no known parent package\. A file .* write package\.module:name"):
+        load_function(f"{tmp_path}/broken.py:f")
 
 
 def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path):

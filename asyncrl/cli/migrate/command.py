@@ -72,7 +72,7 @@ def _number(value: Any) -> Any:
 def _file(path: Path) -> dict[str, Any]:
     try:
         read = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings file {path} cannot be read: {error}. Give a YAML file") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} holds no settings. Give a YAML file of `key: value` lines")

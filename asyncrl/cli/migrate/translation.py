@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.cli.commands import written
+from asyncrl.errors import ConfigError
 
 REQUIRED = ("model.path", "data.path", "reward.function")
 REWARDED = ("reward.function", "reward.functions", "reward")
@@ -40,6 +42,23 @@ class Translation:
         value = self.given.get(key, self.defaults.get(key))
         # One that points at another of their settings has no value of its own.
         return None if value in EMPTY or (isinstance(value, str) and "${" in value) else value
+
+    def number(self, key: str) -> float | None:
+        """As `take`. Raises ConfigError for what is no finite number."""
+        value = self.take(key)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+            return value
+        raise ConfigError(f"{key}={_shown(value)}: {self.framework} has a number there. Correct it, or leave it out")
+
+    def count(self, key: str) -> int:
+        """As `take`. Raises ConfigError for what is no whole number of 1 or more."""
+        value = self.number(key)
+        if value is None or value < 1 or value != int(value):
+            raise ConfigError(
+                f"{key}={_shown(value)}: {self.framework} has a whole number of 1 or more there. Correct it, or leave "
+                "it out"
+            )
+        return int(value)
 
     def put(self, ours: str, value: Any, *theirs: str) -> None:
         names = [name if name in self.given else f"{name} ({self.framework}'s default)" for name in theirs]

@@ -141,10 +141,10 @@ def _model(made: Translation) -> None:
 
 def _batches(made: Translation) -> None:
     batch = ("per_device_train_batch_size", "num_processes")
-    per_pass = int(made.take(batch[0])) * int(made.take(batch[1]))
-    accumulated, group = int(made.take("gradient_accumulation_steps")), int(made.take("num_generations"))
-    steps = int(made.take("steps_per_generation") or accumulated)
-    whole = int(made.take("generation_batch_size") or per_pass * steps)
+    per_pass = made.count(batch[0]) * made.count(batch[1])
+    accumulated, group = made.count("gradient_accumulation_steps"), made.count("num_generations")
+    steps = int(made.number("steps_per_generation") or accumulated)
+    whole = int(made.number("generation_batch_size") or per_pass * steps)
     theirs = (*batch, "gradient_accumulation_steps", "num_generations")
     groups, updates = max(1, whole // group), max(1, whole // (per_pass * accumulated))
     if groups % updates:
@@ -154,7 +154,7 @@ def _batches(made: Translation) -> None:
     made.put("learner.updates_per_batch", updates, "steps_per_generation", "gradient_accumulation_steps")
     if "num_processes" not in made.given:
         made.notes.append("num_processes is not in GRPOConfig: give num_processes=N of your launcher")
-    if (epochs := int(made.take("num_iterations"))) != 1:
+    if (epochs := made.count("num_iterations")) != 1:
         made.put("learner.epochs_per_batch", epochs, "num_iterations")
 
 
@@ -164,23 +164,23 @@ def _schedule(made: Translation) -> None:
         made.put("learner.schedule", SCHEDULES[name], "lr_scheduler_type")
     else:
         made.refuse("lr_scheduler_type", f"learner.schedule is one of {', '.join(sorted(set(SCHEDULES.values())))}")
-    steps, share = made.take("max_steps"), made.take("warmup_ratio")
-    if steps is not None and int(steps) > 0:
+    steps, share = made.number("max_steps"), made.number("warmup_ratio")
+    if steps is not None and steps > 0:
         made.put("learner.steps", int(steps), "max_steps")
         made.refuse("num_train_epochs", "max_steps counts, as in TRL")
-    elif (epochs := made.take("num_train_epochs")) is not None:
+    elif (epochs := made.number("num_train_epochs")) is not None:
         made.put("learner.epochs", float(epochs), "num_train_epochs")
-    if made.take("warmup_steps"):
-        made.put("learner.warmup_steps", int(made.take("warmup_steps")), "warmup_steps")
-    elif share and steps is not None and int(steps) > 0:
-        made.put("learner.warmup_steps", round(float(share) * int(steps)), "warmup_ratio", "max_steps")
+    if warm_up := made.number("warmup_steps"):
+        made.put("learner.warmup_steps", int(warm_up), "warmup_steps")
+    elif share and steps is not None and steps > 0:
+        made.put("learner.warmup_steps", round(share * steps), "warmup_ratio", "max_steps")
     elif share:
         made.refuse("warmup_ratio", "give steps: learner.warmup_steps")
 
 
 def _loss(made: Translation) -> None:
     kind, level = str(made.take("loss_type")), str(made.take("importance_sampling_level"))
-    low, high = made.take("epsilon"), made.take("epsilon_high")
+    low, high = made.number("epsilon"), made.number("epsilon_high")
     by_sequence = level == "sequence" and kind in ("grpo", "luspo", "dapo", "bnpo")
     loss = ("luspo" if kind == "luspo" else "gspo") if by_sequence else LOSSES.get(kind)
     if loss is None:
@@ -188,7 +188,7 @@ def _loss(made: Translation) -> None:
         loss = "dapo"
     made.put("loss", loss, "loss_type", "importance_sampling_level")
     if loss == "cispo":
-        made.put("loss.ratio_cap", 1 + float(high if high is not None else low), "epsilon_high")
+        made.put("loss.ratio_cap", 1.0 + (high if high is not None else low or 0.0), "epsilon_high")
     elif loss == "sapo":
         made.move("sapo_temperature_pos", "loss.tau_pos")
         made.move("sapo_temperature_neg", "loss.tau_neg")
@@ -235,7 +235,8 @@ def _rewards(made: Translation) -> None:
     elif len(specs) == 1 and not weights:
         made.put("reward.function", specs[0], "reward_funcs")
     else:
-        shares = weights if isinstance(weights, list) and len(weights) == len(specs) else [1.0] * len(specs)
+        numbers = isinstance(weights, list) and all(isinstance(each, int | float) for each in weights)
+        shares = weights if numbers and len(weights) == len(specs) else [1.0] * len(specs)
         names = [spec.rpartition(":")[2] for spec in specs]
         terms = {
             name if names.count(name) == 1 else f"{name}_{place}": {"function": spec, "weight": float(share)}
@@ -248,10 +249,10 @@ def _rewards(made: Translation) -> None:
 
 def _run(made: Translation) -> None:
     for theirs, ours in (("save_steps", "learner.save_every"), ("eval_steps", "eval.every")):
-        every = made.take(theirs)
+        every = made.number(theirs)
         if every is not None and ours == "eval.every":
             made.refuse(theirs, "give eval.path, and eval.every")
-        elif every is not None and float(every) >= 1:
+        elif every is not None and every >= 1:
             made.put(ours, int(every), theirs)
     made.move("output_dir", "run.dir")
     reports = made.take("report_to")

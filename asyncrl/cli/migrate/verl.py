@@ -170,20 +170,22 @@ def _model(made: Translation) -> None:
 
 def _batches(made: Translation) -> None:
     actor = "actor_rollout_ref.actor"
-    prompts, mini = made.take("data.train_batch_size"), made.take(f"{actor}.ppo_mini_batch_size")
-    updates = int(prompts) // min(int(mini), int(prompts))
-    if int(prompts) % updates:
+    prompts, mini = made.count("data.train_batch_size"), made.count(f"{actor}.ppo_mini_batch_size")
+    updates = prompts // min(mini, prompts)
+    if prompts % updates:
         made.refuse(f"{actor}.ppo_mini_batch_size", "it must divide data.train_batch_size: learner.updates_per_batch")
     else:
         made.put("learner.updates_per_batch", updates, "data.train_batch_size", f"{actor}.ppo_mini_batch_size")
-    if (epochs := int(made.take(f"{actor}.ppo_epochs"))) != 1:
+    if (epochs := made.count(f"{actor}.ppo_epochs")) != 1:
         made.put("learner.epochs_per_batch", epochs, f"{actor}.ppo_epochs")
-    longest = int(made.take("data.max_prompt_length")) + int(made.take("data.max_response_length"))
+    longest = made.count("data.max_prompt_length") + made.count("data.max_response_length")
     budget, size = made.take(f"{actor}.ppo_max_token_len_per_gpu"), made.take(f"{actor}.ppo_micro_batch_size_per_gpu")
     if size is not None and not made.take(f"{actor}.use_dynamic_bsz"):
-        made.put("learner.max_tokens_per_microbatch", int(size) * longest, f"{actor}.ppo_micro_batch_size_per_gpu")
+        size = made.count(f"{actor}.ppo_micro_batch_size_per_gpu")
+        made.put("learner.max_tokens_per_microbatch", size * longest, f"{actor}.ppo_micro_batch_size_per_gpu")
     elif budget is not None:
-        made.put("learner.max_tokens_per_microbatch", max(int(budget), longest), f"{actor}.ppo_max_token_len_per_gpu")
+        budget = made.count(f"{actor}.ppo_max_token_len_per_gpu")
+        made.put("learner.max_tokens_per_microbatch", max(budget, longest), f"{actor}.ppo_max_token_len_per_gpu")
     elif longest > 16384:
         made.put("learner.max_tokens_per_microbatch", longest, "data.max_prompt_length", "data.max_response_length")
     _schedule(made, f"{actor}.optim")
@@ -195,17 +197,17 @@ def _schedule(made: Translation, optim: str) -> None:
         made.put("learner.schedule", made.take(f"{optim}.{key}"), f"{optim}.{key}")
     elif key:
         made.refuse(f"{optim}.{key}", f"learner.schedule is one of {', '.join(SCHEDULES)}")
-    steps, share = made.take("trainer.total_training_steps"), made.take(f"{optim}.lr_warmup_steps_ratio")
+    steps, share = made.number("trainer.total_training_steps"), made.number(f"{optim}.lr_warmup_steps_ratio")
     if steps:
         made.refuse("trainer.total_epochs", "trainer.total_training_steps counts, as in verl")
     elif (epochs := made.take("trainer.total_epochs")) is not None:
         made.put("learner.epochs", epochs, "trainer.total_epochs")
-    warm_up = made.take(f"{optim}.lr_warmup_steps")
-    if warm_up is not None and int(warm_up) > 0:
+    warm_up = made.number(f"{optim}.lr_warmup_steps")
+    if warm_up is not None and warm_up > 0:
         made.put("learner.warmup_steps", int(warm_up), f"{optim}.lr_warmup_steps")
     elif share and steps:
         theirs = (f"{optim}.lr_warmup_steps_ratio", "trainer.total_training_steps")
-        made.put("learner.warmup_steps", round(float(share) * int(steps)), *theirs)
+        made.put("learner.warmup_steps", round(share * steps), *theirs)
     elif share:
         made.refuse(f"{optim}.lr_warmup_steps_ratio", "give steps: learner.warmup_steps")
     betas = made.take(f"{optim}.betas")
@@ -245,7 +247,7 @@ def _loss(made: Translation) -> None:
     else:
         made.put("loss.aggregation", how, f"{actor}.loss_agg_mode")
     if how == "constant":
-        made.put("loss.constant_length", float(made.take("data.max_response_length")), "data.max_response_length")
+        made.put("loss.constant_length", float(made.count("data.max_response_length")), "data.max_response_length")
     if made.take(f"{actor}.entropy_coeff"):
         made.move(f"{actor}.entropy_coeff", "loss.entropy_coef")
     if not made.take(f"{actor}.use_kl_loss"):
@@ -317,7 +319,7 @@ def _rollout(made: Translation) -> None:
 def _evaluation(made: Translation) -> None:
     """verl reads how its evaluations sample where `do_sample` is on alone; else they are greedy, as ours."""
     prefix = "actor_rollout_ref.rollout.val_kwargs"
-    heat = made.take(f"{prefix}.temperature") if made.take(f"{prefix}.do_sample") else None
+    heat = made.number(f"{prefix}.temperature") if made.take(f"{prefix}.do_sample") else None
     if not heat or "eval.path" not in made.settings:
         return
     made.put("eval.temperature", float(heat), f"{prefix}.temperature")
@@ -372,8 +374,8 @@ def _rewards(made: Translation) -> None:
 
 def _trainer(made: Translation) -> None:
     for theirs, ours in (("trainer.save_freq", "learner.save_every"), ("trainer.test_freq", "eval.every")):
-        every = made.take(theirs)
-        if every is not None and int(every) > 0 and (ours != "eval.every" or "eval.path" in made.settings):
+        every = made.number(theirs)
+        if every is not None and every > 0 and (ours != "eval.every" or "eval.path" in made.settings):
             made.put(ours, int(every), theirs)
     if (name := made.take("trainer.experiment_name")) is not None:
         made.put("run.name", re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))[:64], "trainer.experiment_name")

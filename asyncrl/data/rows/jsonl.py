@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ class JsonlFile:
         self._offsets, self._lines = _index(self.path)
         # One handle per file, never per row: a worker reads hundreds of rows a second.
         self._file = self.path.open("rb")
+        self._indexed = self._stamp()
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -34,6 +36,14 @@ class JsonlFile:
         """Raises DataError naming file and line when the row is no JSON object."""
         self._file.seek(self._offsets[row])
         return _parse(self._file.readline(), self, row)
+
+    def changed(self) -> str:
+        """What to say of a line that cannot be read, where somebody wrote into the file since it was opened."""
+        return "" if self._stamp() == self._indexed else ". The file was changed while it is in use: give a run a copy"
+
+    def _stamp(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
 
     def where(self, row: int) -> str:
         """`file:line`, as editors count lines."""
@@ -77,7 +87,9 @@ def _parse(line: bytes, file: JsonlFile, row: int) -> Row:
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file.where(row)} is not valid JSON ({error}). Each line must be one JSON object") from error
+        raise DataError(
+            f"{file.where(row)} is not valid JSON ({error}). Each line must be one JSON object{file.changed()}"
+        ) from error
     if not isinstance(parsed, dict):
         raise DataError(
             f'{file.where(row)} holds a {type(parsed).__name__}. Each line must be an object like {{"prompt": "..."}}'
