@@ -91,8 +91,10 @@ class Course:
         return mean_of(self.last, name)
 
     def grew(self, name: str) -> float:
-        """By how much a total grew over the last rows; from 0 again after a restart."""
+        """By how much a total grew over the last rows, before the first one from 0; from 0 again after a restart."""
         values = [row[name] for row in self.last if row.get(name) is not None]
+        if self.first and self.last[0] is self.first[0]:
+            values.insert(0, 0.0)
         return sum(max(0.0, after - before) for before, after in itertools.pairwise(values))
 
 

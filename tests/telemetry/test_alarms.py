@@ -71,6 +71,13 @@ def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str)
     assert fed(Alarms([name]), *[{}] * 30, *TROUBLES[name]) == []
 
 
+@pytest.mark.parametrize("name", ["nonfinite", "canary_failed"])
+def test_what_went_wrong_before_the_first_row_is_told_with_it(name: str) -> None:
+    (raised, end) = fed(Alarms(), *TROUBLES[name] * 30)
+    assert (raised.name, raised.step) == (name, 1) and "grew by 1" in raised.said
+    assert end.over == WINDOW
+
+
 def test_one_that_comes_and_goes_at_its_limit_is_told_a_few_times() -> None:
     """Thirty times over and under in 900 steps."""
     alarms, told, ended = Alarms(), 0, 0
