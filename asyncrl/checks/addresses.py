@@ -93,6 +93,14 @@ def own_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def is_own(host: str) -> bool:
+    """Whether `host` is an address of this machine, whatever the machine's own name leads to."""
+    try:
+        return ipaddress.ip_address(own_address(host).partition("%")[0]) in resolved(host)
+    except OSError:
+        return False
+
+
 def interface_of(address: str) -> str:
     """The network interface of this machine whose first address this is; empty where none is."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

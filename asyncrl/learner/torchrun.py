@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncrl import collector
@@ -24,10 +26,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, handlers
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, rendezvous_handler_registry
 from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
+from asyncrl.checks.addresses import is_own, own_address
 from asyncrl.learner.launcher import ADVANCED, LAUNCHER
 from asyncrl.learner.rendezvous import BACKEND, make_rendezvous
 
@@ -65,6 +68,26 @@ def renew_restarts() -> None:
     api.LocalElasticAgent = RenewedAgent  # pyright: ignore[reportPrivateImportUsage]
 
 
+def by_address(arguments: Sequence[str]) -> list[str]:
+    """`arguments` for torch's own rendezvous, with which this machine is the one from which the endpoint is reached:
+    torch asks the machine's name, which leads many to loopback, and then nobody hosts the endpoint, or finds rank 0."""
+    ours = arguments[: arguments.index("-m")] if "-m" in arguments else arguments
+    given = {name: value for name, _, value in (text.partition("=") for text in ours)}
+    host = given.get("--rdzv-endpoint", "").rpartition(":")[0].strip("[]")
+    if given.get("--rdzv-backend") != "c10d" or not host or "--local-addr" in given:
+        return list(arguments)
+    with suppress(OSError):  # it says itself what is wrong with this endpoint
+        return [f"--local-addr={own_address(host)}", *arguments]
+    return list(arguments)
+
+
+def host_by_address() -> None:
+    by_name = c10d_rendezvous_backend._matches_machine_hostname  # pyright: ignore[reportPrivateImportUsage]
+    c10d_rendezvous_backend._matches_machine_hostname = (  # pyright: ignore[reportPrivateImportUsage]
+        lambda host: is_own(host) or by_name(host)
+    )
+
+
 def ending_of(failure: ProcessFailure) -> str:
     return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
 
@@ -72,10 +95,11 @@ def ending_of(failure: ProcessFailure) -> str:
 def main(begun: Ahead) -> None:
     take_first(begun)
     renew_restarts()
+    host_by_address()
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        torchrun(sys.argv[1:])
+        torchrun(by_address(sys.argv[1:]))
     # Its tracebacks would push what the ranks had to say out of sight.
     except SignalException as error:
         sys.exit(f"torchrun: ended by {error.sigval.name}")

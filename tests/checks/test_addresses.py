@@ -12,6 +12,7 @@ from asyncrl.checks.addresses import (
     interface_of,
     is_everywhere,
     is_loopback,
+    is_own,
     is_private,
     numeric,
     own_address,
@@ -76,6 +77,7 @@ def test_sockets_of_others_lie_where_their_paths_have_room(monkeypatch: pytest.M
 
 def test_an_interface_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("127.0.0.1") == "lo" and interface_of("192.0.2.1") == interface_of("2001:db8::1") == ""
-    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("127.0.0.1") == "127.0.0.1" and is_own("127.0.0.1")
+    assert not is_own("192.0.2.1") and not is_own("no-such-name.invalid")
     if socket.has_dualstack_ipv6():
         assert interface_of("::1") in ("lo", "")

@@ -1,5 +1,8 @@
 """The rendezvous that listens on one address: rounds of nodes, restarts of ranks, nothing on other interfaces."""
 
+# torch's stores and what of its rendezvous is replaced are not in its `__all__`.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -20,9 +23,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
+    c10d_rendezvous_backend,
 )
 
+from asyncrl.checks import addresses
 from asyncrl.cli.commands import free_port
+from asyncrl.learner import torchrun
 from asyncrl.learner.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
 from tests.sockets import listeners, tree
 
@@ -256,3 +262,20 @@ def test_two_machines_restart_their_ranks_together_and_end_when_the_first_is_gon
     machines[1].kill()
     assert machines[0].wait(120) != 0, "without the machine that hosts the stores nobody can go on"
     kill_all(below)  # ranks of this script know nothing of their launcher's death, as asyncrl's do
+
+
+def test_torch_s_own_finds_machines_by_their_addresses_and_not_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /etc/hosts has this machine's name as 127.0.1.1."""
+    asks_its_name = c10d_rendezvous_backend._matches_machine_hostname
+    assert not asks_its_name("10.0.0.6")
+    for module in (torchrun, addresses):
+        monkeypatch.setattr(module, "own_address", {"10.0.0.6": "10.0.0.6", "10.0.0.7": "10.0.0.6"}.__getitem__)
+    monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda _: False)
+    torchrun.host_by_address()
+    hosts = c10d_rendezvous_backend._matches_machine_hostname
+    assert hosts("10.0.0.6") and not hosts("10.0.0.7")
+
+    elastic = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.7:29400", "-m", "asyncrl.learner", "--local-addr=x"]
+    assert torchrun.by_address(elastic) == ["--local-addr=10.0.0.6", *elastic]
+    for left in (["--local-addr=eth", *elastic], ["--rdzv-backend=bound", *elastic[1:]], elastic[:1], []):
+        assert torchrun.by_address(left) == left
