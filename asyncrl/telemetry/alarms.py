@@ -90,10 +90,11 @@ class Course:
     def now(self, name: str) -> float | None:
         return mean_of(self.last, name)
 
-    def grew(self, name: str) -> float:
-        """By how much a total grew over the last rows, before the first one from 0; from 0 again after a restart."""
+    def grew(self, name: str, kept: bool) -> float:
+        """By how much a total grew over the last rows, and before the first one from 0, unless it is `kept` over a
+        resume; from 0 again after a restart."""
         values = [row[name] for row in self.last if row.get(name) is not None]
-        if self.first and self.last[0] is self.first[0]:
+        if self.first and self.last[0] is self.first[0] and (self.first[0]["step"] == 1 or not kept):
             values.insert(0, 0.0)
         return sum(max(0.0, after - before) for before, after in itertools.pairwise(values))
 
@@ -121,9 +122,9 @@ def below(name: str, limit: float) -> Callable[[Course], str]:
     return holds
 
 
-def grows(name: str) -> Callable[[Course], str]:
+def grows(name: str, *, kept: bool) -> Callable[[Course], str]:
     def holds(course: Course) -> str:
-        more = course.grew(name)
+        more = course.grew(name, kept)
         return f"{name} grew by {more:g} over the last {WINDOW} steps" if more else ""
 
     return holds
@@ -226,7 +227,7 @@ ALARMS: tuple[Alarm, ...] = (
         "canary_failed",
         "an engine did not give the probe's tokens the log-probs that the learner does",
         "It serves nothing until it does; see logs/rollout-*.log and docs/weights.md",
-        grows("weights/canary_failed"),
+        grows("weights/canary_failed", kept=False),
     ),
     Alarm(
         "low_ess",
@@ -270,7 +271,7 @@ ALARMS: tuple[Alarm, ...] = (
         "nonfinite",
         "steps are skipped because their loss or gradient is not finite",
         "nonfinite/ in the run folder has the batches; lower learner.lr or learner.clip_norm",
-        grows("optim/nonfinite_steps"),
+        grows("optim/nonfinite_steps", kept=True),
     ),
     Alarm(
         "no_workers",

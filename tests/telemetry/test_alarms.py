@@ -76,6 +76,8 @@ def test_what_went_wrong_before_the_first_row_is_told_with_it(name: str) -> None
     (raised, end) = fed(Alarms(), *TROUBLES[name] * 30)
     assert (raised.name, raised.step) == (name, 1) and "grew by 1" in raised.said
     assert end.over == WINDOW
+    resumed = fed(Alarms(), *TROUBLES[name] * 30, first=7)
+    assert [each.name for each in resumed] == ["canary_failed"] * 2 * (name == "canary_failed"), "checkpoints keep one"
 
 
 def test_one_that_comes_and_goes_at_its_limit_is_told_a_few_times() -> None:
