@@ -65,6 +65,8 @@ class ServerEngine(ABC):
     def __init__(self, config: Config, links: Sequence[Dialect]) -> None:
         self._recompute = config.weights.on_update == "recompute"
         self._timeout_s = config.weights.timeout_s
+        # Less than its worker waits for a token: that would end without a word of servers.
+        self._without_s = 0.4 * config.replay.wait_timeout_s
         self._dtype = dtype_on(config.engine.dtype, "cuda" if torch.cuda.is_available() else "cpu")
         model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
         self._shape = shape_of(model) | {"seat": SEAT}
@@ -162,7 +164,7 @@ class ServerEngine(ABC):
 
     async def _start(self) -> None:
         """waits for: the first server that can be used; unblocked by: it, the last that cannot, or PATIENCE_S."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, told = time.monotonic() + PATIENCE_S, ""
         while True:
             refused = await self._look_at_all()
             if len(refused) == len(self._servers):
@@ -177,7 +179,9 @@ class ServerEngine(ABC):
                     f"no server of engine.urls could be used for {PATIENCE_S:g} s: {said}. Is the address right, and "
                     f"the server up? {self.start_it}"
                 )
-            log.warning("no server of engine.urls can be used yet: %s", said)
+            if said != told:
+                log.warning("no server of engine.urls can be used yet: %s", said)
+            told = said
             await asyncio.sleep(LOOK_S)
         for server in self._servers.values():
             if server.facts is None:
@@ -282,13 +286,14 @@ class ServerEngine(ABC):
             raise
 
     async def _place(self, request: GenerateRequest, sequences: int) -> str:
-        """waits for: a server with our weights; unblocked by: one that was given them, or PATIENCE_S."""
+        """waits for: a server with our weights; unblocked by: one that was given them, or the end of patience."""
+        patience_s = min(PATIENCE_S, self._without_s)
         try:
-            async with asyncio.timeout(PATIENCE_S), self._changed:
+            async with asyncio.timeout(patience_s), self._changed:
                 await self._changed.wait_for(self._usable)
         except TimeoutError:
             said = "; ".join(server.why for server in self._servers.values())
-            raise EngineDiedError(f"no server of engine.urls was left for {PATIENCE_S:g} s: {said}") from None
+            raise EngineDiedError(f"no server of engine.urls was left for {patience_s:g} s: {said}") from None
         return self._router.begin(request.prompt_ids, sequences, [server.url for server in self._usable()])
 
     async def _sample(self, sibling: Sibling, url: str) -> Completion:

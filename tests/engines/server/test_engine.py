@@ -164,21 +164,26 @@ def test_weights_of_somebody_else_are_noticed_before_a_token_of_them_is_taken(fo
     asyncio.run(engine.close())
 
 
-def test_a_load_without_any_server_ends_the_engine_and_a_wait_for_one_is_bounded(folder, pair, monkeypatch):
+def test_a_load_without_any_server_ends_the_engine_and_a_wait_for_one_is_bounded(folder, pair, monkeypatch, caplog):
     engine = made(folder, *pair)
+    assert engine._without_s == 0.8 * Config().replay.wait_timeout_s / 2
     load(engine, 0)
     for server in pair:
         server.stop()
     with pytest.raises(EngineDiedError, match=r"no server of engine\.urls is left"):
         engine.load_weights(1, StagedInServers(shapes=dict(engine._parameters._required), urls=tuple(engine._servers)))
-    monkeypatch.setattr(server_engine, "PATIENCE_S", 0.2)
-    with pytest.raises(EngineDiedError, match=r"no server of engine\.urls was left for 0\.2 s"):
+    # The worker gives up after half of replay.wait_timeout_s, and would say nothing of servers.
+    engine._without_s = 0.1
+    with pytest.raises(EngineDiedError, match=r"no server of engine\.urls was left for 0\.1 s"):
         asyncio.run(engine.generate(request(PROMPT, new=3)))
+    monkeypatch.setattr(server_engine, "PATIENCE_S", 0.2)
     asyncio.run(engine.close())
     with pytest.raises(GenerationError, match="closed"):
         asyncio.run(engine.generate(request(PROMPT, new=3)))
+    caplog.clear()
     with pytest.raises(EngineDiedError, match="Is the address right"):
         made(folder, *pair)
+    assert caplog.text.count("no server of engine.urls can be used yet") == 1, "said once, however often it looks"
 
 
 def test_each_process_of_a_server_says_what_it_keeps_and_a_server_that_does_not_is_in_no_seat(folder, pair):
