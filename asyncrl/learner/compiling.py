@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
+from torch.fx.experimental import _config as symbolic
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
@@ -56,6 +57,8 @@ def compile_layers(model: PackedModel, setting: str) -> None:
             "every micro-batch. Set model.compile=false"
         )
     torch._dynamo.config.recompile_limit = VARIANTS
+    # Sizes that happen to be equal in the first pack may differ in the next: torch 2.11 would compile all for it again.
+    symbolic.use_duck_shape = False
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in model.layers:
         for name, experts in layer.named_modules():
