@@ -29,7 +29,14 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, proven, trai
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.report import read_metrics, summary, without
 from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, occupied, prepare_run_folder, refuse_used_folder, said_of_gone
+from asyncrl.telemetry.run_folder import (
+    changes_in,
+    note_steps,
+    occupied,
+    prepare_run_folder,
+    refuse_used_folder,
+    said_of_gone,
+)
 
 MODULE = "asyncrl.sft"
 SHOWN_TOKENS = 600
@@ -130,6 +137,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
         console.print(f"  {more}", markup=False)
         return 0
     prepare_run_folder(given, run_id, overrides=plan.overrides, begins=plan.begun)
+    note_steps(given, plan.course.steps)
     config = learner_config(given)
     # The folder is prepared once, here: ranks that are restarted must find what they saved.
     kept = [text for text in with_absolute_run_dir(config, plan.overrides) if not text.startswith("overwrite=")]

@@ -11,6 +11,7 @@ from asyncrl.config import read_settings
 from asyncrl.errors import RunFolderError
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.resumed import CONFIG_FILE
+from asyncrl.telemetry.run_folder import steps_noted
 from asyncrl.telemetry.watching import WatchView
 
 TURN_S = 1.0
@@ -21,7 +22,8 @@ def main(folder: Path) -> int:
     if not (folder / CONFIG_FILE).is_file():
         raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
     settings = read_settings(folder / CONFIG_FILE)
-    steps, ignored = settings.get("learner.steps") or 0, settings.get("telemetry.ignore_alarms") or []
+    steps = settings.get("learner.steps") or steps_noted(folder)
+    ignored = settings.get("telemetry.ignore_alarms") or []
     console = PlainConsole(highlight=False)
     with WatchView(folder.resolve(), steps, console, ignored=ignored) as view:
         while view.look():

@@ -308,16 +308,17 @@ class RunView:
             self._console.print(format_line(row), markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self) -> str:
-        if len(self._recent) < 2:
+        if len(self._recent) < 2 or not self._steps:
             return "--"
         _, *warm = self._recent  # of a young run the first waited for everything to start
         return clock(statistics.fmean(warm) * (self._steps - self._latest["step"]))
 
     def _render(self) -> Group:
         step = self._latest.get("step", self._resumed)
-        head = Text(f"{self._state}   step {step}/{self._steps}   {self._elapsed()}   left {self._eta()}")
+        most = f"/{self._steps}" if self._steps else ""
+        head = Text(f"{self._state}   step {step}{most}   {self._elapsed()}   left {self._eta()}")
         bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=self._steps, completed=step, width=60))
+        bar.add_row(ProgressBar(total=self._steps or None, completed=step, width=60))
         table = [self._table()] if self._latest else []
         return Group(head, bar, *self.pressing(), *table, *self.below())
 

@@ -123,6 +123,18 @@ def _prepare(
     write_config(config, target, [*history_of(folder), *changed], overrides)
 
 
+def note_steps(config: RunSettings, steps: int) -> None:
+    """Of the whole run, where the settings say but epochs."""
+    folder = Path(config.run.dir).resolve()
+    _note(config, folder, read_object(folder / RUN_FILE) | {"steps": steps})
+
+
+def steps_noted(folder: Path) -> int:
+    """0 where nobody has."""
+    found = _run_file(folder).get("steps", "")
+    return int(found) if found.isdecimal() else 0
+
+
 def _code_of(config: RunSettings) -> dict[str, str]:
     return code_hashes(config) if isinstance(config, Config) else {}
 

@@ -211,7 +211,8 @@ class WatchView(RunView):
         step = self._latest.get("step", 0)
         when = f", at {moment(self._latest['time'])}" if "time" in self._latest else ""
         rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
-        return Text(f"this run has ended. Its last step was {step} of {self._steps}{when}{rest * self.unfinished}")
+        most = f" of {self._steps}" if self._steps else ""
+        return Text(f"this run has ended. Its last step was {step}{most}{when}{rest * self.unfinished}")
 
     def _written_ago(self) -> float | None:
         """Seconds since somebody wrote into the folder, of a run that may go on on another machine: nobody of it was

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.telemetry.run_folder import prepare_run_folder
@@ -101,3 +102,21 @@ def test_a_folder_of_the_other_kind_is_not_gone_on_with(tmp_path: Path, capsys: 
     others = [*arguments[1:4], "reward=exact_match", "resume=auto", "rollout.max_new_tokens=8"]
     assert main(["local", *others, "data.max_prompt_tokens=64", "--dry-run"]) == 2
     assert "holds a run of asyncrl sft" in capsys.readouterr().err
+
+
+def test_watch_knows_how_many_steps_its_epochs_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It showed `step 3/0`, and no run of epochs was unfinished."""
+    monkeypatch.setattr("asyncrl.cli.sft.supervise", lambda *_, **__: Ended(code=1))
+    assert main(given(tmp_path, "learner.epochs=10")) == 1
+    rows = sum(1 for _ in (tmp_path / "rows.jsonl").open())
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3, "time": 1.0, "loss/total": 0.5}\n')
+    (tmp_path / "run" / "logs" / "ends.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert f"Its last step was 3 of {-(-10 * rows // 6)}, at" in said and "not finished" in said
+    (tmp_path / "run" / "run.json").unlink()
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    assert "Its last step was 3, at" in capsys.readouterr().out

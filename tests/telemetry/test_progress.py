@@ -112,6 +112,10 @@ def test_on_a_terminal_the_table_shows_what_the_issue_asks_for(tmp_path: Path) -
     shown = out.getvalue()
     for part in ("step 7/10", "reward", "heldout", "mean 1.50", "max 4", "1,234", "learner waits for rollouts"):
         assert part in shown
+    out.truncate(0)
+    with RunView(tmp_path, 0, console) as view:  # nobody has said how many there are to be
+        view.refresh("training")
+    assert "step 7 " in out.getvalue() and "left --" in out.getvalue()
 
 
 def test_a_late_evaluation_does_not_empty_the_table_or_turn_it_back(tmp_path: Path) -> None:
