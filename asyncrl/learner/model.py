@@ -286,4 +286,16 @@ def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrai
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
     model, found = loaded
     refuse_random(found["missing_keys"])
+    _refuse_untied(model)
     return model
+
+
+def _refuse_untied(model: PreTrainedModel) -> None:
+    """Raises ValueError where the checkpoint has two weights that its config calls one: transformers takes both, and a
+    model that is built from the config alone, as vLLM's and that of another rank, has one."""
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(other):
+            raise ValueError(
+                f"its config.json says tie_word_embeddings, and its {name} is another than its {other}. Write "
+                '"tie_word_embeddings": false there, or leave one of the two out'
+            )

@@ -17,7 +17,7 @@ from asyncrl.learner.model import build_model
 from asyncrl.learner.reading import files_of
 from asyncrl.schema import Config, ModelConfig, RunConfig
 from tests.learner.families import siblings, tiny_family, trained_logprobs
-from tests.learner.feed import FAMILIES, tiny_checkpoint, tiny_model
+from tests.learner.feed import FAMILIES, VOCABULARY, tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,22 @@ def test_a_checkpoint_that_lacks_weights_is_refused_and_not_filled_up_at_random(
         ConfigError, match=rf"its checkpoint has no {lost} \(1 weights\), which would be made at random"
     ):
         build_model(config_for(tmp_path), CPU, None)
+
+
+def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused_with_both_names(tmp_path: Path):
+    """One rank trained both; several ended by "rank 1 has built another PolicyModel than rank 0"."""
+    weights = load_file(tiny_checkpoint(tmp_path, tie_word_embeddings=True) / "model.safetensors")
+    for head, fine in ((weights["model.embed_tokens.weight"].clone(), True), (torch.ones(VOCABULARY, 32), False)):
+        save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if fine:
+            build_model(config_for(tmp_path), CPU, None)
+            continue
+        with pytest.raises(ConfigError, match=r"lm_head\.weight is another than its model\.embed_tokens\.weight"):
+            build_model(config_for(tmp_path), CPU, None)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    head = build_model(config_for(tmp_path), CPU, None).head
+    assert bool((head.weight == 1).all())
 
 
 def test_weights_that_are_no_numbers_are_told_as_that(tmp_path: Path):
