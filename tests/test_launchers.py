@@ -115,6 +115,19 @@ def test_the_settings_of_a_job_are_settings(cluster: dict[str, str]) -> None:
     assert config.placement.mode == "dedicated" and config.replay.keys.endswith("/run/keys")
 
 
+def test_a_job_that_slurm_starts_again_goes_on_and_deletes_nothing(cluster: dict[str, str]) -> None:
+    again = cluster | {"SLURM_RESTART_COUNT": "1"}
+
+    def begun(environment: dict[str, str], *settings: str) -> list[str]:
+        return re.findall(r"(?<= )(?:resume|overwrite|seed)=\S+", plan(environment, *settings)[-1])
+
+    assert begun(cluster, "overwrite=true", "seed=3") == ["overwrite=true", "seed=3"]
+    assert begun(again, "overwrite=true", "seed=3") == ["seed=3", "resume=auto"]
+    assert begun(again, "resume=/runs/old/ckpt/step_5") == ["resume=/runs/old/ckpt/step_5"]
+    (Path(cluster["RUN_DIR"]) / "ckpt" / "latest").mkdir(parents=True)
+    assert begun(again, "resume=/runs/old/ckpt/step_5") == ["resume=auto"]
+
+
 def test_a_folder_of_any_name_is_the_run_s(cluster: dict[str, str]) -> None:
     folder = "/my runs/it's 1,5 [a]={b} \"ü"
     replay, _, _, pool, learner = plan(cluster | {"RUN_DIR": folder})
