@@ -118,7 +118,12 @@ class EpisodeEnvironment(ABC, Generic[R]):
                 score, over = await self._episode(chat, dict(prompt.columns))
         except TimeoutError:
             return EpisodeError(f"the episode took longer than {tools.timeout_s:g} s, or something that it waited for")
-        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return EpisodeError("a task that the episode waited for was cancelled")
+        except (KeyboardInterrupt, GeneratorExit):
             raise
         # User code: whatever it raises fails this episode. Its siblings are made, and it is made again. A SystemExit
         # that leaves a task ends the worker, and the next one likewise.

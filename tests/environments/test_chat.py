@@ -180,7 +180,9 @@ async def test_what_is_sampled_at_another_temperature_is_read_and_not_trained_on
     assert [request.sampling.temperature for request in engine.requests] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("what", ["raises", "exits", "hangs", "says nothing", "the engine fails", "no number"])
+@pytest.mark.parametrize(
+    "what", ["raises", "exits", "is cancelled", "hangs", "says nothing", "the engine fails", "no number"]
+)
 async def test_what_fails_is_one_member(what: str) -> None:
     members = iter(range(10))
 
@@ -192,6 +194,9 @@ async def test_what_fails_is_one_member(what: str) -> None:
             raise KeyError("a bug")
         if what == "exits":
             sys.exit(3)
+        if what == "is cancelled":
+            (task := asyncio.ensure_future(asyncio.sleep(60))).cancel()
+            await task
         if what == "hangs":
             await chat.reply()
             await asyncio.sleep(3600)
@@ -206,6 +211,7 @@ async def test_what_fails_is_one_member(what: str) -> None:
     says = {
         "raises": "KeyError: 'a bug'",
         "exits": "SystemExit: 3",
+        "is cancelled": "was cancelled",
         "hangs": "took longer than 5 s",
         "says nothing": "without a reply",
         "the engine fails": "no token",
