@@ -9,6 +9,7 @@ from rich.table import Table
 
 from asyncrl.config import read_settings
 from asyncrl.errors import RunFolderError
+from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.resumed import CONFIG_FILE
 from asyncrl.telemetry.run_folder import steps_noted
@@ -22,8 +23,10 @@ def main(folder: Path) -> int:
     if not (folder / CONFIG_FILE).is_file():
         raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
     settings = read_settings(folder / CONFIG_FILE)
-    steps = settings.get("learner.steps") or steps_noted(folder)
-    ignored = settings.get("telemetry.ignore_alarms") or []
+    # They may be of another version, or of another hand: to look at a run is refused for none of them.
+    steps, given = settings.get("learner.steps"), settings.get("telemetry.ignore_alarms")
+    steps = steps if isinstance(steps, int) and steps else steps_noted(folder)
+    ignored = [alarm.name for alarm in ALARMS if alarm.name in given] if isinstance(given, list) else []
     console = PlainConsole(highlight=False)
     with WatchView(folder.resolve(), steps, console, ignored=ignored) as view:
         while view.look():

@@ -232,7 +232,13 @@ _REPLAY = (
         "mean length of trained over inserted trajectories: below 1, long ones get lost",
     ),
     Metric("goodput/share", "share", "of the tokens whose fate is known, those that were trained on", HIGHER, True),
-    Metric("goodput/generated_tokens", "tokens", "sampled by all engines, evaluations too", NEITHER, True),
+    Metric(
+        "goodput/generated_tokens",
+        "tokens",
+        "sampled by all engines, evaluations too, as workers tell once a second: the last of a killed one are missing",
+        NEITHER,
+        True,
+    ),
     Metric(
         "goodput/trained_tokens",
         "tokens",

@@ -327,6 +327,16 @@ def test_a_run_that_may_go_on_on_another_machine_is_not_called_over(
         assert ("this run has ended" in said) != elsewhere and "Its last step was 2" in said
 
 
+@pytest.mark.parametrize("settings", ["learner: {steps: x}", "telemetry: {ignore_alarms: [later]}", "telemetry: 5"])
+def test_settings_of_another_version_or_hand_keep_nobody_from_looking(
+    settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(f"{settings}\n")
+    assert main(["watch", str(folder)]) == 0
+    assert "step 2 | reward 0.500" in capsys.readouterr().out
+
+
 def test_of_samples_the_last_are_read_however_many_there_are(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     file = folder / "samples.jsonl"
