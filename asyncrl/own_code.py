@@ -16,8 +16,9 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,14 +65,19 @@ def _is_of(module: ModuleType, value: Any) -> bool:
 def _load_file(path: Path, given: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{given}: there is no file {path} (looked from {Path.cwd()})")
-    location = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    folder = path.resolve().parent
+    known = f"user_file_{path.stem}_{zlib.crc32(str(folder).encode()):08x}"  # two of one name may be in use
+    location = importlib.util.spec_from_file_location(known, path)
     assert location is not None and location.loader is not None  # holds for any name that ends in .py
     module = importlib.util.module_from_spec(location)
     # Registered and with its folder importable, so that dataclasses and imports of neighbouring files work in it.
     sys.modules[location.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(folder))
     try:
-        location.loader.exec_module(module)
+        with _own_neighbours(folder, given):
+            location.loader.exec_module(module)
+    except ConfigError:
+        raise
     # User code at a process boundary: whatever it raises is one refused setting, the exit of a script included.
     except (Exception, SystemExit) as error:
         alone = (
@@ -79,6 +85,41 @@ def _load_file(path: Path, given: str) -> ModuleType:
         )
         raise ConfigError(f"{given}: importing it failed: {type(error).__name__}: {error}{alone}") from error
     return module
+
+
+_FOLDERS: set[Path] = set()
+"""Of files that were loaded."""
+
+
+@contextmanager
+def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
+    """Within it `import helpers` finds the one in `folder`, not one that a file from elsewhere has imported.
+
+    Raises:
+        ConfigError: there are two now, and a later import would find either.
+    """
+    others = [name for name, module in sys.modules.items() if _is_beside(module, _FOLDERS - {folder})]
+    clash = {name for name in others if (folder / f"{name}.py").is_file() or (folder / name).is_dir()}
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in clash}
+    for name in hidden:
+        del sys.modules[name]
+    _FOLDERS.add(folder)
+    try:
+        yield
+    finally:
+        twice = next((name for name in clash if name in sys.modules), "")
+        sys.modules.update({name: module for name, module in hidden.items() if name not in sys.modules})
+    if twice:
+        raise ConfigError(
+            f"{given} imports {twice} from {folder}, and another file of yours one from "
+            f"{Path(str(hidden[twice].__file__)).parent}: one process has one module of a name. Rename one of the two"
+        )
+
+
+def _is_beside(module: object, folders: Collection[Path]) -> bool:
+    """Whether it is a module, or a package, right in one of them."""
+    file = Path(str(getattr(module, "__file__", None) or ""))
+    return (file.parent.parent if file.name == "__init__.py" else file.parent) in folders
 
 
 def _load_module(name: str, given: str) -> ModuleType:

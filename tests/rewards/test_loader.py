@@ -65,6 +65,25 @@ def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path
     assert load_function(f"{tmp_path}/mine.py:f")("", {}) == 3.0
 
 
+def test_files_of_one_name_are_two_and_each_has_its_own_neighbours_or_is_refused(tmp_path):
+    """The second one was given the neighbour of the first, and scored by the code of another task."""
+    for task in ("gsm8k", "math", "code"):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "reward.py").write_text(
+            "import pickle\nclass Own:\n    pass\n"
+            + ("" if task == "code" else f"import neighbour_of_{'two' if task == 'math' else 'one'} as of\n")
+            + "def f(completion, row):\n    return pickle.loads(pickle.dumps(Own)) is Own\n"
+        )
+        for name in ("one", "two"):
+            (tmp_path / task / f"neighbour_of_{name}.py").write_text(f"TASK = {task!r}")
+    gsm8k, math, code = (load_function(f"{tmp_path}/{task}/reward.py:f") for task in ("gsm8k", "math", "code"))
+    assert all(function("", {}) for function in (gsm8k, math, code))
+    assert (gsm8k.__globals__["of"].TASK, math.__globals__["of"].TASK) == ("gsm8k", "math")
+    (tmp_path / "code" / "reward.py").write_text("import neighbour_of_one\ndef f(completion, row):\n    return 0.0\n")
+    with pytest.raises(ConfigError, match=r"imports neighbour_of_one from .*/code, and another .* from .*/gsm8k"):
+        load_function(f"{tmp_path}/code/reward.py:f")
+
+
 def test_a_function_of_no_known_signature_is_refused():
     with pytest.raises(ConfigError, match="cannot be called as"):
         adapt_reward(load_function(f"{FILE}:no_arguments"), "no_arguments")
