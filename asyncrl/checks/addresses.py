@@ -74,6 +74,8 @@ def tcp(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+OF_THE_RANKS = "ASYNCRL_RANKS_INTERFACE"
+"""Environment variable: what is in GLOO_SOCKET_IFNAME where no user wrote it, but the learner, for its ranks alone."""
 LONGEST_SOCKET = 107
 """Bytes that the path of a unix socket may have."""
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.checks.addresses import interface_of, is_loopback, own_address
+from asyncrl.checks.addresses import OF_THE_RANKS, interface_of, is_loopback, own_address
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.settings import one_device_for_all
 from asyncrl.errors import ConfigError
@@ -143,7 +143,8 @@ def join_ranks(config: Config, place: Place) -> FSDP2:
     alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
     patience = timedelta(seconds=alone_s)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
-    os.environ.update(group_interfaces(os.environ, config.weights.host, config.weights.interface))
+    held = group_interfaces(os.environ, config.weights.host, config.weights.interface)
+    os.environ.update(held | {OF_THE_RANKS: held.get("GLOO_SOCKET_IFNAME", "")})
     if place.world == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
     else:

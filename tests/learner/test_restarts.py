@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, ConfigError
+from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, ConfigError, RefusedPeerError
 from asyncrl.learner import __main__ as learner
 from asyncrl.learner import launcher
 
@@ -55,6 +55,7 @@ class Told:
     [
         (ConfigError("no"), ["told", "closed"]),
         (CheckpointMismatchError("no"), ["told", "closed"]),
+        (RefusedPeerError("other settings than the replay server"), ["told", "closed"]),
         (CheckpointError("disk full"), ["closed"]),
     ],
 )

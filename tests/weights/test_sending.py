@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -111,4 +112,26 @@ def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(mon
     sender.send(snapshot_of(1, SlowFilling(clock, 3.0)), first)
     assert told == [(0.0, 3.0)]
     assert sender.stats()["weights/delta_s"] == 0.0
+    sender.close()
+
+
+def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
+    """Where a wrong interface keeps it from ever being, its members are not asked fifty times a second."""
+    clock, peers, tried = Clock(), {("a", "1"): 0}, []
+
+    def breaks(*_):
+        tried.append(clock.now)
+        raise RuntimeError("10 vs 2")
+
+    sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S)  # pyright: ignore
+    monkeypatch.setattr(broadcast_publisher, "time", clock)
+    monkeypatch.setattr(broadcast_publisher, "fetch", lambda *_: {"width": 1})
+    monkeypatch.setattr(Lanes, "form", breaks)
+    for name, found in {"_live": peers, "_waiting": peers, "_flows": None, "_invite": peers}.items():
+        monkeypatch.setattr(sender, name, lambda *_, found=found: found)
+    monkeypatch.setattr(sender, "_rejoined", lambda _: peers if len(tried) < 20 else {})
+    assert not sender._form(snapshot_of(0, SlowFilling(clock, 0.0)))
+    waits = [round(late - early, 6) for early, late in itertools.pairwise(tried)]
+    assert len(tried) == 20 and max(waits[:3]) < 0.05, "who died is soon done without"
+    assert waits == sorted(waits) and waits[-1] == 1.0
     sender.close()

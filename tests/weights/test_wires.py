@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import unknown_interfaces
+from asyncrl.checks.addresses import OF_THE_RANKS, unknown_interfaces
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
 from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
@@ -204,6 +204,9 @@ def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
 ):
     monkeypatch.setattr(wires, "own_address", lambda towards: "10.0.0.7" if towards == "10.0.0.6" else towards)
     assert gloo_devices(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
+    if environment:  # the ranks may meet on another network than the one that leads to the workers
+        ours = {"GLOO_SOCKET_IFNAME": environment, OF_THE_RANKS: environment}
+        assert gloo_devices(interface, host, ours) == gloo_devices(interface, host, {})
 
 
 def test_gloo_takes_a_named_interface():

@@ -235,12 +235,12 @@ class BroadcastSender:
         self._drop(expected)
 
     def _form(self, snapshot: Snapshot) -> bool:
-        """Next epoch with everyone who said hello; false when that is nobody.
+        """Next epoch with everyone who said hello; false when that is nobody. One that fails is tried ever later.
 
         Raises:
             WeightsError: another learner rank that has to send is silent.
         """
-        peers = self._waiting(self._live())
+        peers, tries = self._waiting(self._live()), 0
         while peers:
             self._epoch += 1
             self._event = 0
@@ -263,7 +263,8 @@ class BroadcastSender:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
                 if lanes is not None:
                     lanes.abort()
-                peers = self._rejoined(peers)
+                time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))
+                peers, tries = self._rejoined(peers), tries + 1
                 continue
             self._lanes, self._members = lanes, peers
             self._stats["epoch"] = float(self._epoch)

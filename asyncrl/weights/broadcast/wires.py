@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import interfaces_here, is_loopback, own_address, unknown_interfaces
+from asyncrl.checks.addresses import OF_THE_RANKS, interfaces_here, is_loopback, own_address, unknown_interfaces
 from asyncrl.errors import ConfigError
 from asyncrl.weights.broadcast.local_wire import LocalWire
 
@@ -96,11 +96,11 @@ def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> l
     """Where gloo listens: on the interfaces that are named, else on that which leads to `host`, and nowhere besides.
 
     GLOO_SOCKET_IFNAME does not count where it cannot be meant: for a publisher on loopback it would open to the network
-    what stays on this machine, and `lo` is what the learner's ranks use among themselves.
+    what stays on this machine, and what the learner's ranks use among themselves is no user's word.
     """
     towards = own_address(host)
     named = environment.get("GLOO_SOCKET_IFNAME", "")
-    if named == "lo" or is_loopback(towards):
+    if named in ("lo", environment.get(OF_THE_RANKS)) or is_loopback(towards):
         named = ""
     return [{"interface": name} for name in (interface or named).split(",") if name] or [{"hostname": towards}]
 
