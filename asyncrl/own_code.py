@@ -168,7 +168,8 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
         return function(*arguments)
     except AsyncRLError:
         raise
-    except Exception as error:  # user code at a process boundary
+    # User code at a process boundary. By an exit with 0 a learner would pass for one that has trained all its steps.
+    except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise OwnCodeError(
             f"{named} raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"

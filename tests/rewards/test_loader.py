@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.checks.rewards import RewardTerm
-from asyncrl.errors import ConfigError, RewardError
-from asyncrl.own_code import load_function
+from asyncrl.errors import ConfigError, OwnCodeError, RewardError
+from asyncrl.own_code import called, load_function
 from asyncrl.rewards.call import Call
 from asyncrl.rewards.exact_match import exact_match
 from asyncrl.rewards.forms import adapt_reward
@@ -82,6 +83,16 @@ def test_files_of_one_name_are_two_and_each_has_its_own_neighbours_or_is_refused
     (tmp_path / "code" / "reward.py").write_text("import neighbour_of_one\ndef f(completion, row):\n    return 0.0\n")
     with pytest.raises(ConfigError, match=r"imports neighbour_of_one from .*/code, and another .* from .*/gsm8k"):
         load_function(f"{tmp_path}/code/reward.py:f")
+
+
+def test_code_that_exits_has_failed_and_does_not_end_its_process_as_if_all_were_done():
+    def done():
+        sys.exit(0)
+
+    with pytest.raises(
+        OwnCodeError, match=r"learner\.hook=mine\.py:done raised SystemExit: 0 \(test_loader\.py, line \d+"
+    ):
+        called(done, "learner.hook=mine.py:done")
 
 
 def test_a_function_of_no_known_signature_is_refused():
