@@ -20,7 +20,7 @@ from inspect import Parameter
 from typing import Any
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed
+from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed, own
 from asyncrl.rewards.score import NotApplicable, Outcome, to_score
 from asyncrl.rewards.wire import TOGETHER
 
@@ -75,7 +75,7 @@ def _adapt_ours(function: Function, name: str, parameters: Parameters, clock: Ca
 
         def one(place: int) -> Any:
             more = {each: values[place] for each, values in told.items()}
-            return function(call.completions[place], call.row, **more)
+            return function(call.completions[place], own(call.row), **more)
 
         return _score_each(one, len(call.completions), name, clock)
 
@@ -89,11 +89,11 @@ def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: Ca
         source, truth, extra = _verl_columns(call.row, name)
         texts, size = call.completions, len(call.completions)
         given = {"data_source": source, "ground_truth": truth, "extra_info": extra}
-        given = {f"{key}s": [value] * size for key, value in given.items()} if batch else given
+        given = {f"{key}s": _for_each(value, size) for key, value in given.items()} if batch else given
         given = {key: value for key, value in given.items() if takes_any or key in parameters}
         if batch:
             return _score_together(lambda: function(solution_strs=texts, **given), size, name, clock)
-        return _score_each(lambda place: function(solution_str=texts[place], **given), size, name, clock)
+        return _score_each(lambda place: function(solution_str=texts[place], **own(given)), size, name, clock)
 
     return score
 
@@ -114,13 +114,15 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
     def score(call: Call) -> Any:
         size, row = len(call.completions), call.row
         chat = isinstance(row["prompt"], list)
-        given: dict[str, Any] = {key: [value] * size for key, value in row.items() if takes_any or key in parameters}
+        given: dict[str, Any] = {
+            key: _for_each(value, size) for key, value in row.items() if takes_any or key in parameters
+        }
         given.pop("prompt", None)
         given |= {key: None for key in ABSENT if key in parameters}
         # As TRL does: a conversational prompt gets conversational completions.
         texts = [[{"role": "assistant", "content": text}] if chat else text for text in call.completions]
         given |= {"completions": texts} if takes_any or "completions" in parameters else {}
-        given |= {"prompts": [row["prompt"]] * size} if takes_any or "prompts" in parameters else {}
+        given |= {"prompts": _for_each(row["prompt"], size)} if takes_any or "prompts" in parameters else {}
         given |= {key: call.completion_ids for key in IDS if key in parameters}
         if takes_any and call.packed_ids is not None:
             given.setdefault(IDS[0], call.completion_ids)
@@ -130,6 +132,10 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
         return _score_together(lambda: function(**given), size, name, clock, applies=True)
 
     return score
+
+
+def _for_each(value: Any, size: int) -> list[Any]:
+    return [own(value) for _ in range(size)]
 
 
 def _score_each(call: Callable[[int], Any], size: int, name: str, clock: CallClock) -> Any:

@@ -251,3 +251,23 @@ def test_one_that_goes_on_when_it_is_cancelled_is_left_at_its_deadline() -> None
 
     over: list[bool] = []
     asyncio.run(scenario())
+
+
+def test_what_a_function_writes_into_its_row_neither_siblings_nor_other_functions_see(tmp_path: Path) -> None:
+    (tmp_path / "takes.py").write_text(
+        """
+def ours(completion, row):
+    row["reward_model"]["ground_truth"] += "!"
+    return len(row.pop("ability")) + len(row["reward_model"]["ground_truth"])
+def verls(solution_str, ground_truth, extra_info):
+    return 1 / (1 + extra_info.pop("index"))
+def batch(solution_strs, ground_truths, extra_infos):
+    return [1 / (1 + each.pop("index")) for each in extra_infos]
+def trls(prompts, completions, extra_info, **kwargs):
+    return [len(prompt.pop()["content"]) / (1 + each.pop("index")) for prompt, each in zip(prompts, extra_info)]
+"""
+    )
+    terms = [
+        RewardTerm(function=f"{tmp_path}/takes.py:{name}", name=name) for name in ("ours", "verls", "batch", "trls")
+    ]
+    assert values(terms, ["a", "b"], GSM8K) == values(terms, ["a", "b"], GSM8K) == [4 + 3 + 1 + 1 + 9] * 2
