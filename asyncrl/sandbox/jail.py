@@ -10,10 +10,11 @@ import resource
 import select
 import signal
 import stat
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from asyncrl.sandbox import kernel
+from asyncrl.sandbox.level import Level
 
 ROOT = "/tmp"
 """Over it the new root is mounted, for the eyes of this process alone."""
@@ -85,6 +86,9 @@ def become(spec: dict[str, Any], folder: str) -> None:
     """This process becomes the program, within its limits. Raises OSError."""
     os.chdir(folder)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    # Who named `rlimits` gets what the kernel has.
+    with suppress(OSError) if spec["level"] == Level.RLIMITS else nullcontext():
+        kernel.withhold_calls()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children would
         signal.signal(ignored, signal.SIG_DFL)

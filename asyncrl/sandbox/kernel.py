@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
+import struct
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _MOUNT_SETATTR = 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_FIRST_X32 = 0x40000000
+"""The same calls once more, by other numbers; on no other machine is there a call from here on."""
+_WITHHELD = {
+    # Keys: the caller's keyring is inherited, whatever the namespaces.
+    "add_key": {"x86_64": 248, "aarch64": 217},
+    "request_key": {"x86_64": 249, "aarch64": 218},
+    "keyctl": {"x86_64": 250, "aarch64": 219},
+    # Memory that belongs to no process, which no limit counts.
+    "memfd_create": {"x86_64": 319, "aarch64": 279},
+    "memfd_secret": {"x86_64": 447, "aarch64": 447},
+    "shmget": {"x86_64": 29, "aarch64": 194},
+    "msgget": {"x86_64": 68, "aarch64": 186},
+    "mq_open": {"x86_64": 240, "aarch64": 180},
+    "io_uring_setup": {"x86_64": 425, "aarch64": 425},
+}
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _MountAttributes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns_fd"))
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def _checked(result: int, what: str) -> None:
@@ -65,3 +90,24 @@ def enter_root(folder: str) -> None:
 
 def prctl(option: int, value: int) -> None:
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def withhold_calls() -> None:
+    """This process and all below it have some calls no more: each fails as on a kernel that was built without it."""
+    machine = platform.machine()
+    if machine not in _AUDIT_ARCH:
+        raise OSError(errno.ENOSYS, f"seccomp: the numbers of calls on {machine} are not known here")
+    refused = [(_IF_EQUAL, numbers[machine]) for numbers in _WITHHELD.values()]
+    refused.append((_IF_AT_LEAST, _FIRST_X32))
+    code = [
+        (_LOAD, 0, 0, 4),  # which kind of calls: those of 32 bits have numbers of their own
+        (_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # which call
+        *((test, len(refused) - place, 0, number) for place, (test, number) in enumerate(refused)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
+    ]
+    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+    given = ctypes.byref(_Filter(length=len(code), instructions=packed))
+    _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, given, 0, 0), "seccomp")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -100,6 +102,61 @@ def test_files_beyond_the_limit_are_refused(level):
     outcome = run(program, level=level, limits=Limits(wall_s=100.0, file_mb=4))
 
     assert not outcome.succeeded and (outcome.signal == signal.SIGXFSZ or "File too large" in outcome.stderr)
+
+
+HOLDS = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+try:
+    for _ in range(3):
+        os.truncate(os.memfd_create('held'), 50 << 20)
+        print('memfd')
+except OSError as error:
+    print(error.errno)
+print(libc.shmget(0, 50 << 20, 0o1600), libc.msgget(0, 0o1600), libc.mq_open(b'/held', 0o102, 0o600, None))
+import multiprocessing.shared_memory as shared
+held = shared.SharedMemory('held', create=True, size=1 << 20)
+held.unlink()
+"""
+
+
+def test_there_is_no_memory_that_no_limit_counts(level):
+    outcome = run(HOLDS, level=level, limits=ROOMY)
+
+    assert outcome.stdout == f"{errno.ENOSYS}\n-1 -1 -1\n", outcome.stderr
+
+
+KEYRING = """
+import ctypes, sys
+from ctypes import c_int
+libc = ctypes.CDLL(None)
+add, call = {'x86_64': (248, 250), 'aarch64': (217, 219)}[PLATFORM]
+if 'add' in sys.argv:
+    if libc.syscall(add, b'user', b'asyncrl-test', b's3cret', 6, c_int(-3)) < 0:
+        sys.exit('no keyring here')
+    from asyncrl.sandbox.running import run
+    print(run(open(__file__).read()).stdout)
+else:
+    found = libc.syscall(call, 10, c_int(-3), b'user', b'asyncrl-test', 0)
+    text = ctypes.create_string_buffer(16)
+    libc.syscall(call, 11, found, text, 16)
+    print('found', found, text.value)
+"""
+
+
+def test_a_program_does_not_have_the_keyring_of_the_caller(apart, tmp_path: Path):
+    (tmp_path / "looks.py").write_text(f"PLATFORM = {platform.machine()!r}{KEYRING}")
+
+    # In a process of its own, whose session's keyring ends with it.
+    script = "import ctypes, os, runpy, sys; ctypes.CDLL(None).syscall(JOIN, 1, None); runpy.run_path(sys.argv[1])"
+    join = {"x86_64": "250", "aarch64": "219"}[platform.machine()]
+    command = [sys.executable, "-c", script.replace("JOIN", join), str(tmp_path / "looks.py"), "add"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "no keyring" in done.stderr:
+        pytest.skip(done.stderr)
+
+    assert done.stdout.strip() == "found -1 b''", done.stderr
 
 
 BOMB = """
