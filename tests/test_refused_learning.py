@@ -275,6 +275,8 @@ REFUSED: Refused = [
         ["moves moments of float32", "learner.optimizer=adamw_8bit", "learner.offload=all goes with both"],
     ),
     (["learner.profile=4:2"], ["learner.profile must be FIRST:LAST", "got 4:2", "Set 10:13"]),
+    (["learner.profile=10:13", "learner.steps=9"], ["learner.profile=10:13 does nothing: learner.steps=9 is before"]),
+    (["learner.copy_to=memory://x"], ["learner.copy_to=memory://x", "ends with it", "file:///backup"]),
     (["learner.beta1=nan"], ["learner.beta1 must be at least 0 and below 1; got nan", "The default is 0.9"]),
     (["learner.min_lr_ratio=-1"], ["learner.min_lr_ratio must be between 0 and 1; got -1.0"]),
     (["eval.temperature=1e30"], ["eval.temperature must be 0.01 to 100; got 1e+30", "eval.temperature=0 is greedy"]),

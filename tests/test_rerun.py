@@ -75,6 +75,13 @@ def test_a_run_that_kept_what_was_evaluated_best_is_trained_again_without(run: P
     assert changed_by(rerun_config(run, []), read_config(run / "config.yaml")) == []
 
 
+def test_a_profiled_run_is_trained_again_without_and_for_fewer_steps(run: Path) -> None:
+    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
+    write_config(load_config([*settings, "reward.function=a:b", "learner.steps=9", "learner.profile=7:9"]), run)
+    assert rerun_config(run, ["learner.steps=3"]).learner.profile == ""
+    assert changed_by(rerun_config(run, []), read_config(run / "config.yaml")) == []
+
+
 def test_batches_that_need_a_larger_replay_are_trained_again(run: Path) -> None:
     settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
     large = ["learner.groups_per_step=4096", "rollout.group_size=64", f"replay.max_bytes={1 << 40}"]

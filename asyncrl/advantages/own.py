@@ -8,6 +8,7 @@ trajectories' part, so no split over ranks and micro-batches can change it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -73,7 +74,8 @@ def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor
         OwnCodeError: the function raised, or returned what are no advantages.
     """
     named = f"advantage.function={config.function}"
-    found = called(load_own_advantages(config), named, inputs)
+    # Its own, to write into: lengths say below which tokens its numbers are of.
+    found = called(load_own_advantages(config), named, copy.deepcopy(inputs))
     count, longest = len(inputs.rewards), int(inputs.lengths.max()) if len(inputs.lengths) else 0
     shapes = ((count,), (count, longest))
     if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:

@@ -286,6 +286,18 @@ def of_checkpoints(export_every: int, save_every: int) -> Problems:
         )
 
 
+def copies_last(config: Config) -> Problems:
+    yield from of_copies(config.learner.copy_to)
+
+
+def of_copies(copy_to: str) -> Problems:
+    if copy_to.startswith("memory:"):
+        yield (
+            f"learner.copy_to={copy_to} is the memory of the process that copies, and ends with it. Give a URL that "
+            "lasts: s3://bucket/run, file:///backup"
+        )
+
+
 def best_is_measured(config: Config) -> Problems:
     """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
     learner = config.learner
@@ -345,10 +357,16 @@ def profile_names_steps(config: Config) -> Problems:
             f"learner.profile must be FIRST:LAST, train steps counted from 1, both included; got {given}. "
             "Set 10:13, say, or leave it out"
         )
+    elif given and int(first) > config.learner.steps and not config.learner.epochs:  # which set the steps later
+        yield (
+            f"learner.profile={given} does nothing: learner.steps={config.learner.steps} is before the first of these. "
+            "Name steps that are trained, or leave it out"
+        )
 
 
 RULES = (
     exports_have_checkpoints,
+    copies_last,
     groups_have_siblings,
     batch_divides,
     ranks_are_laid_out,

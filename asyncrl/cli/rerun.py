@@ -58,7 +58,7 @@ LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Rooms of the settings that say what is minimised."""
 OF_A_RERUN = (
     *("learner.save_every", "learner.early_groups", "learner.max_restarts"),
-    *("learner.keep_best", "learner.keep_best_by"),
+    *("learner.keep_best", "learner.keep_best_by", "learner.profile"),
 )
 """Set by `rerun_config`, and without a say in what is learned."""
 UNCHANGED = (
@@ -163,6 +163,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "learner.max_restarts": 0,  # nothing is saved to go on from
         "learner.keep_best": "",  # nothing is evaluated either
         "learner.keep_best_by": "max",
+        "learner.profile": "",  # it slows the steps down, and may name some that a shorter rerun has not got
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
         settings |= {f"learner.{name}": 1 for name in LAID_OUT_BY}

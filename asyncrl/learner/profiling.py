@@ -26,8 +26,9 @@ class Profile:
 
     def __init__(self, setting: str, run_dir: Path, rank: int, device: torch.device) -> None:
         self._steps, self._device = steps_of(setting), device
-        self._stem = run_dir / "profile" / f"steps_{setting.replace(':', '_')}_rank_{rank}"
+        self._folder, self._rank = run_dir / "profile", rank
         self._open: profile | None = None
+        self._first = 0
 
     def begin(self, step: int) -> None:
         """Before a step; a run that resumes among the steps begins there."""
@@ -37,24 +38,27 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history()
+        self._first = step
         self._open = profile(activities=activities, record_shapes=True)
         self._open.start()
 
     def end(self, step: int, *, last: bool) -> None:
-        """After it. With the last of the steps, or of the run, the files are written."""
+        """After it. With the last of the steps, or of the run, the files are written, named by the steps in them: of a
+        run that ended among them and was resumed there are two."""
         if self._open is None or not (last or step == self._steps[-1]):
             return
         done, self._open = self._open, None
         done.stop()
-        trace = self._stem.with_suffix(".json")
+        step = max(step, self._first)  # asked to stop, with a part of the first one done
+        trace = self._folder / f"steps_{self._first}_{step}_rank_{self._rank}.json"
         try:
             trace.parent.mkdir(exist_ok=True)
             done.export_chrome_trace(str(trace))
             if self._device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(self._stem.with_suffix(".pickle")))
+                torch.cuda.memory._dump_snapshot(str(trace.with_suffix(".pickle")))
         except (OSError, RuntimeError) as error:  # worth a word, and not the run
             log.warning("the profile could not be written to %s: %s", trace, error)
         else:
-            log.info("profile of steps %d to %d: %s", self._steps[0], step, trace)
+            log.info("profile of steps %d to %d: %s", self._first, step, trace)
         if self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.checks import values
 from asyncrl.checks.hints import join_problems, nearest
 from asyncrl.checks.layers import of_compiling
-from asyncrl.checks.learner import of_checkpoints, of_moments
+from asyncrl.checks.learner import of_checkpoints, of_copies, of_moments
 from asyncrl.checks.machine import (
     missing_checkpoint,
     missing_extras,
@@ -110,6 +110,7 @@ def sources_are_whole(given: SftConfig) -> Problems:
 
 def exports_have_checkpoints(given: SftConfig) -> Problems:
     yield from of_checkpoints(given.learner.export_every, given.learner.save_every)
+    yield from of_copies(given.learner.copy_to)
 
 
 def moments_have_a_place(given: SftConfig) -> Problems:

@@ -48,6 +48,12 @@ def fading(inputs):
     columns = torch.arange(int(inputs.lengths.max()))
     return median(inputs)[:, None] * 0.9 ** columns + inputs.lengths[:, None]
 
+def in_place(inputs):
+    found = fading(inputs)
+    inputs.lengths.clamp_(max=1)
+    inputs.rewards.sub_(1)
+    return found
+
 def drawn(inputs):
     return torch.rand(len(inputs.rewards))
 
@@ -131,10 +137,13 @@ def test_two_ranks_learn_the_same_as_one(tmp_path: Path):
     assert apart(one, two, load_file(tmp_path / "ranks_1" / "first.safetensors")) < EQUAL
 
 
-def test_advantages_per_token_are_those_of_the_trained_ones(tmp_path: Path):
-    """Over-age tokens come first and are not trained: the function's columns count all sampled tokens."""
+@pytest.mark.parametrize("name", ["fading", "in_place"])
+def test_advantages_per_token_are_those_of_the_trained_ones(name: str, tmp_path: Path):
+    """Over-age tokens come first and are not trained: the function's columns count all sampled tokens, and what it
+    writes into its inputs changes nothing."""
     config = make_config(tmp_path)
-    config.advantage = own(tmp_path, "fading")
+    config.advantage = own(tmp_path, name)
+    try_advantages(config.advantage)
     plan, groups = make_step(7, groups=3, size=2)
     lease = make_lease(plan, groups)
     members = sorted(place for shard in plan.shards for place in shard)

@@ -33,6 +33,13 @@ def test_a_trace_holds_the_steps_that_were_asked_for_and_no_others(tmp_path: Pat
     assert names_in(tmp_path) == {f"step {step}" for step in seen}
 
 
+def test_a_run_that_is_resumed_among_the_steps_keeps_the_trace_of_before(tmp_path: Path):
+    work_through(Profile("2:4", tmp_path, 0, CPU), range(1, 3))
+    work_through(Profile("2:4", tmp_path, 0, CPU), range(3, 7))
+    traces = {path.name for path in (tmp_path / "profile").iterdir()}
+    assert traces == {"steps_2_2_rank_0.json", "steps_3_4_rank_0.json"}
+
+
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "profile").write_text("in the way")
     work_through(Profile("1:1", tmp_path, 0, CPU), range(1, 3))
