@@ -51,6 +51,10 @@ REFUSED: Refused = [
     (["advantage=gae", "advantage.gamma=1.5"], ["advantage.gamma must be between 0 and 1", "1.5"]),
     (["advantage=vtrace", "loss=vtrace", "advantage.c_bar=0.5"], ["advantage.c_bar must be at least 1", "0.5"]),
     (["advantage.kl_target=0.1"], ["advantage.kl_target=0.1 moves advantage.kl_coef by factors", "0.01"]),
+    (
+        ["advantage.kl_coef=0.1", "advantage.kl_target=0.1", "advantage.kl_horizon=51", "learner.groups_per_step=32"],
+        ["advantage.kl_horizon=51: a step of 256 sequences", "would set the coefficient to 0", "more than 51.2"],
+    ),
     (["advantage.kl_horizon=5"], ["advantage.kl_horizon=5.0 does nothing without advantage.kl_target"]),
     (["advantage.kl_coef=-1"], ["advantage.kl_coef must be at least 0", "-1"]),
     (["loss=vtrace"], ["loss=vtrace is its advantage", "got group and mean", "Add advantage=vtrace"]),

@@ -213,6 +213,13 @@ def advantage_is_consistent(config: Config) -> Problems:
             f"advantage.kl_coef={given.kl_coef} charges the KL to the reward, and advantage.estimator="
             f"{given.estimator} looks at what the turns earned alone. Set loss.kl_coef instead"
         )
+    sequences = config.learner.groups_per_step * config.rollout.group_size
+    if given.kl_target > 0 and 0.2 * sequences >= given.kl_horizon > 0:
+        yield (
+            f"advantage.kl_horizon={given.kl_horizon:g}: a step of {sequences} sequences (learner.groups_per_step * "
+            "rollout.group_size) below the target would set the coefficient to 0, where it stays: it is moved by "
+            f"factors. Set more than {0.2 * sequences:g}, or leave it out"
+        )
     if given.kl_horizon != 10000.0 and given.kl_target == 0:
         yield f"advantage.kl_horizon={given.kl_horizon} does nothing without advantage.kl_target. Leave it out"
 

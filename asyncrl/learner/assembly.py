@@ -91,13 +91,14 @@ def open_checkpoints(
         CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
     """
     folder = run_dir / CHECKPOINT_DIR
-    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by)
+    patience = disk_patience(config)
+    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by, patience)
     checkpoints = Checkpoints(
         folder,
         rank=place.rank,
         keep=by.keep_checkpoints,
         every=by.keep_every,
-        patience=disk_patience(config),
+        patience=patience,
         best=best,
         errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
         background=by.async_save,

@@ -322,7 +322,7 @@ class Checkpoints:
             raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
         _fill(roles, loaded)
         state = read_state(path / STATE_FILE)
-        if roles.kl_control is not None:
+        if roles.kl_control is not None and state.kl_coef > 0:  # else there was no price before, and factors move none
             roles.kl_coef = state.kl_coef
         for name, each in roles.spikes.items():
             each.restore(state.norms.get(name, ()), state.spikes.get(name, 0))

@@ -167,6 +167,9 @@ class NonFiniteGuard:
     def observe(self, step: int, report: UpdateReport, batches: Sequence[MicroBatch]) -> None:
         """Call after every optimizer step.
 
+        Args:
+            step: as metrics count them, from 1.
+
         Raises:
             NonFiniteError: more than `max_nonfinite_steps` in a row were skipped.
         """

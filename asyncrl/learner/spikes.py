@@ -45,7 +45,8 @@ class Spikes:
         self.skipped = skipped
 
     def note(self, report: UpdateReport, name: str, step: int) -> None:
-        """Call after every update. A skipped one counts too: what stays where it jumped to is soon no spike."""
+        """Call after every update, with its step as metrics count them, from 1. A skipped one counts too: what stays
+        where it jumped to is soon no spike."""
         if self._factor == 0 or not math.isfinite(report.grad_norm):
             return
         if report.spike:

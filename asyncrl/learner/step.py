@@ -97,7 +97,7 @@ def train_step(
             measured.add(numbers)
             # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
             report = fit if report.applied or report.spike else report
-        guard.observe(plan.step, report, share)
+        guard.observe(plan.step + 1, report, share)
     warming_up = plan.step < config.critic.warmup_steps
     passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
     measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
@@ -175,7 +175,7 @@ def update_policy(
     clip, limit = config.learner.clip_norm, roles.norm_limit("policy")
     with span("optimizer step"):
         report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
-    roles.note_norm(report, "policy", step)
+    roles.note_norm(report, "policy", step + 1)
     if roles.average is not None and report.applied:
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
     if roles.hook is not None and not report.applied:
@@ -201,7 +201,7 @@ def update_critic(
     parameters = list(critic.model.parameters())
     clip, limit = config.learner.clip_norm, roles.norm_limit("critic")
     report = apply_update(parameters, critic.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
-    roles.note_norm(report, "critic", step)
+    roles.note_norm(report, "critic", step + 1)
     numbers = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
     return report, Measured(ratios={f"critic/{name}": (value, 1.0) for name, value in numbers.items()})
 

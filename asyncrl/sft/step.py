@@ -62,7 +62,7 @@ def sft_step(
         trained = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
         rate = learning_rate(step, config.learner)
         report = apply_update(trained, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
-        guard.observe(step, report, batches)
+        guard.observe(step + 1, report, batches)
     if rank == 0:
         measured.add(
             Measured(

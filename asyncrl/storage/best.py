@@ -15,6 +15,7 @@ from pathlib import Path
 
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import left_names
+from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.objects import read_object
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,12 @@ class BestCheckpoint:
 
     Args:
         mode: `max` or `min`: which value is better.
+        patience: with a full disk.
     """
 
-    def __init__(self, folder: Path, metric: str = "", mode: str = "max") -> None:
+    def __init__(self, folder: Path, metric: str = "", mode: str = "max", patience: Patience | None = None) -> None:
         self._folder, self.metric, self._mode = folder, metric, mode
+        self._patience = patience or Patience()
         self._asked: set[int] = set()
         """Steps whose weights are being measured."""
         self._early: dict[int, tuple[float, tuple[int, int]] | None] = {}
@@ -152,5 +155,10 @@ class BestCheckpoint:
 
     def _write(self, best: Best) -> None:
         """Durable before the one that was best before may go."""
-        sealed.replace_durably(self._folder / BEST_FILE, json.dumps(asdict(best)) + "\n")
-        sealed.point(self._folder / BEST, self._folder / best.checkpoint)
+        said = json.dumps(asdict(best)) + "\n"
+
+        def write() -> None:
+            sealed.replace_durably(self._folder / BEST_FILE, said)
+            sealed.point(self._folder / BEST, self._folder / best.checkpoint)
+
+        self._patience.through(self._folder / BEST_FILE, len(said), write)

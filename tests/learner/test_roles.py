@@ -169,6 +169,17 @@ def test_a_resumed_run_ends_with_all_the_weights_of_an_undisturbed_one(tmp_path:
     assert rows.rows[-1]["loss/total"] == expected.rows[-1]["loss/total"]
 
 
+def test_the_price_of_a_kl_that_a_resume_brings_is_that_of_the_settings(tmp_path: Path):
+    """The checkpoint knows of none, and factors do not move 0."""
+    before = reinforce_pp(tmp_path, steps=2)
+    before.advantage = AdvantageConfig(estimator="reinforce_pp", baseline="none", std="batch")
+    run(before)
+    again = FedReplay()
+    again.next_version = 3
+    _, _, rows = run(reinforce_pp(tmp_path, steps=3), again, resume=True)
+    assert [row["kl/coef"] for row in rows.rows] == [0.1]
+
+
 @pytest.mark.parametrize(
     ("saved", "resumed", "says"),
     [

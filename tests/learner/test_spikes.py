@@ -87,6 +87,8 @@ def test_a_run_that_skips_spikes_trains_each_batch_once_and_resumes_with_the_sam
     skipped = [row["optim/spikes_skipped"] for row in rows.rows]
     assert skipped[3] == 0 < skipped[-1] and skipped == sorted(skipped)
     assert "learner.skip_spikes=1.05" in caplog.text
+    first = 1 + next(place for place, count in enumerate(skipped) if count)
+    assert f"step {first}: the gradient of the policy" in caplog.text and f"step {first - 1}:" not in caplog.text
     assert replay.named("trained") == [(step, step + 1) for step in range(10)]
     first = FedReplay()
     run(spiky(tmp_path / "broken"), first, asked=lambda: len(first.named("trained")) >= 7)

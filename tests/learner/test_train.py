@@ -242,7 +242,7 @@ def test_a_poisoned_step_is_skipped_and_the_run_goes_on(tmp_path: Path):
     assert [row["optim/nonfinite_steps"] for row in rows.rows[:3]] == [0, 1, 1]
     assert publisher.versions == list(range(7))
     assert all(torch.isfinite(tensor).all() for tensor in publisher.newest.values())
-    assert (Path(config.run.dir) / "nonfinite" / "step_1.npz").exists()
+    assert (Path(config.run.dir) / "nonfinite" / "step_2.npz").exists(), "as the row that counts it"
 
 
 def test_too_many_poisoned_steps_end_the_run(tmp_path: Path):

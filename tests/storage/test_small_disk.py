@@ -27,6 +27,7 @@ from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.storage import sealed
+from asyncrl.storage.best import BEST, BestCheckpoint, read_best
 from asyncrl.storage.full_disk import Patience, make_board, read_board
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.metrics import MetricsLog
@@ -108,6 +109,18 @@ def export(disk: SmallDisk) -> Callable[[], None]:
     return write
 
 
+def best(disk: SmallDisk) -> Callable[[], None]:
+    kept = BestCheckpoint(disk.root, "eval/heldout/accuracy", patience=patience(disk))
+    (disk.root / "step_2").mkdir()
+
+    def write() -> None:
+        assert kept.told(2, 0.5, (2, 2))
+        found = read_best(disk.root)
+        assert found is not None and found.value == 0.5 and (disk.root / BEST).readlink() == Path("step_2")
+
+    return write
+
+
 def weights_file(disk: SmallDisk) -> Callable[[], None]:
     sender = FilesSender(Board(), disk.root / "weights", patience=patience(disk))
     publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30)
@@ -139,6 +152,7 @@ WRITERS = {
     "metrics.jsonl": metrics,
     "ckpt/step_2.tmp": checkpoint,
     "hf": export,
+    "best.json": best,
     "v00000000": weights_file,
     "run/logs/waiting": config,
 }
