@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -188,7 +189,6 @@ def compose_settings(
         if missing:
             given = " ".join(f"{key}=..." for key in sorted(missing))
             raise ConfigError(f"required settings are missing: {', '.join(sorted(missing))}. Give them: {given}")
-        OmegaConf.resolve(node)
         return cast(Settings, OmegaConf.to_object(node))
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra wraps OmegaConf's reason and says only "Error merging"; OmegaConf's own cause lacks the key.
@@ -259,7 +259,7 @@ def config_from_dict(values: dict[str, Any], source: str = "a config received fr
         ConfigError: a key or a type that is not in the schema.
     """
     try:
-        node = OmegaConf.merge(OmegaConf.structured(Config), values)
+        node = OmegaConf.merge(OmegaConf.structured(Config), literal(values))
         return cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source} does not fit this version of asyncrl: {error}") from error
@@ -275,7 +275,7 @@ def read_config(path: Path) -> Config:
         values = _read_yaml(path)
     except UNREADABLE as error:
         raise ConfigError(f"{path} cannot be read: {error}. Restore it from a copy") from error
-    return config_from_dict(values, str(path))
+    return config_from_dict(meant(values), str(path))
 
 
 def settings_as_used(config: RunSettings) -> dict[str, Any]:
@@ -287,4 +287,24 @@ def settings_as_used(config: RunSettings) -> dict[str, Any]:
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(settings))
+    """`${` in a text is written `\\${`: given again as a settings file it says the same."""
+    return OmegaConf.to_yaml(OmegaConf.create(literal(settings)))
+
+
+def literal(value: Any) -> Any:
+    """What OmegaConf reads as `value`, in which `${...}` refers to nothing."""
+    return _texts(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+
+
+def meant(value: Any) -> Any:
+    """The inverse of `literal`. References that a hand has written stay text: a run folder may be anybody's, and one
+    to an environment variable would have a secret of its reader."""
+    return _texts(value, lambda text: re.sub(r"((?:\\\\)*)\\\$\{", lambda found: found[1][::2] + "${", text))
+
+
+def _texts(value: Any, changed: Callable[[str], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _texts(part, changed) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_texts(part, changed) for part in value]
+    return changed(value) if isinstance(value, str) else value

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli import local
 from asyncrl.cli.main import main, parser
+from asyncrl.cli.rerun import rerun_config
 from asyncrl.cli.settings import SFT_HEAD, as_markdown, catalogue, matching
 from asyncrl.cli.settings_file import with_files
-from asyncrl.config import choice_values, config_dir, config_keys, default_settings, load_config
+from asyncrl.config import (
+    choice_values,
+    config_dir,
+    config_from_dict,
+    config_keys,
+    config_to_dict,
+    default_settings,
+    load_config,
+    read_config,
+    to_yaml,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import resolve
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
-from asyncrl.telemetry.run_folder import RUN_FILE, write_config
+from asyncrl.telemetry.run_folder import RUN_FILE, changes_in, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 GIVEN = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
@@ -152,6 +164,36 @@ def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
     file = finished_run(tmp_path / "x", "replay.keys=somewhere")
     assert "'***'" in file.read_text()
     assert not any("***" in text for text in with_files([str(file)]))
+
+
+DOLLARS = ["${", "in ${x}$ or ${oc.env:HOME} a\\\\${b} \\${c} it\\'s {}\\"]
+
+
+@pytest.mark.parametrize("text", DOLLARS)
+def test_a_text_with_a_dollar_and_a_brace_stays_what_it_is_on_all_ways(text: str, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(to_yaml({"environment": {"args": {"system": text}}}))
+
+    config = load_config(with_files([*GIVEN, str(tmp_path / "my.yaml"), f"run.dir={tmp_path / 'x'}"]))
+    (tmp_path / "x").mkdir()
+    write_config(config, tmp_path / "x")
+    (tmp_path / "x" / RUN_FILE).write_text('{"run_id": "r"}')
+    file = tmp_path / "x" / "config.yaml"
+    repeated = load_config(with_files([str(file)]))
+    again = rerun_config(file.parent, [])
+
+    sent = config_from_dict(config_to_dict(config))
+    assert {each.environment.args["system"] for each in (config, sent, read_config(file), repeated, again)} == {text}
+    assert changes_in(replace(config, resume="auto")) == []
+
+
+def test_a_reference_in_the_config_of_a_run_reads_no_variable_of_who_looks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    file = finished_run(tmp_path / "x")
+    file.write_text(file.read_text().replace("path: m\n", "path: ${oc.env:HF_TOKEN}\n"))
+
+    assert read_config(file).model.path == "${oc.env:HF_TOKEN}"
 
 
 def test_the_command_takes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

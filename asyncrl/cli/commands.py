@@ -145,7 +145,8 @@ def quoted(value: str) -> str:
     """For the right-hand side of an override. Hydra reads bare commas, spaces and brackets as its own grammar."""
     if value and not set(value) - set(_PLAIN):
         return value
-    return "'" + value.replace("'", "\\'") + "'"
+    kept = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes are read as such but before a quote
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", kept) + "'"
 
 
 def written(value: Any) -> str:

@@ -30,7 +30,16 @@ from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
 from asyncrl.cli.commands import learner_command, written
 from asyncrl.cli.local import TURN_S, show_failure
 from asyncrl.cli.supervisor import Supervisor
-from asyncrl.config import JOURNAL_DIR, LOG_DIR, config_groups, config_to_dict, disk_patience, load_config, read_config
+from asyncrl.config import (
+    JOURNAL_DIR,
+    LOG_DIR,
+    config_groups,
+    config_to_dict,
+    disk_patience,
+    literal,
+    load_config,
+    read_config,
+)
 from asyncrl.errors import AsyncRLError, ConfigError, RunFolderError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
@@ -167,7 +176,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
         settings |= {f"learner.{name}": 1 for name in LAID_OUT_BY}
-    config = load_config([*(f"{key}={written(value)}" for key, value in settings.items()), *overrides])
+    config = load_config([*(f"{key}={written(literal(value))}" for key, value in settings.items()), *overrides])
     config.learner.save_every = 0  # nothing to resume, and nobody to commit to
     return config
 

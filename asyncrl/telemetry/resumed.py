@@ -23,7 +23,7 @@ import yaml
 from asyncrl.checks.dtypes import AUTO, DTYPES, KEYS
 from asyncrl.checks.own_code import code_hashes, own_code
 from asyncrl.checks.sources import Place, Source, places, sources
-from asyncrl.config import by_key, config_to_dict
+from asyncrl.config import by_key, config_to_dict, meant
 from asyncrl.errors import DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
@@ -226,7 +226,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
     if not isinstance(before, dict):
         raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
-    return before
+    return meant(before)
 
 
 def changed_code(config: Config, folder: Path) -> list[str]:
