@@ -51,7 +51,7 @@ def _decoded(call: Any) -> Any:
         return call
     try:
         return {**call, "function": {**inner, "arguments": json.loads(inner["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
 
 

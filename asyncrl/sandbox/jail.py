@@ -146,7 +146,7 @@ def _make_files(spec: dict[str, Any], owner: int | None) -> None:
 def put_files(files: dict[str, str], folder: str) -> None:
     for name, text in files.items():
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
-        with open(f"{folder}/{name}", "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(f"{folder}/{name}", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
 
 

@@ -88,7 +88,7 @@ def run(
             "readable": [*interpreter_folders(), *readable],
             "beside": _processes_of_user() if level is Level.RLIMITS else 1,
         }
-        return _Run(spec, limits).outcome(stdin.encode(errors="surrogateescape"))
+        return _Run(spec, limits).outcome(stdin.encode(errors="surrogatepass"))
 
 
 @functools.cache

@@ -211,7 +211,7 @@ def _tools_of(given: Any, where: str) -> tuple[ToolSpec, ...]:
         return ()
     try:
         found = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: `{TOOLS}` is text and no JSON ({error}). Give a list of tools") from error
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise DataError(f"{where}: `{TOOLS}` must be a list of tools, as in OpenAI's API; got {found!r:.80}")

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import openai
 import psutil
 import pytest
 
+from asyncrl.chat.base import with_arguments
 from asyncrl.environments.base import Episodes
 from asyncrl.environments.openai.calls import Calls
 from asyncrl.environments.openai.endpoint import Endpoint
 from asyncrl.environments.openai.environment import OpenAI
+from asyncrl.environments.openai.requests import Refused, read_call
 from asyncrl.environments.registry import make_environment
 from asyncrl.environments.together import Together
 from asyncrl.errors import ConfigError, GenerationError
@@ -70,6 +73,9 @@ def prompts(engine: Scripted) -> list[str]:
 
 def sampled_of_all(episodes: Episodes) -> list[list[str]]:
     return [sampled_texts(episodes, place) for place in range(len(episodes.trajectories))]
+
+
+TOOLS: Any = SimpleNamespace(chat=CHAT, decode=make_decode(TOKENIZER))
 
 
 async def test_an_agent_with_a_tool_is_one_trajectory_of_what_was_sampled(agent: Make) -> None:
@@ -221,6 +227,38 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
     assert not found
 
 
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}, USER]},
+        {"messages": [USER], "temperature": 10**400},
+    ],
+)
+def test_values_that_none_would_send_are_refused_as_any(given: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"tool_calls is a list|temperature is a number"):
+        read_call(given, model="policy")
+
+
+async def test_lists_in_lists_without_end_are_no_json() -> None:
+    deep = "[" * 100_000
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    (first, _) = read_call({"messages": [said, USER]}, model="policy").messages
+    assert first["tool_calls"][0]["function"]["arguments"] == deep, "the policy's words, which an agent sends back"
+    assert with_arguments([first]) == [first]
+    endpoint, calls = Endpoint("policy"), Calls(TOOLS, Together(recording([])), most=1)
+    await endpoint.start()
+    try:
+        with endpoint.serving(calls) as key:
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
+                answer = await client.post(f"{endpoint.url}/chat/completions", content=deep)
+        assert answer.status_code == 400 and "not JSON that can be read" in answer.text
+    finally:
+        await endpoint.close()
+
+
 async def test_an_agent_past_its_deadline_is_left_behind_and_not_served_any_more(agent: Make) -> None:
     environment = agent("left_behind", max_calls=1000)
     await environment._endpoint.start()  # or the deadline may pass before there is an agent
@@ -235,8 +273,7 @@ async def test_an_agent_past_its_deadline_is_left_behind_and_not_served_any_more
 
 async def test_a_request_whose_body_comes_after_the_episode_is_over_is_refused() -> None:
     asked: list[Any] = []
-    tools: Any = SimpleNamespace(chat=CHAT, decode=make_decode(TOKENIZER))
-    endpoint, calls = Endpoint("policy"), Calls(tools, Together(recording(asked)), most=1)
+    endpoint, calls = Endpoint("policy"), Calls(TOOLS, Together(recording(asked)), most=1)
     await endpoint.start()
     try:
         place = urlsplit(endpoint.url)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -105,6 +107,14 @@ def test_what_is_no_request_is_refused_and_the_server_goes_on(url: str, body: by
         refused = (413, {"error": says})
     assert refused[0] == status and says in refused[1]["error"]
     assert post(url, b'{"queries": ["elbe"]}')[0] == 200
+
+
+def test_a_length_that_is_no_number_is_refused(url: str) -> None:
+    place = urlsplit(url)
+    for length in (b"\xb2", b"9" * 5000):
+        with socket.create_connection((place.hostname, place.port), 60) as asked:
+            asked.sendall(b"POST /retrieve HTTP/1.1\r\nHost: here\r\nContent-Length: " + length + b"\r\n\r\n")
+            assert b" 413 " in asked.recv(100)
 
 
 async def test_passages_stand_in_the_policy_s_turn_outside_the_loss(url: str) -> None:

@@ -47,6 +47,12 @@ def test_a_program_gets_its_input_and_files_and_what_it_says_comes_back(level):
     assert outcome.told() == "exit code 3: so"
 
 
+def test_half_a_letter_is_a_fault_of_the_program_and_not_of_the_sandbox(level):
+    outcome = run("print('\ud800')", stdin="\ud800", files={"a.txt": "\ud800"}, level=level, limits=ROOMY)
+
+    assert (outcome.reason, outcome.exit) == (Reason.EXITED, 1) and "SyntaxError" in outcome.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.unhurried
 def test_input_that_is_not_read_and_large_output_do_not_block(level):

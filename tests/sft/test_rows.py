@@ -135,6 +135,7 @@ def test_parquet_s_empty_fields_are_no_fields_and_tools_may_be_json_text(tmp_pat
         ({"prompt": [USER], "completion": [USER]}, r"rows\.jsonl:2: no message is an assistant's"),
         ({"prompt": [USER], "completion": [{**ANSWER, "content": ""}]}, r"message 1, an assistant's, is empty"),
         ({"prompt": [{"content": "q"}], "completion": "a"}, r"rows\.jsonl:2: a message needs `role` and `content`"),
+        ({"prompt": [USER], "completion": "a", "tools": "[" * 100_000}, r"rows\.jsonl:2: `tools` is text and no JSON"),
         ({"prompt": [USER], "completion": "a", "tools": "{"}, r"rows\.jsonl:2: `tools` is text and no JSON"),
     ],
 )

@@ -135,10 +135,10 @@ class Endpoint:
         calls = self._of(request)
         try:
             body = json.loads(await request.body())
-        except ValueError as error:
-            raise Refused(400, f"the body is not JSON: {error}") from error
-        once = request.headers.get("idempotency-key", "")
-        call = read_call(body, model=self._model, ignore=self._ignore, once=once)
+            once = request.headers.get("idempotency-key", "")
+            call = read_call(body, model=self._model, ignore=self._ignore, once=once)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON that can be read: {error}") from error
         try:
             turns = await calls.ask(call)
         except AsyncRLError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,7 @@ def _number(given: Mapping[str, Any], name: str, least: int, most: int | None = 
 def _temperature(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise Refused(400, f"temperature is a number of 0 or more; got {value!r:.40}", "invalid_value", "temperature")
     return float(value)
 
@@ -203,6 +204,8 @@ def _message(value: Any, place: int, names: dict[str, str]) -> Message:
         call = str(value.get("tool_call_id", ""))
         message |= {"tool_call_id": call, "name": str(value.get("name") or names.get(call, ""))}
     if role == "assistant" and value.get("tool_calls"):
+        if not isinstance(value["tool_calls"], list):
+            raise Refused(400, f"{param}: tool_calls is a list of calls", "invalid_value", param)
         message["tool_calls"] = [_tool_call(call, param) for call in value["tool_calls"]]
         names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
     return message
@@ -234,7 +237,7 @@ def arguments_of(given: Any) -> Any:
         return given
     try:
         found = json.loads(given or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
     return found if isinstance(found, dict) else given
 

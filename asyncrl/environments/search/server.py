@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if not (length.isdecimal() and len(length) < 10) or int(length) > MOST_BYTES:
             self.close_connection = True  # the body is not read
             return self._say(413, {"error": f"a request has a Content-Length of at most {MOST_BYTES}"})
         body = self.rfile.read(int(length))

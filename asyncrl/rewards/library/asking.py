@@ -71,5 +71,5 @@ class Asking:
     def _read(self, answer: httpx.Response) -> Any:
         try:
             return answer.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RewardError(f"the {self._who} at {self.url} said no JSON: {answer.text:.200}", "no_number") from error

@@ -23,6 +23,8 @@ FENCED = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
 COLUMNS = ("tests", "test_cases", "test_list", "test")
 """Looked in for tests, after the columns of any answer."""
+UNREADABLE = (ValueError, RecursionError)
+"""What JSON that is none raises, or lists in lists without end."""
 
 CALLER = """\
 import json, sys
@@ -149,11 +151,11 @@ def read_tests(row: Mapping[str, Any], column: str, most: int) -> Tests:
     if isinstance(truth, str):
         try:
             truth = json.loads(truth)
-        except ValueError:
+        except UNREADABLE:
             truth = {"functional": truth}
     try:
         tests = _tests(truth, row)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, *UNREADABLE) as error:
         raise RewardError(f"code cannot read the tests {truth!r:.120}: {type(error).__name__}: {error}") from error
     if not len(tests):
         raise RewardError(f"code found no test in {truth!r:.120}")
@@ -195,7 +197,7 @@ def _arguments(value: Any) -> list[Any]:
 def _result(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except UNREADABLE:
         return value
 
 
@@ -209,9 +211,9 @@ def same_result(said: str, wanted: Any) -> bool:
     """As JSON; numbers to nine digits. APPS wraps a result into a list of one, which counts too."""
     try:
         given = json.loads(said)
-    except ValueError:
+        return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
+    except (OverflowError, *UNREADABLE):  # the first: a float beside an integer that none can hold
         return False
-    return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
 
 
 def _equal(given: Any, wanted: Any) -> bool:

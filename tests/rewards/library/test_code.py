@@ -57,7 +57,10 @@ def test_tests_are_read_in_the_forms_that_data_sets_have():
     assert read_tests(humaneval, "", 0).asserted[0].endswith("\ncheck(f)")
 
 
-@pytest.mark.parametrize("truth", [{"inputs": ["1"]}, {"inputs": [], "outputs": []}, [], [{"input": "1"}], 7])
+ENDLESS = [{"input": "[" * 100_000, "output": "1", "fn_name": "f"}]
+
+
+@pytest.mark.parametrize("truth", [{"inputs": ["1"]}, {"inputs": [], "outputs": []}, [], [{"input": "1"}], ENDLESS, 7])
 def test_a_row_without_tests_is_a_failure_and_no_zero(truth):
     with pytest.raises(RewardError, match=r"code (cannot read|found no)"):
         read_tests(judged(truth), "", 0)
@@ -68,6 +71,9 @@ def test_outputs_are_compared_but_for_white_space_at_ends_and_results_as_json():
     assert not same_text("1 2", "1  2") and not same_text("", "1")
     assert same_result("[1, 2]", [1, 2]) and same_result("0.30000000000000004", 0.3) and same_result("3", [3])
     assert not same_result("true", 1) and not same_result("1", "1") and not same_result("nonsense", 1)
+    assert not same_result("1.0", 10**400) and not same_result("[" * 100_000, [1]), (
+        "wrong, and no failure of the reward"
+    )
 
 
 def score(reward: Code, program: str, row: dict) -> dict[str, float]:

@@ -111,6 +111,7 @@ def test_a_judge_that_is_down_is_a_failure_with_its_reason(server):
         (message("I cannot say"), "gave no number: 'I cannot say'"),
         ({"choices": []}, "said no message"),
         ("<html>", "said no JSON: <html>"),
+        pytest.param("[" * 100_000, r"said no JSON: \[", id="endless"),
     ],
 )
 def test_an_answer_without_a_number_is_a_failure_and_no_zero(server, said, why):
