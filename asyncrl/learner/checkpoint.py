@@ -197,7 +197,7 @@ class Checkpoints:
         """On the thread of the save; collective over the group of the saves."""
         aside, group = target.with_name(target.name + ".tmp"), self._group
         try:
-            write_tensors(tensors, aside, rank=self._rank, group=group, patience=self._patience)
+            write_tensors(tensors, aside, self._remove_old, rank=self._rank, group=group, patience=self._patience)
             proven = prove_own(aside, self._rank, HOST, group)
 
             def write_small() -> None:
@@ -253,8 +253,9 @@ class Checkpoints:
         start = owner_of(self._folder.parent) or ""
         if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
             return newest
-        path = self._proven(Path(resume).resolve())
-        self._branch = path, resume, start
+        path = Path(resume).resolve()
+        sealed.verify(path)
+        self._verified, self._branch = path, (path, resume, start)
         return path
 
     def begin_branch(self) -> None:
@@ -351,12 +352,6 @@ class Checkpoints:
         if damage:
             raise CheckpointDamagedError(damage)
 
-    def _proven(self, path: Path) -> Path:
-        """Raises CheckpointError."""
-        sealed.verify(path)
-        self._verified = path
-        return path
-
     def _commit(self, aside: Path, target: Path) -> None:
         with self._best.held:
             if target.exists():
@@ -367,9 +362,17 @@ class Checkpoints:
             self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
             if self._best.saved(int(target.name.removeprefix("step_"))):
                 log.info("the best checkpoint is %s now", target.name)
-            spared = self._best.kept() | self._errands.needed()
-            over = prune(self._folder, target, self._keep, spared, every=self._every)
         self._errands.saved(target, int(target.name.removeprefix("step_")))
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """With a save, and where one finds no space: what the last one left for a copy or an evaluation may go now."""
+        if not (latest := self._folder / LATEST).exists():
+            return
+        with self._best.held:
+            newest = self._folder / latest.readlink().name
+            spared = self._best.kept() | self._errands.needed()
+            over = prune(self._folder, newest, self._keep, spared, every=self._every)
         for path in over:
             shutil.rmtree(path)
 

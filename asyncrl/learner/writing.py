@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,19 @@ from asyncrl.storage.full_disk import RETRY_S, SAY_S, FullDisk, Patience, free_b
 
 
 def write_tensors(
-    tensors: dict[str, Any], aside: Path, *, rank: int, group: dist.ProcessGroup | None, patience: Patience
+    tensors: dict[str, Any],
+    aside: Path,
+    make_room: Callable[[], None],
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    patience: Patience,
 ) -> None:
     """Collective over `group` (None: this rank alone), and so is every new attempt on a full disk: all ranks see the
     failure of one.
+
+    Args:
+        make_room: called on rank 0 while the disk is full: what is there without need is to go.
 
     Raises:
         CheckpointException: a rank could not write. DiskFullError: no space for as long as the patience lasts.
@@ -41,7 +50,7 @@ def write_tensors(
             return
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint: the space may be missed elsewhere
-            _wait_for_space(full, aside, nbytes, patience)
+            _wait_for_space(full, aside, nbytes, patience, make_room)
 
 
 def said_of(error: BaseException) -> str:
@@ -51,12 +60,15 @@ def said_of(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
 
 
-def _wait_for_space(full: FullDisk, aside: Path, nbytes: int, patience: Patience) -> None:
+def _wait_for_space(
+    full: FullDisk, aside: Path, nbytes: int, patience: Patience, make_room: Callable[[], None]
+) -> None:
     """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
     number, so it is tried once a minute all the same."""
     until = patience.clock() + SAY_S
     full.note(aside, nbytes)
     while patience.clock() < until:
+        make_room()
         patience.sleep(RETRY_S)
         if free_bytes(aside.parent) >= nbytes:
             return

@@ -16,6 +16,7 @@ import torch
 from asyncrl.config import load_config
 from asyncrl.errors import DiskFullError
 from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.errands import Errands
 from asyncrl.learner.export import export_hf
 from asyncrl.learner.model import build_model
 from asyncrl.learner.optim import make_optimizer
@@ -28,6 +29,7 @@ from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.storage import sealed
 from asyncrl.storage.best import BEST, BestCheckpoint, read_best
+from asyncrl.storage.checkpoints import finished
 from asyncrl.storage.full_disk import Patience, make_board, read_board
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.metrics import MetricsLog
@@ -183,6 +185,33 @@ def test_a_run_without_space_for_its_checkpoint_ends_resumable_when_its_patience
     assert "resume=auto" in read_board(disk.root / "waiting")  # written where nothing else could be
     disk.free()
     assert Checkpoints(disk.root / "ckpt", rank=0, keep=2).choose("auto", restarted=False) == first
+
+
+def test_a_checkpoint_that_finds_no_space_takes_that_of_those_that_were_kept_for_their_copies(disk: SmallDisk) -> None:
+    """A save that waits for space makes none: old ones go with the next that is whole."""
+    model = policy(disk, disk.root.parent / "source")
+    roles = Roles(policy=model, optimizer=make_optimizer(model.parameters(), LearnerConfig()))
+    copied = Copied()
+    waiting = patience(disk, turns=10**9, limit_s=200)
+    checkpoints = Checkpoints(disk.root / "ckpt", rank=0, keep=1, patience=waiting, errands=copied)
+    for step in (1, 2, 3):
+        checkpoints.save(LearnerState(step=step, policy_version=step, skipped_steps=0), roles, {})
+    assert [path.name for path in finished(disk.root / "ckpt")] == ["step_2", "step_3", "step_4"]
+    copied.under_way.clear()
+    disk.fill()
+    sealed.verify(checkpoints.save(LearnerState(step=4, policy_version=4, skipped_steps=0), roles, {}))
+    assert [path.name for path in finished(disk.root / "ckpt")] == ["step_5"]
+
+
+class Copied(Errands):
+    """To a far disk that is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = {"step_2", "step_3"}
+
+    def needed(self) -> set[str]:
+        return self.under_way
 
 
 def test_the_ledger_keeps_its_lines_in_memory_and_ends_the_server_only_when_the_patience_is_over(
