@@ -161,9 +161,17 @@ def test_what_is_typed_after_the_config_of_a_run_wins_groups_too(tmp_path: Path)
 
 
 def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
-    file = finished_run(tmp_path / "x", "replay.keys=somewhere")
+    args = "{api_key: abc, keys: [abc], judges: [{token: abc}], url: u, stop: ['***'], hub: {secret: abc, name: n}}"
+    file = finished_run(tmp_path / "x", "replay.keys=somewhere", f"reward.args={args}")
+    assert "abc" not in file.read_text()
+    assert load_config(with_files([str(file)])).reward.args == {
+        "url": "u",
+        "hub": {"name": "n"},
+        "judges": [{}],
+        "stop": ["***"],
+    }
     assert "'***'" in file.read_text()
-    assert not any("***" in text for text in with_files([str(file)]))
+    assert [text.count("***") for text in with_files([str(file)]) if "***" in text] == [1], "the stop text"
 
 
 DOLLARS = ["${", "in ${x}$ or ${oc.env:HOME} a\\\\${b} \\${c} it\\'s {}\\"]

@@ -21,7 +21,7 @@ from asyncrl.losses.settings import KEYS as LOSS_KEYS
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import Config
 from asyncrl.telemetry.origins import FromFile
-from asyncrl.telemetry.run_folder import BLOTTED, RUN_FILE
+from asyncrl.telemetry.run_folder import RUN_FILE, without_blots
 
 ENDINGS = (".yaml", ".yml")
 OF_ITS_OWN = ("resume", "overwrite", "run.name", "run.dir", "replay.shard_address")
@@ -62,7 +62,7 @@ def _without(arguments: Sequence[str], keys: set[str]) -> list[str]:
 
 
 def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
-    values = read_settings(path)
+    values = without_blots(read_settings(path))
     if "loss.preset" in values:  # its file may set more than the preset
         values["loss"] = values.pop("loss.preset")
     groups = {group: str(name) for group, name in values.items() if group in config_groups()}
@@ -81,8 +81,8 @@ def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
     known = default_settings(kind)
     settings = {
         key: value
-        for key, value in read_settings(path).items()
-        if value != BLOTTED and (key not in known or value != known[key])
+        for key, value in without_blots(read_settings(path)).items()
+        if key not in known or value != known[key]
     }
     own: list[str] = []
     if (path.parent / RUN_FILE).is_file():
@@ -103,7 +103,7 @@ def _new_settings(values: dict[str, Any], groups: dict[str, str]) -> dict[str, A
     return {
         key: value
         for key, value in values.items()
-        if value != BLOTTED and (key not in known or value not in (known[key], filled.get(key, known[key])))
+        if key not in known or value not in (known[key], filled.get(key, known[key]))
     }
 
 

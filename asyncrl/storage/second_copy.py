@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import fsspec
 
@@ -46,9 +46,11 @@ def copy_checkpoint(checkpoint: Path, url: str) -> str:
 
 def _remove_files(files: fsspec.AbstractFileSystem, target: str, manifest: bytes, but: Collection[str]) -> None:
     """What the old copy names and the new one has not (files of more ranks): beside it they would be in excess."""
-    with contextlib.suppress(ValueError):  # cut short by a death
-        for name in json.loads(manifest)["files"]:
-            if name not in but and files.exists(f"{target}/{name}"):
+    # Cut short by a death, or of another hand: then it names nothing, or what is not in the folder.
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        for name in map(PurePosixPath, json.loads(manifest)["files"]):
+            outside = name.is_absolute() or ".." in name.parts
+            if not outside and str(name) not in but and files.exists(f"{target}/{name}"):
                 files.rm_file(f"{target}/{name}")
     files.rm_file(f"{target}/{MANIFEST}")
 

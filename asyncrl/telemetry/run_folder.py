@@ -316,13 +316,29 @@ def _seal_of(text: str) -> str:
 
 
 def redacted(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which no text stands under a name like key, token, secret or password. Numbers stay: max_new_tokens."""
-    shown: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            shown[name] = redacted(value)
-        elif isinstance(value, str) and value and any(fnmatch.fnmatch(name.lower(), secret) for secret in SECRET_NAMES):
-            shown[name] = BLOTTED
-        else:
-            shown[name] = value
-    return shown
+    """A copy in which no text stands under a name like key, token, secret or password, however deep. Numbers stay:
+    max_new_tokens."""
+    return {name: _blotted(value, _is_secret(name)) for name, value in settings.items()}
+
+
+def _blotted(value: Any, secret: bool) -> Any:
+    if isinstance(value, dict):
+        return {name: _blotted(part, secret or _is_secret(name)) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_blotted(part, secret) for part in value]
+    return BLOTTED if secret and isinstance(value, str) and value else value
+
+
+def _is_secret(name: Any) -> bool:
+    return any(fnmatch.fnmatch(str(name).lower(), secret) for secret in SECRET_NAMES)
+
+
+def without_blots(value: Any, *, secret: bool = False) -> Any:
+    """Of settings as `config.yaml` has them those that say something: what was blotted out is not given again."""
+    if isinstance(value, dict):
+        kept = {name: without_blots(part, secret=secret or _is_secret(name)) for name, part in value.items()}
+        return {name: part for name, part in kept.items() if part is not None or value[name] is None}
+    if isinstance(value, list):
+        kept = [without_blots(part, secret=secret) for part in value]
+        return None if None in kept and None not in value else kept
+    return None if secret and value == BLOTTED else value

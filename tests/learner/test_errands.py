@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -59,9 +60,9 @@ def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_
 def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
     saves = Checkpoints(tmp_path / "run" / "ckpt", rank=0, keep=2)
     path = saves.save(state(4), learner(0, updates=1), {"x": 1})
+    there = tmp_path / "bucket" / "run" / "step_5"
     for _ in range(2):  # the step may be trained, and saved, again
-        there = Path(copy_checkpoint(path, f"file://{tmp_path}/bucket/run"))
-        assert there == tmp_path / "bucket" / "run" / "step_5"
+        assert Path(copy_checkpoint(path, f"file://{tmp_path}/bucket/run")) == there
         sealed.verify(there)
     (path / "__1_0.distcp").write_bytes(b"of a second rank")
     sealed.seal(path)
@@ -73,6 +74,12 @@ def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
     (there / "manifest.json").write_text("{")
     copy_checkpoint(path, f"file://{there.parent}")
     sealed.verify(there)
+    (tmp_path / "bucket" / "other").write_text("not of the copy")
+    for foreign in ({"files": ["../../other", f"{tmp_path}/bucket/other"]}, {"weight_map": {}}, ["x"]):
+        (there / "manifest.json").write_text(json.dumps(foreign))
+        copy_checkpoint(path, f"file://{there.parent}")
+        sealed.verify(there)
+    assert (tmp_path / "bucket" / "other").exists()
     fork = Checkpoints(tmp_path / "fork" / "ckpt", rank=0, keep=2)
     chosen, other = fork.choose(str(there), restarted=False), learner(1)
     assert chosen == there and fork.load(there, other) == (state(4), {"x": 1})

@@ -154,6 +154,12 @@ def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path
 def test_secrets_are_blotted_out_and_numbers_of_tokens_are_not() -> None:
     shown = redacted({"hub": {"api_key": "abc", "Password": "x"}, "max_new_tokens": 12, "replay": {"keys": ""}})
     assert shown == {"hub": {"api_key": "***", "Password": "***"}, "max_new_tokens": 12, "replay": {"keys": ""}}
+    deep = {"judges": [{"token": "abc", "url": "u"}], "api_keys": ["abc", "def"], "tokens": {"hub": "abc", "most": 3}}
+    assert redacted(deep) == {
+        "judges": [{"token": "***", "url": "u"}],
+        "api_keys": ["***", "***"],
+        "tokens": {"hub": "***", "most": 3},
+    }
 
 
 def test_whatever_ends_a_process_whose_folder_was_taken_away_it_ends_of_that(tmp_path: Path) -> None:

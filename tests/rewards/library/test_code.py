@@ -71,9 +71,7 @@ def test_outputs_are_compared_but_for_white_space_at_ends_and_results_as_json():
     assert not same_text("1 2", "1  2") and not same_text("", "1")
     assert same_result("[1, 2]", [1, 2]) and same_result("0.30000000000000004", 0.3) and same_result("3", [3])
     assert not same_result("true", 1) and not same_result("1", "1") and not same_result("nonsense", 1)
-    assert not same_result("1.0", 10**400) and not same_result("[" * 100_000, [1]), (
-        "wrong, and no failure of the reward"
-    )
+    assert not same_result("1.0", 10**400) and not same_result("[" * 100_000, [1])
 
 
 def score(reward: Code, program: str, row: dict) -> dict[str, float]:
