@@ -35,6 +35,10 @@ _WITHHELD = {
     "mq_open": {"x86_64": 240, "aarch64": 180},
     "io_uring_setup": {"x86_64": 425, "aarch64": 425},
 }
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+_FAMILIES = (1, 2, 10, 16)
+"""Of sockets: unix, both of the internet, netlink. Namespaces keep these to themselves; vsock reaches the machine that
+this one is a guest of."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 
@@ -99,12 +103,17 @@ def withhold_calls() -> None:
         raise OSError(errno.ENOSYS, f"seccomp: the numbers of calls on {machine} are not known here")
     refused = [(_IF_EQUAL, numbers[machine]) for numbers in _WITHHELD.values()]
     refused.append((_IF_AT_LEAST, _FIRST_X32))
+    most = len(refused) + len(_FAMILIES) + 3  # instructions between the first test and the last
     code = [
         (_LOAD, 0, 0, 4),  # which kind of calls: those of 32 bits have numbers of their own
         (_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # which call
-        *((test, len(refused) - place, 0, number) for place, (test, number) in enumerate(refused)),
+        *((test, most - place, 0, number) for place, (test, number) in enumerate(refused)),
+        (_IF_EQUAL, 0, len(_FAMILIES) + 2, _SOCKET[machine]),
+        (_LOAD, 0, 0, 16),  # its first argument
+        *((_IF_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)),
+        (_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]

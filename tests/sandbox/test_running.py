@@ -133,6 +133,24 @@ def test_there_is_no_memory_that_no_limit_counts(level):
     assert outcome.stdout == f"{errno.ENOSYS}\n-1 -1 -1\n", outcome.stderr
 
 
+FAMILIES = """
+import socket
+for family in range(64):
+    try:
+        socket.socket(family, socket.SOCK_STREAM if family != 16 else socket.SOCK_RAW).close()
+        print(family)
+    except OSError:
+        pass
+"""
+
+
+def test_sockets_are_of_kinds_that_a_namespace_keeps_in_alone(apart):
+    """Those of vsock reached the machine that this one is a guest of."""
+    outcome = run(FAMILIES, level=apart, limits=ROOMY)
+
+    assert {"1", "2"} <= set(outcome.stdout.split()) <= {"1", "2", "10", "16"}, outcome.stderr
+
+
 KEYRING = """
 import ctypes, sys
 from ctypes import c_int
