@@ -161,7 +161,8 @@ def test_what_is_typed_after_the_config_of_a_run_wins_groups_too(tmp_path: Path)
 
 
 def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
-    args = "{api_key: abc, keys: [abc], judges: [{token: abc}], url: u, stop: ['***'], hub: {secret: abc, name: n}}"
+    secret = "api_key: abc, keys: [abc], judges: [{token: abc}], hub: {secret: abc, name: n}"
+    args = f"{{{secret}, url: u, stop: ['***'], key_env: JUDGE}}"
     file = finished_run(tmp_path / "x", "replay.keys=somewhere", f"reward.args={args}")
     assert "abc" not in file.read_text()
     assert load_config(with_files([str(file)])).reward.args == {
@@ -169,6 +170,7 @@ def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
         "hub": {"name": "n"},
         "judges": [{}],
         "stop": ["***"],
+        "key_env": "JUDGE",
     }
     assert "'***'" in file.read_text()
     assert [text.count("***") for text in with_files([str(file)]) if "***" in text] == [1], "the stop text"

@@ -330,7 +330,9 @@ def _blotted(value: Any, secret: bool) -> Any:
 
 
 def _is_secret(name: Any) -> bool:
-    return any(fnmatch.fnmatch(str(name).lower(), secret) for secret in SECRET_NAMES)
+    lower = str(name).lower()
+    # `key_env` names the variable that has the key: without it a run could not be repeated.
+    return not lower.endswith("_env") and any(fnmatch.fnmatch(lower, secret) for secret in SECRET_NAMES)
 
 
 def without_blots(value: Any, *, secret: bool = False) -> Any:
