@@ -35,6 +35,9 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 and of a torchrun that was killed in them it would take whoever adopted it for the one that started it."""
 ADVANCED = signal.SIGUSR1
 """To our torchrun, see `advanced`."""
+ENDED = signal.SIGUSR2
+"""To our torchrun: the rank has come to its end. Exit code 0 alone does not say so: a library, or code of the user's,
+may have called `os._exit`."""
 AHEAD = "ASYNCRL_AHEAD"
 """Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
 HOPELESS = (
@@ -112,10 +115,15 @@ def told() -> None:
 def advanced() -> None:
     """In a rank: whoever is started again goes on from further ahead than this start did. A torchrun of ours counts its
     restarts anew then; another knows of no such signal, and would end of it."""
+    tell(ADVANCED)
+
+
+def tell(number: int) -> None:
+    """Our torchrun, where that has started this rank."""
     pid = os.environ.get(LAUNCHER, "")
     if pid == str(os.getppid()):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), ADVANCED)
+            os.kill(int(pid), number)
 
 
 def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:
@@ -157,6 +165,9 @@ def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) ->
 
     try:
         with watched_supervisors():
-            return main(failed)
+            code = main(failed)
     except AsyncRLError:
         return 1
+    if code == 0:
+        tell(ENDED)
+    return code

@@ -31,7 +31,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
 from asyncrl.checks.addresses import is_own, own_address
-from asyncrl.learner.launcher import ADVANCED, LAUNCHER
+from asyncrl.learner.launcher import ADVANCED, ENDED, LAUNCHER
 from asyncrl.learner.rendezvous import BACKEND, make_rendezvous
 
 
@@ -51,20 +51,34 @@ class RenewedAgent(LocalElasticAgent):
     """Whose restarts are as many again after each checkpoint: torchrun's are for the whole run, and in one of weeks
     something dies more often than that."""
 
-    advanced = False
+    advanced = ended = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them
+        if result.state == WorkerState.SUCCEEDED and not RenewedAgent.ended:
+            result = RunResult(state=WorkerState.FAILED, failures=unfinished(worker_group))
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and RenewedAgent.advanced:
             RenewedAgent.advanced, self._remaining_restarts = False, worker_group.spec.max_restarts
         return result
 
 
-def renew_restarts() -> None:
+def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:
+    """Of ranks that ended with exit code 0 and had not come to their end."""
+    return {
+        each.global_rank: ProcessFailure(local_rank=each.local_rank, pid=each.id, exitcode=0, error_file="")
+        for each in group.workers
+    }
+
+
+def hear_ranks() -> None:
     def advanced(*_: Any) -> None:
         RenewedAgent.advanced = True
 
+    def ended(*_: Any) -> None:
+        RenewedAgent.ended = True
+
     signal.signal(ADVANCED, advanced)
+    signal.signal(ENDED, ended)
     api.LocalElasticAgent = RenewedAgent  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -89,12 +103,14 @@ def host_by_address() -> None:
 
 
 def ending_of(failure: ProcessFailure) -> str:
+    if failure.exitcode == 0:
+        return "exit code 0 before its work was done: does code of yours (a hook, a loss) call os._exit?"
     return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
 
 
 def main(begun: Ahead) -> None:
     take_first(begun)
-    renew_restarts()
+    hear_ranks()
     host_by_address()
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     os.environ[LAUNCHER] = str(os.getpid())

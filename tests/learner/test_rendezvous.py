@@ -169,6 +169,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
+from asyncrl.learner.launcher import ENDED, tell
 from asyncrl.learner.place import group_interfaces
 from tests.sockets import listeners, tree
 
@@ -184,6 +185,7 @@ while not (folder / "end").exists():
     time.sleep(0.05)
 dist.all_reduce(total)
 dist.destroy_process_group()  # or who leaves first may abort the other, with a thread of gloo in its last exchange
+tell(ENDED)
 """
 
 

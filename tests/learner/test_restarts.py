@@ -108,6 +108,41 @@ def test_restarts_are_counted_from_the_last_checkpoint_on(tmp_path: Path):
     assert starts.read_text() == "01" + "1" + "12" + "12", "the second, third and fifth got further than those before"
 
 
+LEAVING = """
+import os, sys
+from pathlib import Path
+from asyncrl.learner.launcher import as_rank
+
+def main(failed):
+    starts = Path(sys.argv[1])
+    starts.write_text(starts.read_text() + "s")
+    if len(starts.read_text()) <= int(sys.argv[2]):
+        os._exit(0)  # as code of the user's may
+    return 0
+
+sys.exit(as_rank(main, "rank"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("leaves", [1, 2], ids=["once", "again"])
+def test_a_rank_that_leaves_with_exit_code_0_before_its_end_has_died(tmp_path: Path, leaves: int):
+    (tmp_path / "rank.py").write_text(LEAVING)
+    starts = tmp_path / "starts"
+    starts.touch()
+    torchrun = ("-m", "asyncrl.learner.torchrun", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=bound")
+    done = subprocess.run(
+        [sys.executable, *torchrun, "--rdzv-endpoint=127.0.0.1:0", str(tmp_path / "rank.py"), str(starts), str(leaves)],
+        capture_output=True,
+        text=True,
+        timeout=350,
+    )
+    assert starts.read_text() == "ss", done.stderr
+    assert (done.returncode == 0) == (leaves == 1), done.stderr
+    assert leaves == 1 or "ended first, with exit code 0 before its work was done" in done.stderr
+
+
 def test_a_torchrun_of_somebody_else_is_not_told_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
     got: list[tuple[int, int]] = []
     monkeypatch.setattr(launcher.os, "kill", lambda pid, number: got.append((pid, number)))
