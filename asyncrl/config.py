@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -21,7 +22,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from asyncrl import spans
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
@@ -37,8 +37,10 @@ JOURNAL_DIR = "journal"
 """In the run folder; made by the replay server, perhaps before the learner has prepared the folder."""
 KEYS_DIR = "keys"
 """In the run folder; made by whichever process of the run comes first, unless `replay.keys` names another."""
-UNREADABLE = (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
+UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
 """What a file that is no YAML raises."""
+MOST_VALUES = 10_000
+"""In a file of settings that has aliases: a few lines of them may stand for any number."""
 SCORES_ITSELF = ("reasoning_gym", "gymnasium", "openai", "verifiers")
 """Environments of ours that need no `reward.function`, or may need none."""
 
@@ -142,10 +144,23 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Raises one of UNREADABLE."""
+    text = path.read_text("utf-8")
+    if "&" in text and "*" in text and _size(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_VALUES:
+        raise ValueError(f"its aliases (*NAME) stand for more than {MOST_VALUES:,} values")
     read = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(read, dict):
         raise ValueError("it holds a list, not settings")
     return cast(dict[str, Any], read)
+
+
+def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Values in it, those that aliases stand for each time: OmegaConf makes a copy for each."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # of an alias within itself
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inside = [each for pair in parts for each in pair] if isinstance(node, yaml.MappingNode) else parts
+        known[id(node)] = 1 + sum(_size(each, known) for each in inside)
+    return known[id(node)]
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:

@@ -23,6 +23,7 @@ from asyncrl.config import (
     default_settings,
     load_config,
     read_config,
+    read_settings,
     to_yaml,
 )
 from asyncrl.errors import ConfigError
@@ -116,10 +117,17 @@ def test_a_file_of_one_s_own_is_overruled_by_what_is_typed_after_it(tmp_path: Pa
     assert config.engine.vllm == {"gpu_memory_utilization": 0.5}
 
 
+def test_a_file_may_have_aliases(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("eval: {every: &often 7}\nlearner: {save_every: *often}\n")
+    assert read_settings(tmp_path / "my.yaml") == {"eval.every": 7, "learner.save_every": 7}
+
+
 def test_a_file_that_is_not_there_or_no_settings_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no settings file .*mine\.yaml"):
         with_files([str(tmp_path / "mine.yaml")])
-    for name, text in (("broken.yaml", "a: [1"), ("list.yaml", "- 1\n")):
+    many = "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+    texts = {"broken": "a: [1", "list": "- 1\n", "many": f"a0: &a0 [x]\n{many}", "itself": "a: &a [*a]\n"}
+    for name, text in ((f"{name}.yaml", text) for name, text in texts.items()):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=rf"settings file .*{name} cannot be read"):
             with_files([str(tmp_path / name)])
