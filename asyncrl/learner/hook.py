@@ -36,7 +36,7 @@ class Update:
     step: int
     """Train step, from 0."""
     index: int
-    """Which of `learner.updates_per_batch`, from 0."""
+    """Which of the step's `learner.updates_per_batch` * `learner.epochs_per_batch`, from 0."""
     rank: int
     world: int
     model: nn.Module
