@@ -1,5 +1,5 @@
-"""torchrun with one rendezvous more, `python -m asyncrl.learner.torchrun --rdzv-backend=bound ...`, and with
-`--max-restarts` counted from the last checkpoint on; else as torchrun.
+"""torchrun with one rendezvous more, `python -m asyncrl.learner.torchrun --rdzv-backend=bound ...`, that listens to its
+ranks: `--max-restarts` counts from the last checkpoint on, and only who says so has come to its end. Else as torchrun.
 
 By this door rather than as a plugin of torch: a plugin would be loaded by every torchrun of the environment.
 """
@@ -47,18 +47,19 @@ def take_first(begun: Ahead) -> None:
     handlers.SubprocessHandler = Handler  # pyright: ignore[reportPrivateImportUsage]
 
 
-class RenewedAgent(LocalElasticAgent):
-    """Whose restarts are as many again after each checkpoint: torchrun's are for the whole run, and in one of weeks
-    something dies more often than that."""
+class HearingAgent(LocalElasticAgent):
+    """It hears what ranks tell (`launcher.tell`). Restarts are as many again after each checkpoint: torchrun's are for
+    the whole run, and in one of weeks something dies more often than that. And exit code 0 of ranks that have not come
+    to their end is a death."""
 
     advanced = ended = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them
-        if result.state == WorkerState.SUCCEEDED and not RenewedAgent.ended:
+        if result.state == WorkerState.SUCCEEDED and not HearingAgent.ended:
             result = RunResult(state=WorkerState.FAILED, failures=unfinished(worker_group))
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and RenewedAgent.advanced:
-            RenewedAgent.advanced, self._remaining_restarts = False, worker_group.spec.max_restarts
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and HearingAgent.advanced:
+            HearingAgent.advanced, self._remaining_restarts = False, worker_group.spec.max_restarts
         return result
 
 
@@ -72,14 +73,14 @@ def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:
 
 def hear_ranks() -> None:
     def advanced(*_: Any) -> None:
-        RenewedAgent.advanced = True
+        HearingAgent.advanced = True
 
     def ended(*_: Any) -> None:
-        RenewedAgent.ended = True
+        HearingAgent.ended = True
 
     signal.signal(ADVANCED, advanced)
     signal.signal(ENDED, ended)
-    api.LocalElasticAgent = RenewedAgent  # pyright: ignore[reportPrivateImportUsage]
+    api.LocalElasticAgent = HearingAgent  # pyright: ignore[reportPrivateImportUsage]
 
 
 def by_address(arguments: Sequence[str]) -> list[str]:
