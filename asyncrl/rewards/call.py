@@ -15,13 +15,6 @@ from asyncrl.rewards.score import Outcome
 Row = dict[str, Any]
 
 
-def own(value: Any) -> Any:
-    """Its dicts and lists anew: a function may write into what it is given, and siblings are judged by the same row."""
-    if isinstance(value, dict):
-        return {name: own(part) for name, part in value.items()}
-    return [own(part) for part in value] if isinstance(value, list) else value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Lists are [G], one entry per completion."""

@@ -16,11 +16,12 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from inspect import Parameter
 from typing import Any
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed, own
+from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed
 from asyncrl.rewards.score import NotApplicable, Outcome, to_score
 from asyncrl.rewards.wire import TOGETHER
 
@@ -75,7 +76,7 @@ def _adapt_ours(function: Function, name: str, parameters: Parameters, clock: Ca
 
         def one(place: int) -> Any:
             more = {each: values[place] for each, values in told.items()}
-            return function(call.completions[place], own(call.row), **more)
+            return function(call.completions[place], deepcopy(call.row), **more)
 
         return _score_each(one, len(call.completions), name, clock)
 
@@ -93,7 +94,7 @@ def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: Ca
         given = {key: value for key, value in given.items() if takes_any or key in parameters}
         if batch:
             return _score_together(lambda: function(solution_strs=texts, **given), size, name, clock)
-        return _score_each(lambda place: function(solution_str=texts[place], **own(given)), size, name, clock)
+        return _score_each(lambda place: function(solution_str=texts[place], **deepcopy(given)), size, name, clock)
 
     return score
 
@@ -135,7 +136,8 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
 
 
 def _for_each(value: Any, size: int) -> list[Any]:
-    return [own(value) for _ in range(size)]
+    """Copies: a function may write into what it is given, and siblings are judged by the same row."""
+    return [deepcopy(value) for _ in range(size)]
 
 
 def _score_each(call: Callable[[int], Any], size: int, name: str, clock: CallClock) -> Any:
