@@ -41,7 +41,7 @@ from asyncrl.errors import (
 )
 from asyncrl.learner.errands import Errands
 from asyncrl.learner.fitting import check_fits, check_roles, shapes_in
-from asyncrl.learner.launcher import advanced
+from asyncrl.learner.launcher import ADVANCED, tell
 from asyncrl.learner.lora import check_base, without_frozen, write_base
 from asyncrl.learner.ranks import barrier, however_long, text_of_rank_zero
 from asyncrl.learner.roles import Roles
@@ -153,7 +153,7 @@ class Checkpoints:
         def write() -> None:
             self._write(target, replace(state, run=self._run), roles, kept.pop("tensors"), packed)
             self._saved.append(state.step)
-            advanced()
+            tell(ADVANCED)
 
         self._under_way.start(f"checkpoint {target}", copied, write, roles.policy.device)
         if not self._background:

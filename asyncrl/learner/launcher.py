@@ -34,7 +34,8 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 """Environment variable, set by our torchrun: its pid. A rank imports for seconds before it can ask who its parent is,
 and of a torchrun that was killed in them it would take whoever adopted it for the one that started it."""
 ADVANCED = signal.SIGUSR1
-"""To our torchrun, see `advanced`."""
+"""To our torchrun: whoever is started again goes on from further ahead than this start did. It counts its restarts anew
+then."""
 ENDED = signal.SIGUSR2
 """To our torchrun: the rank has come to its end. Exit code 0 alone does not say so: a library, or code of the user's,
 may have called `os._exit`."""
@@ -112,14 +113,8 @@ def told() -> None:
     os.close(nothing)
 
 
-def advanced() -> None:
-    """In a rank: whoever is started again goes on from further ahead than this start did. A torchrun of ours counts its
-    restarts anew then; another knows of no such signal, and would end of it."""
-    tell(ADVANCED)
-
-
 def tell(number: int) -> None:
-    """Our torchrun, where that has started this rank."""
+    """Our torchrun, where that has started this rank: another knows of no such signal, and would end of it."""
     pid = os.environ.get(LAUNCHER, "")
     if pid == str(os.getppid()):
         with contextlib.suppress(ProcessLookupError):

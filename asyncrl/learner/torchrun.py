@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl import collector
 from asyncrl.learner.ahead import Ahead, ranks_and_command
@@ -52,14 +52,15 @@ class HearingAgent(LocalElasticAgent):
     the whole run, and in one of weeks something dies more often than that. And exit code 0 of ranks that have not come
     to their end is a death."""
 
-    advanced = ended = False
+    heard: ClassVar[set[int]] = set()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them
-        if result.state == WorkerState.SUCCEEDED and not HearingAgent.ended:
+        if result.state == WorkerState.SUCCEEDED and ENDED not in self.heard:
             result = RunResult(state=WorkerState.FAILED, failures=unfinished(worker_group))
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and HearingAgent.advanced:
-            HearingAgent.advanced, self._remaining_restarts = False, worker_group.spec.max_restarts
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and ADVANCED in self.heard:
+            self.heard.discard(ADVANCED)
+            self._remaining_restarts = worker_group.spec.max_restarts
         return result
 
 
@@ -72,14 +73,8 @@ def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:
 
 
 def hear_ranks() -> None:
-    def advanced(*_: Any) -> None:
-        HearingAgent.advanced = True
-
-    def ended(*_: Any) -> None:
-        HearingAgent.ended = True
-
-    signal.signal(ADVANCED, advanced)
-    signal.signal(ENDED, ended)
+    for number in (ADVANCED, ENDED):
+        signal.signal(number, lambda number, _: HearingAgent.heard.add(number))
     api.LocalElasticAgent = HearingAgent  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -78,13 +78,13 @@ def test_torchrun_is_told_of_what_no_restart_can_help_before_anything_is_closed(
 DYING = """
 import os, signal, sys, time
 from pathlib import Path
-from asyncrl.learner.launcher import advanced, told
+from asyncrl.learner.launcher import ADVANCED, tell, told
 
 told()
 starts = Path(sys.argv[1])
 starts.write_text(starts.read_text() + os.environ["TORCHELASTIC_RESTART_COUNT"])
 if len(starts.read_text()) in (2, 3, 5):
-    advanced()
+    tell(ADVANCED)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -147,10 +147,10 @@ def test_a_torchrun_of_somebody_else_is_not_told_of_a_checkpoint(monkeypatch: py
     got: list[tuple[int, int]] = []
     monkeypatch.setattr(launcher.os, "kill", lambda pid, number: got.append((pid, number)))
     monkeypatch.delenv(launcher.LAUNCHER, raising=False)
-    launcher.advanced()
+    launcher.tell(launcher.ADVANCED)
     monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid() + 1))
-    launcher.advanced()
+    launcher.tell(launcher.ADVANCED)
     assert got == []
     monkeypatch.setenv(launcher.LAUNCHER, str(os.getppid()))
-    launcher.advanced()
+    launcher.tell(launcher.ADVANCED)
     assert got == [(os.getppid(), launcher.ADVANCED)]
