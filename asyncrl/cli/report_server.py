@@ -14,11 +14,12 @@ import secrets
 import signal
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.http_server import HttpServer
 from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.page import page_of
 from asyncrl.telemetry.raised import ALARMS_FILE
@@ -91,10 +92,8 @@ def _state(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class ReportServer(ThreadingHTTPServer):
+class ReportServer(HttpServer):
     """On loopback alone, at a port that is free."""
-
-    daemon_threads = True
 
     def __init__(self, page: CurrentPage) -> None:
         """Raises OSError."""

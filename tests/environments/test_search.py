@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -113,8 +115,33 @@ def test_a_length_that_is_no_number_is_refused(url: str) -> None:
     place = urlsplit(url)
     for length in (b"\xb2", b"9" * 5000):
         with socket.create_connection((place.hostname, place.port), 60) as asked:
-            asked.sendall(b"POST /retrieve HTTP/1.1\r\nHost: here\r\nContent-Length: " + length + b"\r\n\r\n")
+            asked.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + length + b"\r\n\r\n")
             assert b" 413 " in asked.recv(100)
+
+
+def test_a_page_whose_name_leads_to_this_machine_gets_no_passage(url: str) -> None:
+    place = urlsplit(url)
+    body = b'{"queries": ["elbe"]}'
+    for host, status in (
+        (b"evil.example:%d" % (place.port or 0), b"403"),
+        (b"localhost:1", b"200"),
+        (b"[::1]", b"200"),
+    ):
+        with socket.create_connection((place.hostname, place.port), 60) as asked:
+            head = b"POST /retrieve HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
+            asked.sendall(head + body)
+            assert asked.recv(100).split()[1] == status, host
+
+
+def test_whoever_resets_its_connection_leaves_no_traceback(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    place = urlsplit(url)
+    with socket.create_connection((place.hostname, place.port), 60) as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asked.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n")
+        time.sleep(0.1)  # its thread reads the body
+    time.sleep(0.1)
+    assert post(url, b'{"queries": ["elbe"]}')[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_passages_stand_in_the_policy_s_turn_outside_the_loss(url: str) -> None:

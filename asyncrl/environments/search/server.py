@@ -12,11 +12,13 @@ unblocked by: a request, a signal; started by a worker (`python -m` with CORPUS 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl.checks.addresses import is_loopback
 from asyncrl.data.rows.base import Row
@@ -24,6 +26,7 @@ from asyncrl.environments.search.bm25 import Bm25
 from asyncrl.environments.search.corpus import Corpus, passage
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.family import die_with_parent
+from asyncrl.http_server import HttpServer
 
 LOOPBACK = "127.0.0.1"
 PATH = "/retrieve"
@@ -64,12 +67,10 @@ def with_contents(row: Row) -> Row:
     return row if "contents" in row else {**row, "contents": "\n".join(passage(row))}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class Server(HttpServer):
     def __init__(self, retriever: Retriever, host: str, port: int) -> None:
         """Raises ConfigError when the address cannot be had."""
-        self.retriever = retriever
+        self.retriever, self.is_local = retriever, is_loopback(host)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -77,12 +78,6 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             said = f"the retriever cannot listen at {host}:{port}: {error}"
             raise ConfigError(f"{said}. Give --host or --port") from error
-
-    def server_bind(self) -> None:
-        # That of `HTTPServer` asks the name service who we are, which can take long and is used by nobody.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
 
     @property
     def url(self) -> str:
@@ -102,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the body is not read
             return self._say(413, {"error": f"a request has a Content-Length of at most {MOST_BYTES}"})
         body = self.rfile.read(int(length))
+        if self.server.is_local and not is_own_name(self.headers.get("Host", "")):
+            return self._say(403, {"error": "ask for it by its address or as localhost"})
         if self.path != PATH:
             return self._say(404, {"error": f"there is {PATH} alone"})
         try:
@@ -120,6 +117,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """A line per query helps nobody."""
+
+
+def is_own_name(host: str) -> bool:
+    """An address, or localhost: a page of a site whose name leads to loopback asks by that name."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def serve(corpus: str, host: str, port: int) -> int:

@@ -12,22 +12,22 @@ import os
 import re
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from asyncrl.errors import WeightsError
+from asyncrl.http_server import HttpServer
 from asyncrl.weights.files.items import is_name
 
 CONNECTIONS = 256
 _FROM = re.compile(r"bytes=(\d+)-")
 
 
-class FilesServer(ThreadingHTTPServer):
+class FilesServer(HttpServer):
     """Serves from its construction to `close`, on threads of its own.
 
     Args:
@@ -38,7 +38,6 @@ class FilesServer(ThreadingHTTPServer):
         WeightsError: it cannot listen there.
     """
 
-    daemon_threads = True
     request_queue_size = CONNECTIONS
     """Workers all come with a new version; whom the queue has no room for waits seconds."""
 
@@ -86,11 +85,6 @@ class FilesServer(ThreadingHTTPServer):
                 for old in [old for old, at in self._read_at.items() if time.monotonic() - at > self.idle_s]:
                     del self._read_at[old]
 
-    def server_bind(self) -> None:
-        """Without HTTPServer's look for this machine's name, which may take seconds where no name server answers."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self._host, self.server_address[1]
-
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
@@ -104,9 +98,6 @@ class FilesServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a reader that went away comes back, and says itself what it misses."""
 
 
 class _Answers(BaseHTTPRequestHandler):
