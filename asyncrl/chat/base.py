@@ -27,6 +27,14 @@ def no_template() -> ChatError:
     return ChatError("the tokenizer has no chat template. Use an instruction-tuned model, or write the prompt as text")
 
 
+def no_place_for_tools() -> ChatError:
+    """For whoever has tools to tell of and a chat template that leaves them out."""
+    return ChatError(
+        "the chat template has no place for `tools`, so the policy would never be told of them. Take a model whose "
+        "template has one, or tell of them in a system message and leave the `tools` out"
+    )
+
+
 def unrenderable(what: str, error: Exception) -> ChatError:
     """For one list of messages: `what` was to render them and raised `error`."""
     return ChatError(

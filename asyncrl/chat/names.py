@@ -49,6 +49,11 @@ def candidates(model_path: str) -> tuple[str, ...]:
     return FAMILIES.get(model_type, ())
 
 
+def tells_of_tools(template: str) -> bool:
+    """Whether a chat template has a place for them."""
+    return re.search(r"\btools\b", template) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
     """What a renderer is good for with a tokenizer."""
@@ -87,7 +92,7 @@ class Abilities:
                 "model.renderer=default reads none: every reply would be an answer. Say how they are written, "
                 "model.chat.tool_parser=qwen3 (Hermes' form) or another, or name the renderer of the model"
             )
-        if told and not re.search(r"\btools\b", self.template):
+        if told and not tells_of_tools(self.template):
             return (
                 "the chat template has no place for `tools`, so the policy would never be told of them. Set "
                 "environment.args.tell=false and tell it in environment.args.system, or take a model whose template "

@@ -11,9 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from asyncrl.chat.base import ChatError, Message, Reply, ToolCall, ToolSpec, no_template, unrenderable, with_arguments
+from asyncrl.chat.base import (
+    ChatError,
+    Message,
+    Reply,
+    ToolCall,
+    ToolSpec,
+    no_place_for_tools,
+    no_template,
+    unrenderable,
+    with_arguments,
+)
 from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
-from asyncrl.chat.names import DEFAULT, Abilities
+from asyncrl.chat.names import DEFAULT, Abilities, tells_of_tools
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template
 from asyncrl.chat.template import extension_text
@@ -73,8 +83,7 @@ class RendererChat:
         return str(self._tokenizer.decode(token_ids))
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        if self.name == DEFAULT and not self._tokenizer.chat_template:
-            raise no_template()
+        self._refuse(tools)
         opening = repr((messages, tools))
         if opening == self._rendered[0]:
             return list(self._rendered[1])
@@ -101,8 +110,7 @@ class RendererChat:
         Raises:
             ChatError: it cannot be rendered, or what would be sampled cannot be told.
         """
-        if self.name == DEFAULT and not self._tokenizer.chat_template:
-            raise no_template()
+        self._refuse(tools)
         try:
             if self.name == DEFAULT:
                 return by_template(self._tokenizer, messages, tools, learned, self._template_options)
@@ -176,6 +184,14 @@ class RendererChat:
         if len(completion) and ids and ids[0] == int(completion[-1]) and ids[0] in self._ends():
             return ids[1:]
         return ids
+
+    def _refuse(self, tools: Sequence[ToolSpec]) -> None:
+        """Raises ChatError for what the template cannot write."""
+        template = self._tokenizer.chat_template
+        if self.name == DEFAULT and not template:
+            raise no_template()
+        if self.name == DEFAULT and tools and not tells_of_tools(str(template)):
+            raise no_place_for_tools()
 
     def _ends(self) -> set[int]:
         return {*self.stop_token_ids, *self._tokenizer.all_special_ids}

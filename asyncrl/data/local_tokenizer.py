@@ -18,7 +18,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from asyncrl.chat.base import Message, ToolSpec, no_template, unrenderable, with_arguments
+from asyncrl.chat.base import (
+    ChatError,
+    Message,
+    ToolSpec,
+    no_place_for_tools,
+    no_template,
+    unrenderable,
+    with_arguments,
+)
+from asyncrl.chat.names import tells_of_tools
 
 TOKENIZER = "tokenizer"
 """Under which name the learner announces `token_ids_of` its own."""
@@ -52,18 +61,29 @@ class LocalTokenizer:
         if not self.chat_template:
             raise no_template()
         try:
-            text = self.apply_chat_template(with_arguments(messages), add_generation_prompt=True)
+            text = self.apply_chat_template(with_arguments(messages), add_generation_prompt=True, tools=tools)
+        except ChatError:
+            raise
         except Exception as error:  # a template is code that came with the model: whatever it raises is one bad row
             raise unrenderable("the tokenizer's chat template", error) from error
         # The template wrote the special tokens already; adding them again would double the BOS.
         return self.encode(text, add_special_tokens=False)
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
+        self,
+        conversation: Any,
+        *,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
+        tools: Sequence[ToolSpec] = (),
     ) -> str:
-        """Raises jinja2.TemplateError, or whatever else a template makes of messages that it was not written for."""
-        given = {"messages": conversation, "add_generation_prompt": add_generation_prompt, **self._special}
-        return _compiled(self.chat_template).render(given)
+        """Raises ChatError where the template leaves `tools` out; jinja2.TemplateError, or whatever else a template
+        makes of messages that it was not written for."""
+        template = self.templates.get("tool_use", self.chat_template) if tools else self.chat_template
+        if tools and not tells_of_tools(template):
+            raise no_place_for_tools()
+        given = {"messages": conversation, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
+        return _compiled(template).render(given | self._special)
 
 
 def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:

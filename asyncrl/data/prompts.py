@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.chat.base import ChatError, PromptRenderer
 from asyncrl.data.dataset import Dataset
+from asyncrl.data.rows.base import Row
+from asyncrl.data.rows.messages import tools_of
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.types import Prompt
@@ -71,7 +72,7 @@ class PromptSource:
         drawn = self._order[index]
         row = self._data.starts[drawn.source] + drawn.row
         columns = self._data[row]
-        text, token_ids = self._fit(row, *self._tokenize(row, columns["prompt"]))
+        text, token_ids = self._fit(row, *self._tokenize(row, columns))
         return Prompt(
             index=index,
             epoch=drawn.epoch,
@@ -89,10 +90,10 @@ class PromptSource:
     def close(self) -> None:
         self._data.close()
 
-    def _tokenize(self, row: int, prompt: str | list[dict[str, Any]]) -> tuple[str, NDArray[np.int32]]:
+    def _tokenize(self, row: int, columns: Row) -> tuple[str, NDArray[np.int32]]:
         known = self._tokenized.get(row)
         if known is None:
-            known = render(self._tokenizer, prompt, self.where(row))
+            known = render(self._tokenizer, columns, self.where(row))
             if len(self._tokenized) >= CACHED_ROWS:
                 del self._tokenized[next(iter(self._tokenized))]
             self._tokenized[row] = known
@@ -112,19 +113,19 @@ class PromptSource:
         return self._tokenizer.decode(kept.tolist()), kept
 
 
-def render(
-    tokenizer: PromptRenderer, prompt: str | Sequence[dict[str, Any]], where: str
-) -> tuple[str, NDArray[np.int32]]:
-    """Text and token ids [P] of a prompt: rendered where it is messages, from the plain tokenizer where it is text.
+def render(tokenizer: PromptRenderer, columns: Row, where: str) -> tuple[str, NDArray[np.int32]]:
+    """Text and token ids [P] of a row's prompt: rendered, with its `tools`, where it is messages; from the plain
+    tokenizer where it is text.
 
     Raises:
         DataError: messages that cannot be rendered; or no token came out.
     """
+    prompt = columns["prompt"]
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer.encode(prompt)
     else:
         try:
-            ids = tokenizer.render(prompt)
+            ids = tokenizer.render(prompt, tools_of(columns, where))
         except ChatError as error:
             raise DataError(f"{where}: `prompt` is a list of messages, and {error}") from error
         text = tokenizer.decode(ids)

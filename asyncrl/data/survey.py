@@ -62,7 +62,7 @@ def survey(
     """
     data_sources = rows.check()
     looked_at = chosen(rows, counted) if tokenizer else ()
-    prompts = {row: render(tokenizer, rows[row]["prompt"], rows.where(row)) for row in looked_at} if tokenizer else {}
+    prompts = {row: render(tokenizer, rows[row], rows.where(row)) for row in looked_at} if tokenizer else {}
     tokens = {row: len(ids) for row, (_, ids) in prompts.items()}
     overlong = [row for row in tokens if tokens[row] > limit]
     if tokens and len(overlong) == len(tokens):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.chat.base import ToolSpec
+from asyncrl.data.rows.messages import tools_of
 from asyncrl.environments.base import EpisodeTools
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.episodes import EpisodeEnvironment
@@ -18,7 +19,7 @@ class ChatEnvironment(EpisodeEnvironment[Conversation]):
 
     def specs(self, row: dict[str, Any]) -> Sequence[ToolSpec]:
         """Functions that the policy is told of."""
-        return ()
+        return tools_of(row, "the row")
 
     def open(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> Conversation:
         return Conversation(prompt, tools, engine, self.specs(dict(prompt.columns)))

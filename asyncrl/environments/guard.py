@@ -66,7 +66,8 @@ class GuardedEnvironment:
         except BaseException as error:
             known = next((cause for cause in causes(error) if isinstance(cause, PASSED_ON)), None)
             if known is None or isinstance(known, RequestError):
-                why = known or f"{type(error).__name__}: {error}"
+                first = next((each for each in causes(error) if not isinstance(each, BaseExceptionGroup)), error)
+                why = known or f"{type(first).__name__}: {first}"
                 raise self._failed(str(why), error) from error
             if known is error:
                 raise

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from asyncrl.data.local_tokenizer import TOKENIZER, token_ids_of
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
 from asyncrl.weights.base import SubscriberRendezvous
+
+log = logging.getLogger(__name__)
 
 
 def load_tokenizer(model_path: str) -> Any:
@@ -48,22 +51,31 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of `generation_config.json`.
+    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of `generation_config.json`, or of
+    `config.json` where there is none.
 
     Chat models end a turn with another token than their tokenizer's EOS; missing it, every completion would run on
     to `rollout.max_new_tokens`.
     """
-    ids = {tokenizer.eos_token_id, *turn_ends}
-    if not Path(model_path).is_dir() or (Path(model_path) / "generation_config.json").is_file():
-        ids |= _generation_stops(model_path)
-    return tuple(sorted(token for token in ids if token is not None))
+    ids = {tokenizer.eos_token_id, *turn_ends, *_generation_stops(model_path)} - {None}
+    if not ids:
+        log.warning(
+            "model.path=%s: no token ends a completion, so each has rollout.max_new_tokens tokens. Give the tokenizer "
+            "an eos_token, or the model's generation_config.json an eos_token_id",
+            model_path,
+        )
+    return tuple(sorted(ids))
 
 
-def _generation_stops(model_path: str) -> set[int]:
+def _generation_stops(model_path: str) -> set[int | None]:
     try:
-        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a hub model without the file
-        return set()
+        eos: Any = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # no such file
+        try:
+            given = PretrainedConfig.get_config_dict(model_path)[0]
+        except (OSError, ValueError):  # refused where a model is loaded
+            return set()
+        eos = given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id"))
     return set(eos) if isinstance(eos, list | tuple) else {eos}
 
 

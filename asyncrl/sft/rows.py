@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
-from asyncrl.data.rows.messages import messages_of, refuse_halves
+from asyncrl.data.rows.messages import TOOLS, messages_of, refuse_halves, tools_of
 from asyncrl.data.rows.opening import open_rows
 from asyncrl.data.rows.view import SourceRows, dug
 from asyncrl.errors import DataError
@@ -21,7 +20,6 @@ from asyncrl.sft.settings import SftConfig, SftDataConfig
 
 COMPLETIONS = ("completion", "response")
 """Columns of what the model is to write, as TRL and verl call them."""
-TOOLS = "tools"
 ASSISTANT = "assistant"
 SHAREGPT, SYSTEM = "conversations", "system"
 """Columns of ShareGPT's rows: messages of `from` and `value`, and at times the system's words beside them."""
@@ -97,7 +95,7 @@ class SftRows(SourceRows):
             self._form(columns, row)
 
     def _form(self, columns: Row, row: int) -> Conversation | Texts:
-        tools = _tools_of(columns.get(TOOLS), self.where(row))
+        tools = tools_of(columns, self.where(row))
         if name := self._talks_in:
             if columns.get(name) is None:
                 raise DataError(
@@ -204,15 +202,3 @@ def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
         )
     rest = {key: part for key, part in message.items() if key not in ("from", "value")}
     return {**rest, "role": role, "content": message["value"]}
-
-
-def _tools_of(given: Any, where: str) -> tuple[ToolSpec, ...]:
-    if not given:
-        return ()
-    try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: `{TOOLS}` is text and no JSON ({error}). Give a list of tools") from error
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-        raise DataError(f"{where}: `{TOOLS}` must be a list of tools, as in OpenAI's API; got {found!r:.80}")
-    return tuple(dict(tool) for tool in found)

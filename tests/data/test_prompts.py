@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from asyncrl.chat.choice import open_chat
+from asyncrl.chat.renderer import RendererChat
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.rows.view import PromptRows
 from asyncrl.drawing.order import APART, epoch_order
 from asyncrl.errors import DataError, OverlongError
+from tests.chat.markers import tokenizer as byte_tokenizer_with_markers
 from tests.rollout.rollout_fakes import dataset
+
+QWEN3 = (Path(__file__).parents[1] / "chat" / "qwen3.jinja").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,56 @@ def test_messages_go_through_the_chat_template_with_a_generation_prompt(tmp_path
     prompt = source(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "hi"}]}])[0]
     assert prompt.text == "user: hi\nassistant: "
     assert bytes(prompt.token_ids.tolist()).decode() == prompt.text
+
+
+LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"properties": {"q": {"type": "string"}}}}}
+SAYS = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [LOOK_UP],
+        json.dumps([LOOK_UP]),
+        # As a parquet file of two tools gives it: each has the fields of both.
+        [{**LOOK_UP, "function": {**LOOK_UP["function"], "description": None}}],
+    ],
+)
+def test_a_rows_own_tools_are_told_to_the_policy(tmp_path, given):
+    qwen = byte_tokenizer_with_markers("<|im_end|>", QWEN3)
+    rows = [{"prompt": SAYS, "tools": given}]
+    expected = qwen.apply_chat_template(SAYS, tools=[LOOK_UP], add_generation_prompt=True, tokenize=False)
+    assert "look_up" in expected
+    for of in (RendererChat(qwen, "default", {}, chosen=True), RendererChat(qwen, "qwen3", {}, chosen=True)):
+        drawn = source(tmp_path, of, rows, max_prompt_tokens=4000)[0]
+        assert (drawn.text, drawn.columns["tools"]) == (expected, given)
+    looked_at = LocalTokenizer(qwen.backend_tokenizer, {"default": QWEN3}, {})
+    assert source(tmp_path, looked_at, rows, max_prompt_tokens=4000)[0].text == expected
+    named = LocalTokenizer(qwen.backend_tokenizer, {"default": "plain", "tool_use": QWEN3}, {})
+    assert source(tmp_path, named, rows, max_prompt_tokens=4000)[0].text == expected
+
+
+@pytest.mark.parametrize("given", [[], None, ""])
+def test_no_tools_are_none(tmp_path, tokenizer, given):
+    assert source(tmp_path, tokenizer, [{"prompt": SAYS, "tools": given}])[0].text == "user: hi\nassistant: "
+
+
+def test_tools_that_a_template_would_leave_out_are_refused_and_texts_stay_as_they_are(tmp_path, tokenizer):
+    local = load_local_tokenizer(Path(tokenizer._tokenizer.name_or_path))
+    for of in (tokenizer, local):
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no place for `tools`.* system message"):
+            source(tmp_path, of, [{"prompt": SAYS, "tools": [LOOK_UP]}])[0]
+    assert source(tmp_path, tokenizer, [{"prompt": "ab>", "tools": "hammer"}])[0].text == "ab>"
+
+
+@pytest.mark.parametrize("given", ["hammer", ["hammer"], {"name": "hammer"}])
+def test_a_column_of_tools_that_are_none_is_refused_before_anything_starts(tmp_path, given):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": SAYS, "tools": each}) + "\n" for each in ([LOOK_UP], given)))
+    rows = dataset(path).parts[0]
+    assert isinstance(rows, PromptRows)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: `tools` .*rename a column that holds none"):
+        rows.check()
 
 
 def test_messages_without_a_chat_template_are_an_error_with_a_way_out(tmp_path, tokenizer):

@@ -11,11 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.environments.chat import ChatEnvironment
+from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.tools.environment import Tools
 from asyncrl.environments.tools.host import Toolbox
 from asyncrl.environments.tools.schema import CallFault, tool_of
 from asyncrl.environments.tools.sessions import Functions
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeError
 from tests.environments import toolset
 from tests.environments.talk import TOKENIZER, call, exact, play, sampled_texts
 
@@ -225,3 +227,19 @@ async def test_a_host_that_was_lost_is_started_anew() -> None:
 def test_settings_that_cannot_work_are_refused(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Tools(**args)
+
+
+@one_loop
+async def test_a_rows_own_tools_are_refused_where_nobody_calls_them_and_told_elsewhere(
+    tools: Tools,
+) -> None:
+    own = {"tools": [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]}
+    with pytest.raises(EpisodeError, match=r"tested: EpisodeError: the row's own `tools` cannot be called"):
+        await play(tools, ["done"], columns=own)
+
+    class Talk(ChatEnvironment):
+        async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
+            return float((await chat.reply()).content == "done")
+
+    _, engine = await play(Talk(), ["done"], columns=own)
+    assert "look_up" in TOKENIZER.decode(engine.requests[0].prompt_ids.tolist())

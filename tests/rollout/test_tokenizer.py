@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import Qwen2Config
+from transformers import GenerationConfig, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.data.local_tokenizer import token_ids_of
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.tokenizer import SameTokenizer, check_vocabulary, load_tokenizer, make_encode
+from asyncrl.rollout.tokenizer import SameTokenizer, check_vocabulary, load_tokenizer, make_encode, stop_token_ids
 from tests.weights.board import Board, WorkerRendezvous
 
 
@@ -31,6 +31,34 @@ def test_an_observation_is_encoded_as_it_stands_with_the_special_tokens_that_are
     save_byte_tokenizer(tmp_path)
     ids = make_encode(load_tokenizer(str(tmp_path)))(" no!<|eos|>")
     assert ids.tolist() == [*b" no!", EOS_ID] and ids.dtype == np.int32
+
+
+def test_a_completion_ends_where_generation_config_says_so_else_where_config_does(tmp_path, caplog):
+    path = folder(tmp_path, VOCAB_SIZE)
+    config = tmp_path / "config.json"
+    tokenizer = load_tokenizer(path)
+    assert stop_token_ids(path, tokenizer) == (EOS_ID,)
+    for eos, ends in ((7, [7]), ([7, 8], [7, 8])):
+        for given in (
+            {"eos_token_id": eos},
+            {"eos_token_id": None, "text_config": {}},
+            {"text_config": {"eos_token_id": eos}},
+        ):
+            config.write_text(json.dumps(given))
+            found = [] if given.get("eos_token_id", eos) is None else ends
+            assert stop_token_ids(path, tokenizer) == (*found, EOS_ID)
+    GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
+    assert stop_token_ids(path, tokenizer) == (9, EOS_ID)
+    assert not caplog.records
+
+
+def test_it_is_said_where_no_token_ends_a_completion(tmp_path, caplog):
+    path = folder(tmp_path, VOCAB_SIZE)
+    tokenizer = load_tokenizer(path)
+    tokenizer.eos_token = None
+    assert stop_token_ids(path, tokenizer, (5,)) == (5,) and not caplog.records
+    assert stop_token_ids(path, tokenizer) == ()
+    assert "no token ends a completion" in caplog.text and "Give the tokenizer an eos_token" in caplog.text
 
 
 @pytest.mark.parametrize(("vocabulary", "id_"), [(200, EOS_ID), (EOS_ID, EOS_ID)])

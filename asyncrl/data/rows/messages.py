@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.chat.base import ToolSpec
 from asyncrl.errors import DataError
+
+TOOLS = "tools"
+"""Column of the tools that the policy is told of, as in TRL's rows."""
 
 
 def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
@@ -21,6 +26,32 @@ def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
         raise DataError(f"{where}: `{column}` must be text or a non-empty list of messages, got {given!r:.80}")
     refuse_halves(given, column, where)
     return [_message(each, where) for each in given]
+
+
+def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
+    """Those in the row's column `tools`, a list or JSON text, without the fields that a parquet file fills up with
+    nothing. Raises DataError naming the row."""
+    given = row.get(TOOLS)
+    if not given:
+        return ()
+    try:
+        found = json.loads(given) if isinstance(given, str) else _without_nothing(given)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: `{TOOLS}` is text and no JSON ({error}). {_OWN_TOOLS}") from error
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        said = f"{where}: `{TOOLS}` must be a list of tools, as in OpenAI's API; got {found!r:.80}"
+        raise DataError(f"{said}. {_OWN_TOOLS}")
+    refuse_halves(found, TOOLS, where)
+    return tuple(dict(tool) for tool in found)
+
+
+_OWN_TOOLS = "The policy is told of what stands there: give a list of tools, or rename a column that holds none"
+
+
+def _without_nothing(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {key: _without_nothing(part) for key, part in given.items() if part is not None}
+    return [_without_nothing(part) for part in given] if isinstance(given, list) else given
 
 
 def refuse_halves(value: object, column: str, where: str) -> None:

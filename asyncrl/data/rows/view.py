@@ -12,7 +12,7 @@ from asyncrl.checks.conditions import Condition
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
-from asyncrl.data.rows.messages import messages_of, refuse_halves
+from asyncrl.data.rows.messages import TOOLS, messages_of, refuse_halves, tools_of
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
@@ -122,7 +122,7 @@ class PromptRows(SourceRows):
         """
         first = type(self[0][PROMPT])
         found: dict[str, str] = {}
-        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE])):
+        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE, TOOLS])):
             prompt = self._checked(columns, row)
             if type(prompt) is not first:
                 kinds = {str: "text", list: "a list of messages"}
@@ -143,7 +143,10 @@ class PromptRows(SourceRows):
                 f"{self.where(row)} has no column `{name}` (columns: {known}). Name the column that holds the prompt: "
                 "data.prompt_column=COLUMN"
             )
-        return checked_prompt(columns[name], name, self.where(row))
+        prompt = checked_prompt(columns[name], name, self.where(row))
+        if not isinstance(prompt, str):
+            tools_of(columns, self.where(row))
+        return prompt
 
 
 def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[str, Any]]:

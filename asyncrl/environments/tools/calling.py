@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from asyncrl.chat.base import ToolCall, ToolSpec
+from asyncrl.data.rows.messages import TOOLS, tools_of
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.episodes import Asked
 from asyncrl.environments.tools.styles import Style
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeError
 
 Call = Callable[[str, dict[str, Any]], Awaitable[str]]
 """A tool's name and its arguments -> what the policy is told, of failures too. Raises EpisodeError where the tool is
@@ -89,7 +90,17 @@ class Calling(ChatEnvironment):
         return Asked(several=self.several_turns, calls=self._style.native, told=bool(self._told))
 
     def specs(self, row: dict[str, Any]) -> Sequence[ToolSpec]:
+        self.check_row(row)
         return self._told
+
+    @staticmethod
+    def check_row(row: Mapping[str, Any]) -> None:
+        """Raises EpisodeError: it has tools of its own, which nobody here can call."""
+        if tools_of(row, "the row"):
+            raise EpisodeError(
+                f"the row's own `{TOOLS}` cannot be called: the policy is told of the environment's. Leave the column "
+                "out, or have the calls written and scored alone, environment.name=single_turn"
+            )
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> None:
         if self._system:
