@@ -117,6 +117,13 @@ def test_a_file_of_one_s_own_is_overruled_by_what_is_typed_after_it(tmp_path: Pa
     assert config.engine.vllm == {"gpu_memory_utilization": 0.5}
 
 
+def test_a_file_may_lie_in_a_folder_named_after_a_setting(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-5" / "my.yaml"
+    file.parent.mkdir()
+    file.write_text("learner.lr: 1.0e-5\n")
+    assert load_config(with_files([*GIVEN, str(file)])).learner.lr == 1e-5
+
+
 def test_a_file_may_have_aliases(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("eval: {every: &often 7}\nlearner: {save_every: *often}\n")
     assert read_settings(tmp_path / "my.yaml") == {"eval.every": 7, "learner.save_every": 7}

@@ -41,10 +41,10 @@ def with_files(arguments: Sequence[str], kind: type = Config) -> list[str]:
     """
     found: list[str] = []
     for place, text in enumerate(arguments):
-        if "=" in text or not text.endswith(ENDINGS):
+        path, later = Path(text), arguments[place + 1 :]
+        if not text.endswith(ENDINGS) or ("=" in text and not path.is_file()):
             found.append(text)
             continue
-        path, later = Path(text), arguments[place + 1 :]
         if not path.is_file():
             raise ConfigError(f"there is no settings file {path}. Give the path of a YAML file, or key=value")
         found = _without(found, _said(path))

@@ -191,6 +191,11 @@ def refuse_used_folder(config: RunSettings) -> None:
         return
     if not folder.is_dir():
         raise RunFolderError(f"run.dir={config.run.dir} is a file. Give another run.dir or run.name")
+    if owner_of(folder) is None and (folder / RUN_FILE).exists():
+        raise RunFolderError(
+            f"{folder / RUN_FILE} cannot be read: it says whose run this is, so the folder is left alone. "
+            "Restore it from a copy, or give another run.dir or run.name"
+        )
     if owner_of(folder) is None:
         raise RunFolderError(
             f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is no run folder of asyncrl and is left "

@@ -151,6 +151,15 @@ def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_damaged_run_json_is_named_and_its_folder_left_alone(tmp_path: Path) -> None:
+    prepare_run_folder(config_for(tmp_path / "a"), "one")
+    file = tmp_path / "a" / "run.json"
+    file.write_text(file.read_text()[:20])
+    for setting in ("resume=auto", "overwrite=true"):
+        with pytest.raises(RunFolderError, match=r"run\.json cannot be read.*Restore it from a copy"):
+            prepare_run_folder(config_for(tmp_path / "a", setting), "two")
+
+
 def test_secrets_are_blotted_out_and_numbers_of_tokens_are_not() -> None:
     shown = redacted({"hub": {"api_key": "abc", "Password": "x"}, "max_new_tokens": 12, "replay": {"keys": ""}})
     assert shown == {"hub": {"api_key": "***", "Password": "***"}, "max_new_tokens": 12, "replay": {"keys": ""}}

@@ -91,7 +91,6 @@ def recover(
             segment_name(newest.number),
             offset_of(end),
         )
-    disk.sync(segment_name(newest.number))  # Found does not mean durable: a killed process leaves it in the page cache.
     stored = {group: entry for group, entry in state.ledger.entries.items() if entry.payload is not None}
     _attach(disk, state, places, max_bytes)
     return Recovered(run=run, state=state, end=end, places={group: places[group] for group in stored})
@@ -154,6 +153,8 @@ def open_core(
     found = recover(disk, replayed, max_bytes)
     state = found.state if found else ReplayState()
     if found:
+        # Found does not mean durable: a killed process leaves it in the page cache.
+        disk.sync(segment_name(segment_of(found.end)))
         settings = settings.as_tuned(found.run["settings"])
     identity = {**run, "settings": settings.plain()}
     if found:

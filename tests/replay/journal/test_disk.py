@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.folder_check import journal_end
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.direct import MAX_BUFFERS
 from asyncrl.replay.journal.disk import KEPT_OPEN, FolderDisk
@@ -99,6 +100,20 @@ def test_a_journal_in_a_folder_is_recovered_read_and_discarded(tmp_path: Path) -
     discard(disk)
     assert recover(disk) is None and disk.names() == []
     disk.close()
+
+
+def test_who_may_only_read_a_journal_learns_how_far_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FolderDisk(tmp_path, locked=True)
+    server = Life(disk)  # type: ignore[arg-type]
+    server.begin()
+    server.journal.close()
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(FolderDisk, "_descriptor", refused)  # opened for writing
+    end = journal_end(tmp_path, [])
+    assert end is not None and end.events == server.core.state.applied
 
 
 def test_readers_say_when_there_is_no_journal(tmp_path: Path) -> None:
