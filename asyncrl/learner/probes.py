@@ -97,7 +97,7 @@ def _pieces(rows: Dataset, tokenizer: PromptRenderer, longest: int, seed: int) -
     piece = np.empty(0, np.int32)
     try:
         for row in drawn.sample(range(len(rows)), min(len(rows), ROWS)):
-            ids = render(tokenizer, rows[row]["prompt"], rows.where(row))[1]
+            ids = render(tokenizer, rows[row], rows.where(row))[1]
             start = drawn.randint(0, max(len(ids) - longest, 0))
             piece = np.concatenate([piece, ids[start : start + longest]])[:longest]
             if len(piece) == longest:
