@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
+import os
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.config import default_settings, read_settings
 from asyncrl.errors import RunFolderError
+from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.report import Row, evaluated, read_metrics, series
 from asyncrl.telemetry.resumed import CONFIG_FILE
@@ -31,6 +36,9 @@ OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")
 TAIL = 0.1
 """The end of a curve is the mean over this share of its values, the last ones; at least one, at most `TAIL_MOST`."""
 TAIL_MOST = 50
+ALONE_BYTES = 32 << 20
+"""Of metrics that one process reads in about a second."""
+Read = TypeVar("Read")
 PERMUTATIONS = 20_000
 """So many ways of dealing out the seeds are tried one by one; of more, as many are drawn."""
 
@@ -43,6 +51,7 @@ class Run:
     settings: Mapping[str, Any]
     """By dotted key."""
     rows: Sequence[Row]
+    """Of its metrics those that are compared: all of many long runs do not fit into memory together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +83,27 @@ class Difference:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Raises RunFolderError where there is no run, or nothing that it wrote down."""
+    names, settings = names_of(folders), [settings_of(folder) for folder in folders]
+    return list(map(Run, names, folders, settings, of_each(folders, compared_rows)))
+
+
+def compared_rows(folder: Path) -> list[Row]:
+    kept = {*SHOWN, *OF_EVERY_ROW}
     return [
-        Run(name, folder, settings_of(folder), read_metrics(folder))
-        for folder, name in zip(folders, names_of(folders), strict=True)
+        {name: value for name, value in row.items() if name in kept or name.startswith("eval/")}
+        for row in read_metrics(folder)
     ]
+
+
+def of_each(folders: Sequence[Path], read: Callable[[Path], Read]) -> list[Read]:
+    """One folder after the other in a process, since the rows of many do not fit into memory together; in several,
+    where there is more to read than it takes to start them."""
+    sizes = [path.stat().st_size for folder in folders if (path := folder / METRICS_FILE).exists()]
+    workers = min(len(folders), os.cpu_count() or 1)
+    if sum(sizes) < ALONE_BYTES or workers < 2 or threading.active_count() > 1:  # a fork copies no other thread
+        return [read(folder) for folder in folders]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(read, folders))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

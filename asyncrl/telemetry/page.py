@@ -10,11 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +25,12 @@ from asyncrl.telemetry.compared import (
     different_settings,
     end_of_values,
     names_of,
+    of_each,
     settings_of,
     shown,
 )
 from asyncrl.telemetry.evaluations import METRICS
-from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, METRICS_FILE, cell
+from asyncrl.telemetry.metrics import HISTOGRAMS_FILE, cell
 from asyncrl.telemetry.page_samples import samples_of
 from asyncrl.telemetry.raised import ALARMS_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of, unit_of
@@ -54,8 +51,6 @@ Interval = tuple[float, float]
 Ends = list[float | None]
 Drawn = dict[str, tuple[Curve, End | None, Interval | None]]
 """Metric -> what is drawn of it, where it ended, and the interval of an evaluation there."""
-ALONE_BYTES = 32 << 20
-"""Of metrics that one process reads in about a second."""
 
 
 def page_of(folders: Sequence[Path]) -> str:
@@ -72,12 +67,12 @@ def page_of(folders: Sequence[Path]) -> str:
     compared += [
         Run(name, folder, settings_of(folder), ()) for folder, name in zip(folders, names_of(folders), strict=True)
     ]
-    for place, (run, drawn) in enumerate(zip(compared, all_drawn(folders), strict=True)):
-        for metric, (curve, end, interval) in drawn.items():
+    for place, (run, found) in enumerate(zip(compared, of_each(folders, drawn), strict=True)):
+        for metric, (curve, end, interval) in found.items():
             curves.setdefault(metric, [{} for _ in folders])[place] = curve
             ends.setdefault(metric, [None for _ in folders])[place] = end
             intervals.setdefault(metric, [None for _ in folders])[place] = interval
-        last = max((end.step for _, end, _ in drawn.values() if end), default=0)
+        last = max((end.step for _, end, _ in found.values() if end), default=0)
         runs.append({"name": run.name, "folder": str(run.folder), "steps": last})
     main = [metric for metric in [*evaluations_in(curves), *SHOWN, *failures_in(curves)] if metric in curves]
     spread = histograms_of(folders)
@@ -99,17 +94,6 @@ def page_of(folders: Sequence[Path]) -> str:
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     text = text.encode(errors="replace").decode()  # half a character, of a text that was cut in it
     return TEMPLATE.read_text().replace("@DATA@", text, 1)
-
-
-def all_drawn(folders: Sequence[Path]) -> list[Drawn]:
-    """`drawn` of each: one after the other in a process, since the rows of many do not fit into memory together; in
-    several, where there is more to read than it takes to start them."""
-    sizes = [path.stat().st_size for folder in folders if (path := folder / METRICS_FILE).exists()]
-    workers = min(len(folders), os.cpu_count() or 1)
-    if sum(sizes) < ALONE_BYTES or workers < 2 or threading.active_count() > 1:  # a fork copies no other thread
-        return [drawn(folder) for folder in folders]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(drawn, folders))
 
 
 def drawn(folder: Path) -> Drawn:

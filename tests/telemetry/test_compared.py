@@ -49,6 +49,19 @@ def test_settings_that_differ_and_where_the_curves_end(tmp_path: Path, capsys: p
     assert "learner.lr" in said and "0.9375 *" in said and "two seeds" in said
 
 
+def test_of_a_long_run_only_what_is_compared_is_held(tmp_path: Path) -> None:
+    """All rows of twenty runs of 10,000 steps took 3.6 GB."""
+    folder = make_run(tmp_path / "a", 0, 0.1, [0.5], accuracy=0.75)
+    row = {"step": 2, "time": 2.0, "loss/total": 0.1, "staleness/hist_0": 1.0, "eval/heldout/accuracy_low": 0.5}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (run,) = compared.read_runs([folder])
+    assert {name for each in run.rows for name in each} == {
+        "step", "time", "reward/mean", "loss/total", "eval/heldout/accuracy", "eval/heldout/count",
+        "eval/heldout/accuracy_low",
+    }  # fmt: skip
+
+
 def test_a_run_that_diverged_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its curves end in means of the steps in which they were finite."""
     good, bad = (make_run(tmp_path / name, 0, lr, []) for name, lr in (("good", 0.1), ("bad", 9.0)))

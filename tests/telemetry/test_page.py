@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.telemetry import page, page_samples
+from asyncrl.telemetry import compared, page_samples
 from asyncrl.telemetry.page import POINTS, TEMPLATE, curve_of, page_of
 from asyncrl.telemetry.page_samples import SAMPLES
 
@@ -198,5 +198,5 @@ def test_many_large_runs_are_read_by_several_processes_with_the_same_result(
 ) -> None:
     folders = [make_run(tmp_path / f"run{seed}", some_rows(300, seed)) for seed in range(3)]
     alone = data_in(page_of(folders))
-    monkeypatch.setattr(page, "ALONE_BYTES", 0)
+    monkeypatch.setattr(compared, "ALONE_BYTES", 0)
     assert data_in(page_of(folders)) == alone
