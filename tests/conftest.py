@@ -48,6 +48,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 collector.rest()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest -m "not slow"`, and nothing else asked: a process for each core, by pytest-xdist. Slow tests start
+    processes of their own, and what was asked by its path is looked at in one."""
+    if (
+        config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and "not slow" in config.option.markexpr.split(" and ")
+        and config.getoption("numprocesses", default=0) is None  # -n 0 is one process; 0: without pytest-xdist
+        and not config.option.usepdb
+    ):
+        config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "loadfile"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_finish() -> None:
     collector.wake()
 

@@ -67,7 +67,7 @@ def gradients(model: PolicyModel, batch: MicroBatch) -> dict[str, Tensor]:
     ("family", "graphs"),
     [
         ("Qwen3", 4),
-        ("Llama", 4),
+        pytest.param("Llama", 4, marks=pytest.mark.long),
         ("Qwen3-MoE", 7),
         pytest.param("OLMo 3", 3, marks=pytest.mark.long),  # no norm before its attention; some layers have a window
         pytest.param("Qwen2-MoE", 7, marks=pytest.mark.long),

@@ -17,7 +17,7 @@ from tests.rewards import reward_functions
 from tests.rewards.reward_functions import outcome_of
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, rows_file
 
-GROUPS = 40
+GROUPS = 20
 
 pytestmark = pytest.mark.timeout(900)
 
