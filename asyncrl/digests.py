@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from asyncrl.chat.names import AUTO
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.parallel import LAID_OUT_BY
@@ -27,6 +28,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "model": [
             *(Path(config.model.path).name, config.model.lora_rank, config.model.lora_alpha),
             *(["fp32_head"] if config.model.fp32_head else []),
+            *([config.model.renderer, config.model.chat] if config.model.chat or config.model.renderer != AUTO else []),
         ],
         "data": [
             [_settings_of(source) for source in sources(config.data)],

@@ -105,6 +105,7 @@ def test_the_digest_ignores_what_differs_between_machines() -> None:
     [
         *("seed=1", "rollout.temperature=0.5", "replay.max_staleness=5", "learner.groups_per_step=16"),
         *("model.path=o", "model.lora_rank=8", "model.lora_alpha=8", "advantage=remax"),
+        *("model.renderer=default", "model.chat.enable_thinking=false"),
     ],
 )
 def test_the_digest_changes_with_every_shared_setting(change: str) -> None:

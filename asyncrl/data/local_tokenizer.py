@@ -27,12 +27,16 @@ from asyncrl.chat.base import (
     unrenderable,
     with_arguments,
 )
+from asyncrl.chat.hub import described_in
 from asyncrl.chat.names import tells_of_tools
+from asyncrl.errors import ConfigError
 
 TOKENIZER = "tokenizer"
-"""Under which name the learner announces `token_ids_of` its own."""
+"""Under which name the learner announces the `tokenizer_digest` of its own."""
 PROBE = " Ab 1234567, naïve 你好\n\tif x != 3:  return {'k': 0.5}"
 """A text that tokenizers of one vocabulary cut otherwise where their rules differ."""
+OTHER_FILES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt", "*.jinja")
+"""Of a tokenizer without a `tokenizer.json`."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -44,7 +48,7 @@ class LocalTokenizer:
         Args:
             templates: for chats, by name; prompts are written by `default`.
         """
-        self._tokenizer, self.templates, self._special = tokenizer, templates, special
+        self._tokenizer, self.templates, self.special = tokenizer, templates, special
         self.chat_template = templates.get("default", "")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -83,7 +87,7 @@ class LocalTokenizer:
         if tools and not tells_of_tools(template):
             raise no_place_for_tools()
         given = {"messages": conversation, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
-        return _compiled(template).render(given | self._special)
+        return _compiled(template).render(given | self.special)
 
 
 def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
@@ -105,16 +109,23 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
     return LocalTokenizer(tokenizer, _chat_templates(folder, settings), special)
 
 
-def token_ids_of(folder: Path) -> str:
-    """A digest of which token ids texts have, of two tokenizers that agree on them the same. Empty where
-    `load_local_tokenizer` finds none, or one that cannot be read, which those who need it say."""
+def tokenizer_digest(model_path: str) -> str:
+    """Of which token ids texts have and how messages are written: of copies the same. Empty where nothing is to be
+    found, or it cannot be read, which those who need it say."""
     try:
-        found = load_local_tokenizer(folder)
-    except ValueError:
+        folder = described_in(model_path)
+        found = load_local_tokenizer(folder) if folder else None
+    except (ConfigError, ValueError):
+        return ""
+    if folder is None:
         return ""
     if found is None:
-        return ""
-    return hashlib.sha256(json.dumps([sorted(found.vocabulary().items()), found.encode(PROBE)]).encode()).hexdigest()
+        files = sorted(file for ending in OTHER_FILES for file in folder.glob(ending))
+        told: Any = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
+    else:
+        writes = {name: token for name, token in found.special.items() if name != "pad_token"}
+        told = [sorted(found.vocabulary().items()), found.encode(PROBE), sorted(found.templates.items()), writes]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest() if told else ""
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import early_groups, why_not_early
 from asyncrl.config import disk_patience
-from asyncrl.data.local_tokenizer import token_ids_of
+from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.digests import learner_digest
 from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.backends.base import Backend
@@ -39,6 +39,7 @@ from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
+from asyncrl.telemetry.resumed import ROWS, rows_here
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 
@@ -164,7 +165,7 @@ def assemble(
         branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
         early=early_groups(config),
-        tokenizer=token_ids_of(Path(config.model.path)) if place.rank == 0 else "",
+        copies={TOKENIZER: tokenizer_digest(config.model.path), ROWS: rows_here(config)} if place.rank == 0 else None,
     )
     sender = publisher(roles)
     opened.push(lambda error, *_: sender.close(failed=error is not None))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.data.local_tokenizer import TOKENIZER
 from asyncrl.errors import CheckpointError, CheckpointMismatchError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
@@ -54,7 +54,7 @@ def begin(
     branch: bool = False,
     updates: int = 1,
     early: int = 0,
-    tokenizer: str = "",
+    copies: Mapping[str, str] | None = None,
 ) -> Start:
     """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
 
@@ -66,7 +66,7 @@ def begin(
         branch: the checkpoint was chosen by hand.
         updates: optimizer steps per batch, in each of which the ranks meet.
         early: groups that are trained on together before the batch is full.
-        tokenizer: as `token_ids_of`; workers with another are refused.
+        copies: digests of what every machine has its own copy of; workers with others are refused.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
@@ -86,7 +86,7 @@ def begin(
         # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         reference = FROM_ROLLOUT if roles.reference_comes else ""
-        board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early, TOKENIZER: tokenizer}
+        board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early, **(copies or {})}
         replay.announce(board | {ROUTERS: row_of_routers(roles.policy.routers)})
         fresh = restored.next_version
         if fresh <= known_version:

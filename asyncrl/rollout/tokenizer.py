@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from asyncrl.data.local_tokenizer import TOKENIZER, token_ids_of
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
-from asyncrl.weights.base import SubscriberRendezvous
 
 log = logging.getLogger(__name__)
 
@@ -91,24 +88,3 @@ def make_encode(tokenizer: Any) -> Encode:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     return encode
-
-
-class SameTokenizer:
-    """A `SubscriberRendezvous` that lets through no weights of a learner with another tokenizer: a worker has none of
-    its weights then, and is given no work."""
-
-    def __init__(self, rendezvous: SubscriberRendezvous, model_path: str) -> None:
-        self._rendezvous, self._path = rendezvous, model_path
-        self._own = token_ids_of(Path(model_path))
-        self.served = rendezvous.served
-
-    def watch(self, revision: int, wait_s: float) -> Any:
-        """Raises ConfigError."""
-        board = self._rendezvous.watch(revision, wait_s)
-        theirs = board.values.get(TOKENIZER)
-        if theirs and self._own and theirs != self._own:
-            raise ConfigError(
-                f"model.path={self._path} has another tokenizer here than where the learner is: its token ids would be "
-                "trained on as other texts. Copy the learner's folder to this machine"
-            )
-        return board

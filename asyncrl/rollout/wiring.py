@@ -26,6 +26,7 @@ from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rollout.concurrency import slots_per_worker
+from asyncrl.rollout.copies import SameCopies
 from asyncrl.rollout.end_watch import EndWatch
 from asyncrl.rollout.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.evaluated import EvaluatedSet, told_apart
@@ -36,7 +37,6 @@ from asyncrl.rollout.reward_parts import RewardParts
 from asyncrl.rollout.reward_watch import RewardWatch
 from asyncrl.rollout.rewards import Rewards, make_rewards
 from asyncrl.rollout.tokenizer import (
-    SameTokenizer,
     check_vocabulary,
     load_tokenizer,
     make_decode,
@@ -251,7 +251,7 @@ def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine
     model_less = config.engine.name == "fake"
     return make_subscriber(
         config,
-        SameTokenizer(replay.rendezvous(), config.model.path),
+        SameCopies(replay.rendezvous(), config),
         name,
         replay.incarnation,
         engine.load_weights,

@@ -24,7 +24,7 @@ from asyncrl.checks.dtypes import AUTO, DTYPES, KEYS
 from asyncrl.checks.own_code import code_hashes, own_code
 from asyncrl.checks.sources import Place, Source, places, sources
 from asyncrl.config import by_key, config_to_dict, meant
-from asyncrl.errors import DataError, RunFolderError
+from asyncrl.errors import ConfigError, DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
 from asyncrl.storage.objects import read_object
@@ -32,6 +32,8 @@ from asyncrl.telemetry.origins import FromFile
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
+ROWS = "rows"
+"""Under which name the learner announces the `rows_here` of its own."""
 RESUMED = "# resumed "
 SUPERVISED = "supervised"
 """Kind of a run of `asyncrl sft`; one of reinforcement learning has none."""
@@ -91,6 +93,16 @@ def data_fingerprint(config: RunSettings) -> str:
     if plain and len(first["rows"]) == 1:
         return first["rows"][0]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def rows_here(config: Config) -> str:
+    """`data_fingerprint`; empty where some of it is not on this machine."""
+    try:
+        for source in sources(config.data):
+            places(source)
+    except (ConfigError, DataError):
+        return ""
+    return data_fingerprint(config)
 
 
 def _rows(source: Source) -> list[str]:

@@ -100,7 +100,10 @@ def test_a_pool_of_another_model_or_tokenizer_is_refused_at_once_and_the_run_doe
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"1":', '"x":').replace('"7":', '"1":').replace('"x":', '"7":'))
     shared = tiny_task | settings | {"run.dir": str(run.directory)}
-    for folder, said in ((named, "was started with other settings"), (other, "has another tokenizer here")):
+    for folder, said in (
+        (named, "was started with other settings"),
+        (other, "has another tokenizer"),
+    ):
         log = tmp_path / f"{folder.name}.log"
         pool = start_pool(run, shared | {"model.path": str(folder)}, log)
         try:

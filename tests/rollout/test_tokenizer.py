@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import GenerationConfig, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
-from asyncrl.data.local_tokenizer import token_ids_of
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.tokenizer import SameTokenizer, check_vocabulary, load_tokenizer, make_encode, stop_token_ids
-from tests.weights.board import Board, WorkerRendezvous
+from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer, make_encode, stop_token_ids
 
 
 def folder(path, vocabulary: int) -> str:
@@ -72,32 +69,3 @@ def test_a_model_without_a_config_is_refused(tmp_path):
     save_byte_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="has no config that transformers can read"):
         check_vocabulary(str(tmp_path), load_tokenizer(str(tmp_path)))
-
-
-def other_folder(path: Path) -> str:
-    """As `folder`, with the tokens of two bytes exchanged."""
-    made = folder(path, VOCAB_SIZE)
-    file = path / "tokenizer.json"
-    content = json.loads(file.read_text())
-    ids = content["model"]["vocab"]
-    one, two = (name for name, id_ in ids.items() if id_ in b"17")
-    ids[one], ids[two] = ids[two], ids[one]
-    file.write_text(json.dumps(content))
-    return made
-
-
-def test_a_worker_with_another_tokenizer_than_the_learner_takes_no_weights(tmp_path):
-    same, copied = (folder(tmp_path / name, VOCAB_SIZE) for name in ("same", "copied"))
-    other = other_folder(tmp_path / "other")
-    announced = token_ids_of(Path(same))
-    assert announced and announced == token_ids_of(Path(copied)) != token_ids_of(Path(other))
-    board = Board()
-    board.announce({"tokenizer": announced})
-    there = WorkerRendezvous(board, "w")
-    assert SameTokenizer(there, copied).watch(-1, 0.0).values["tokenizer"] == announced
-    with pytest.raises(ConfigError, match=r"model\.path=.*other has another tokenizer here than where the learner is"):
-        SameTokenizer(there, other).watch(-1, 0.0)
-    board.announce({"tokenizer": ""})  # of a learner that found none
-    SameTokenizer(there, other).watch(-1, 0.0)
-    (tmp_path / "other" / "tokenizer.json").write_text("{")
-    assert token_ids_of(Path(other)) == token_ids_of(tmp_path) == ""
