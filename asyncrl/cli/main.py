@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,64 +247,51 @@ def _unread(pipe: int) -> bool:
 
 def run(given: argparse.Namespace) -> int:
     # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
-    if given.command == "keys":
-        load("asyncrl.replay.net.keyring").make_keys(given.directory)
-        print(KEYS_MADE.format(given.directory))
-        return 0
     if given.command in ("audit", "rerun", "export") and not given.run.is_dir():
         raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
-    if given.command == "verify":
+    if given.command in ("verify", "eval"):
         refuse_missing(given.path)
-        return load("asyncrl.cli.verify").main(given.path, given.overrides)
-    if given.command == "eval":
-        refuse_missing(given.path)
-        return load("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run)
-    if given.command == "audit":
-        if load("asyncrl.telemetry.resumed").is_supervised(given.run):
-            raise RunFolderError(
-                f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
-                "when it resumes"
-            )
-        code = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
-        return max(code, load("asyncrl.cli.folder_check").tell(given.run))
-    if given.command == "export":
-        return load("asyncrl.cli.export").main(given.run, given.step, given.to, average=given.average)
-    if given.command == "retriever":
-        server = load("asyncrl.environments.search.server")
-        return server.serve(given.corpus, given.host, given.port)
-    if given.command == "migrate":
-        return load("asyncrl.cli.migrate.command").main(given.framework, given.arguments)
-    if given.command == "settings":
-        page = load("asyncrl.cli.settings")
-        return page.main(given.words, markdown=given.markdown, sft=given.sft)
-    if given.command == "doctor":
-        if not given.folder.is_dir():
-            raise RunFolderError(f"{given.folder} is no folder here. Give the one that run folders are to lie in")
-        return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
-    if given.command == "compare":
-        return load("asyncrl.cli.compare").main(given.runs, as_json=given.json)
-    if given.command == "watch":
-        if "://" in given.run:
-            return load("asyncrl.cli.watch_address").main(given.run, given.keys)
-        if given.keys:
-            raise ConfigError(f"--keys is for a run's address, and {given.run} is a folder. Leave one of the two out")
-        return load("asyncrl.cli.watch").main(Path(given.run))
-    if given.command == "trace":
-        return load("asyncrl.cli.trace").main(given.run, given.to, group=given.group, version=given.version)
-    if given.command == "report" and given.serve:
+    return WAYS.get(given.command, _run_role)(given)
+
+
+def _make_keys(given: argparse.Namespace) -> int:
+    load("asyncrl.replay.net.keyring").make_keys(given.directory)
+    print(KEYS_MADE.format(given.directory))
+    return 0
+
+
+def _audit(given: argparse.Namespace) -> int:
+    if load("asyncrl.telemetry.resumed").is_supervised(given.run):
+        raise RunFolderError(
+            f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
+            "when it resumes"
+        )
+    code = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
+    return max(code, load("asyncrl.cli.folder_check").tell(given.run))
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if not given.folder.is_dir():
+        raise RunFolderError(f"{given.folder} is no folder here. Give the one that run folders are to lie in")
+    return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
+
+
+def _watch(given: argparse.Namespace) -> int:
+    if "://" in given.run:
+        return load("asyncrl.cli.watch_address").main(given.run, given.keys)
+    if given.keys:
+        raise ConfigError(f"--keys is for a run's address, and {given.run} is a folder. Leave one of the two out")
+    return load("asyncrl.cli.watch").main(Path(given.run))
+
+
+def _report(given: argparse.Namespace) -> int:
+    if given.serve:
         return load("asyncrl.cli.report_server").serve(given.runs)
-    if given.command == "report":
-        return load("asyncrl.cli.report").main(given.runs, given.to)
-    if given.command == "alarms":
-        return load("asyncrl.cli.alarms").main(markdown=given.markdown)
-    if given.command == "metrics":
-        return load("asyncrl.cli.metrics").main(given.words, markdown=given.markdown)
-    if given.command == "rerun":
-        return load("asyncrl.cli.rerun").main(given.run, given.overrides)
-    if given.command == "sft":
-        return load("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run)
-    if given.command == "plan":
-        return load("asyncrl.cli.plan").main(given.overrides, given.runs, given.picture, as_json=given.json)
+    return load("asyncrl.cli.report").main(given.runs, given.to)
+
+
+def _run_role(given: argparse.Namespace) -> int:
+    """`data`, and those of COMMANDS."""
     given.overrides = load("asyncrl.cli.settings_file").with_files(given.overrides)
     if given.command == "local":
         given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)
@@ -316,6 +303,31 @@ def run(given: argparse.Namespace) -> int:
         load("asyncrl.cli.preflight").check_rollout(given.overrides)
     role = load(COMMANDS[given.command][0])
     return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "keys": _make_keys,
+    "audit": _audit,
+    "doctor": _doctor,
+    "watch": _watch,
+    "report": _report,
+    "verify": lambda given: load("asyncrl.cli.verify").main(given.path, given.overrides),
+    "eval": lambda given: load("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run),
+    "export": lambda given: load("asyncrl.cli.export").main(given.run, given.step, given.to, average=given.average),
+    "retriever": lambda given: load("asyncrl.environments.search.server").serve(given.corpus, given.host, given.port),
+    "migrate": lambda given: load("asyncrl.cli.migrate.command").main(given.framework, given.arguments),
+    "settings": lambda given: load("asyncrl.cli.settings").main(given.words, markdown=given.markdown, sft=given.sft),
+    "compare": lambda given: load("asyncrl.cli.compare").main(given.runs, as_json=given.json),
+    "trace": lambda given: load("asyncrl.cli.trace").main(
+        given.run, given.to, group=given.group, version=given.version
+    ),
+    "alarms": lambda given: load("asyncrl.cli.alarms").main(markdown=given.markdown),
+    "metrics": lambda given: load("asyncrl.cli.metrics").main(given.words, markdown=given.markdown),
+    "rerun": lambda given: load("asyncrl.cli.rerun").main(given.run, given.overrides),
+    "sft": lambda given: load("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run),
+    "plan": lambda given: load("asyncrl.cli.plan").main(given.overrides, given.runs, given.picture, as_json=given.json),
+}
+"""Of the commands that start no role of a run."""
 
 
 RUNS = "runs"

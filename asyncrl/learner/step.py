@@ -105,16 +105,22 @@ def train_step(
     measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=compute_dtype(config.model.dtype, device))
     measured.maxima |= peak_row(config.model, roles, batches, device)
     if rank == 0:
-        trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
-        measured.totals["optim/trained_parameters"] = float(sum(parameter.numel() for parameter in trained))
-        if early_groups(config):
-            measured.totals["step/early_groups"] = early
-        measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
-        if roles.spikes:
-            measured.totals["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
-        if config.advantage.kl_coef > 0:
-            measured.totals["kl/coef"] = roles.kl_coef
+        measured.totals |= _of_the_step(config, roles, guard, early)
     return measured
+
+
+def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: float) -> dict[str, float]:
+    """What is the same on every rank. `early`: groups that were trained before the batch was whole."""
+    trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
+    told = {"optim/trained_parameters": float(sum(parameter.numel() for parameter in trained))}
+    if early_groups(config):
+        told["step/early_groups"] = early
+    told["optim/nonfinite_steps"] = float(guard.skipped)
+    if roles.spikes:
+        told["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
+    if config.advantage.kl_coef > 0:
+        told["kl/coef"] = roles.kl_coef
+    return told
 
 
 def _of_an_update(report: UpdateReport, minibatch: MinibatchPlan) -> Measured:

@@ -78,10 +78,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         stack.push_async_callback(close_environment, environment)
         rewards = await stack.enter_async_context(make_rewards(config))
         scorings = [Scoring(config.environment, config.reward, environment, rewards)]
-        own_filters = [
-            await stack.enter_async_context(FilterPool(function, timeout_s=config.reward.timeout_s))
-            for function in config.rollout.filters
-        ]
+        filters = await filters_of(config, texts, stack)
         engine = make_engine(config)
         stack.push_async_callback(engine.close)
         replay = RolloutClient(
@@ -90,13 +87,8 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         stack.push_async_callback(replay.close)
         subscriber = _subscriber(config, name, replay, engine)
         stack.callback(subscriber.close)
-        for source in (
-            texts.prompts.stats,
-            engine.stats,
-            rewards.stats,
-            subscriber.stats,
-            *(pool.stats for pool in own_filters),
-        ):
+        own_filters = (pool.stats for pool in filters.own)
+        for source in (texts.prompts.stats, engine.stats, rewards.stats, subscriber.stats, *own_filters):
             report.add(source)
         watch = RewardWatch(config.reward.max_failure_share, texts.prompts.where)
         report.add(watch.stats)
@@ -114,12 +106,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             },
             check=subscriber.check,
             proven=lambda: subscriber.proven,
-            filters=Filters(
-                built_in_filters(config.rollout),
-                own_filters,
-                max_failure_share=config.reward.max_failure_share,
-                where=texts.prompts.where,
-            ),
+            filters=filters,
             shape=group_shape(config.rollout),
             sampling=texts.sampling,
             slots=slots_per_worker(config),
@@ -147,6 +134,16 @@ class Scoring:
     reward_settings: RewardConfig
     environment: Environment
     rewards: Rewards
+
+
+async def filters_of(config: Config, texts: Texts, opened: contextlib.AsyncExitStack) -> Filters:
+    """`rollout.filters` in processes of their own, which `opened` closes, behind those that the settings name."""
+    own = [
+        await opened.enter_async_context(FilterPool(function, timeout_s=config.reward.timeout_s))
+        for function in config.rollout.filters
+    ]
+    built_in, most = built_in_filters(config.rollout), config.reward.max_failure_share
+    return Filters(built_in, own, max_failure_share=most, where=texts.prompts.where)
 
 
 async def evaluation_of(
