@@ -6,6 +6,7 @@ Importing runs it: only a process that uses it, or one that was started to find 
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -19,6 +20,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +33,7 @@ IMPORT_S = 120.0
 MOST_BYTES = 8000
 """Of an answer of that process: a pipe holds them without a reader."""
 FINE = b"\0"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_function(spec: str, setting: str = "reward.function") -> Callable[..., Any]:
@@ -76,6 +79,7 @@ def _load_file(path: Path, given: str) -> ModuleType:
     try:
         with _own_neighbours(folder, given):
             location.loader.exec_module(module)
+        _refuse_late_of_two(path.resolve(), given)
     except ConfigError:
         raise
     # User code at a process boundary: whatever it raises is one refused setting, the exit of a script included.
@@ -89,6 +93,21 @@ def _load_file(path: Path, given: str) -> ModuleType:
 
 _FOLDERS: set[Path] = set()
 """Of files that were loaded."""
+_LATE: dict[tuple[Path, str], None] = {}
+"""Each loaded file, and what its functions import from beside it once they are called."""
+
+
+class _StandardFirst:
+    """A file beside one of the user's does not stand in for a module of Python's, for libraries would get it too."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or name not in sys.stdlib_module_names or not _FOLDERS:
+            return None
+        return PathFinder.find_spec(name, [each for each in sys.path if Path(each).resolve() not in _FOLDERS], target)
+
+
+sys.meta_path.insert(0, _StandardFirst)
 
 
 @contextmanager
@@ -114,6 +133,23 @@ def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
             f"{given} imports {twice} from {folder}, and another file of yours one from "
             f"{Path(str(hidden[twice].__file__)).parent}: one process has one module of a name. Rename one of the two"
         )
+
+
+def _refuse_late_of_two(path: Path, given: str) -> None:
+    """Raises ConfigError where a function of a loaded file will import a neighbour of which another folder has one."""
+    functions = [each for each in ast.walk(ast.parse(path.read_bytes())) if isinstance(each, FUNCTIONS)]
+    for each in (each for function in functions for each in ast.walk(function)):
+        names = [alias.name for alias in each.names] if isinstance(each, ast.Import) else []
+        names += [each.module] if isinstance(each, ast.ImportFrom) and each.module and not each.level else []
+        names = [name.partition(".")[0] for name in names]
+        _LATE.update(dict.fromkeys((path, name) for name in names if name not in sys.stdlib_module_names))
+    for file, name in _LATE:
+        found = [folder for folder in sorted(_FOLDERS) if (folder / f"{name}.py").is_file() or (folder / name).is_dir()]
+        if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {file.parent}):
+            raise ConfigError(
+                f"{given}: a function of {file} imports {name} when it is called, and {found[0]} and {found[1]} both "
+                "have one: it would get either. Rename one of the two, or import it at the top of the file"
+            )
 
 
 def _is_beside(module: object, folders: Collection[Path]) -> bool:

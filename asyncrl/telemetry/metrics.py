@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import math
 import time
 import uuid
@@ -20,9 +21,14 @@ from asyncrl.storage.lines import LineFile, open_kept
 from asyncrl.telemetry.evaluations import is_evaluation
 from asyncrl.telemetry.run_folder import METRICS_FILE, redacted
 
+log = logging.getLogger(__name__)
+
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
+PARTS, MOST_PARTS = "rewards/", 64
+"""Parts of rewards, which a reward function names as it likes: a name per row would make each line as long as the
+data."""
 Histogram = tuple[Sequence[float], Sequence[float]]
 """[n + 1] edges, ascending, and [n] how many lie between two of them."""
 
@@ -62,6 +68,8 @@ class MetricsLog:
     ) -> None:
         self._patience = patience or Patience()
         self._sinks: list[Sink] = []
+        self._parts: set[str] = set()
+        self._left_out = False
         if wandb:
             self._sinks.append(WandbSink(Path(run_dir), run_name, redacted(config), resume_step))
         if tensorboard:
@@ -83,13 +91,28 @@ class MetricsLog:
         Raises:
             DiskFullError: there was no space for as long as the patience lasts.
         """
-        values = {name: _number(value) for name, value in row.items()}
+        values = {name: _number(value) for name, value in row.items() if self._is_kept(name)}
         version = {} if policy_version is None else {"policy_version": policy_version}
         line = {"step": step, **version, "time": round(time.time(), 3), **values}
         self._metrics.append([line], allow_nan=False)
         finite = {name: value for name, value in values.items() if value is not None}
         for sink in self._sinks:
             sink.write(step, {**version, **finite})
+
+    def _is_kept(self, name: str) -> bool:
+        if not name.startswith(PARTS) or name in self._parts:
+            return True
+        if len(self._parts) < MOST_PARTS:
+            self._parts.add(name)
+            return True
+        if not self._left_out:
+            self._left_out = True
+            log.warning(
+                "%s and other parts of rewards are left out of the metrics: there are %d with other names already. "
+                "Have the reward function return the same few names each time",
+                *(name.removeprefix(PARTS), MOST_PARTS),
+            )
+        return False
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
         """Append some trajectories of this step, or of an evaluation of its weights. Raises DiskFullError."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl import own_code
 from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import ConfigError, OwnCodeError, RewardError
 from asyncrl.own_code import called, load_function
@@ -83,6 +84,32 @@ def test_files_of_one_name_are_two_and_each_has_its_own_neighbours_or_is_refused
     (tmp_path / "code" / "reward.py").write_text("import neighbour_of_one\ndef f(completion, row):\n    return 0.0\n")
     with pytest.raises(ConfigError, match=r"imports neighbour_of_one from .*/code, and another .* from .*/gsm8k"):
         load_function(f"{tmp_path}/code/reward.py:f")
+
+
+def test_a_neighbour_that_a_function_imports_when_called_is_its_own_or_refused(tmp_path):
+    """It was that of the file loaded last."""
+    for task in ("gsm8k", "math", "code"):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "late_neighbour.py").write_text(f"TASK = {task!r}")
+        top = "import late_neighbour\n" if task == "code" else ""
+        late = "    import late_neighbour\n" if task != "math" else "    import late_neighbour_of_nobody\n"
+        (tmp_path / task / "reward.py").write_text(
+            f"{top}def f(completion, row):\n{late}    return late_neighbour.TASK\n"
+        )
+    load_function(f"{tmp_path}/math/reward.py:f")
+    with pytest.raises(ConfigError, match=r"gsm8k/reward\.py imports late_neighbour when it .*at the top"):
+        load_function(f"{tmp_path}/gsm8k/reward.py:f")
+    own_code._LATE.clear()
+    assert load_function(f"{tmp_path}/code/reward.py:f")("", {}) == "code"
+
+
+def test_a_file_beside_a_reward_does_not_stand_in_for_a_module_of_python(tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("IS_OURS = True")
+    (tmp_path / "mine.py").write_text(
+        "def f(completion, row):\n    import colorsys\n    return hasattr(colorsys, 'IS_OURS')\n"
+    )
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert load_function(f"{tmp_path}/mine.py:f")("", {}) is False
 
 
 def test_code_that_exits_has_failed_and_does_not_end_its_process_as_if_all_were_done():

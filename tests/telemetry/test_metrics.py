@@ -39,6 +39,20 @@ def test_values_that_json_cannot_say_become_null(tmp_path: Path) -> None:
     assert [row[name] for name in "abcde"] == [None, None, 0.25, 3.0, 7]
 
 
+def test_parts_of_rewards_beyond_so_many_names_are_left_out_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log(tmp_path)
+    for step in range(1, 101):
+        log.write(step, step, {"reward/mean": 0.5, f"rewards/id_{step}": 1.0, "rewards/format": 0.25})
+    log.close()
+    written = rows(tmp_path)
+    assert len({name for row in written for name in row if name.startswith("rewards/")}) == 64
+    assert all(row["reward/mean"] == 0.5 and row["rewards/format"] == 0.25 for row in written)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and said[0].startswith("id_64 and other parts of rewards are left out of the metrics")
+
+
 def test_a_resume_drops_the_rows_of_the_history_that_was_rolled_back(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     for step in range(1, 6):
