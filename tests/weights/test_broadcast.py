@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ModelMismatchError, WeightsError
+from asyncrl.weights.broadcast import absent, staging
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
-from asyncrl.weights.broadcast import staging
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
@@ -229,6 +229,21 @@ def test_a_damaged_bucket_is_never_loaded_and_the_version_is_sent_again(cluster)
         assert cluster.bytes_of("a", 7) == [fingerprint_of(weights(7))]
         assert wait_stats(publisher, sent_version=7, resends=1)["engines"] == 1
         assert cluster.finish("a")["weights/nacks"] == 1
+
+
+def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come_to(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(absent, "TOLD_S", 0.2)
+    cluster.board.join("far away", "its life")
+    with publishing(cluster.board) as publisher:
+        publisher.publish(0, weights(0).items())
+        cluster.worker("a")
+        wait_stats(publisher, sent_version=0, engines=1)
+        time.sleep(1.0)
+        port = cluster.board.view()[1]["weights"]["port"]
+    told = [each.getMessage() for each in caplog.records if each.name == absent.__name__]
+    assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, and has not come")
+    assert f" to 127.0.0.1:{port}, for " in told[0]
+    assert "weights.host has to be an address of the learner that its machine reaches" in told[0]
 
 
 def test_a_receiver_killed_mid_way_does_not_keep_the_others_from_the_version(cluster):

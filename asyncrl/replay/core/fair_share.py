@@ -77,7 +77,9 @@ def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Worke
         case "no_workers":
             return f"{have}; no rollout worker is connected"
         case "weights":
-            return f"{have}; no worker serves a version near {state.version}: {who}"
+            none = all(worker.served == NO_VERSION for worker in workers.live.values())
+            way_out = ". None has got weights yet: see their logs, and whether they reach weights.host" if none else ""
+            return f"{have}; no worker serves a version near {state.version}: {who}{way_out}"
         case "stale_wait":
             holder = f"window={settings.window}" if settings.window else "stale_policy=wait"
             return f"{have}; {holder} holds the step for groups in flight: {who}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
+from asyncrl.weights.broadcast.absent import Absent
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
@@ -91,6 +92,7 @@ class BroadcastSender:
         self._base: int | None = None
         """Version that every member of this epoch has staged, whole."""
         self._store, self._port = publisher_store(host, timeout_s, port)
+        self._absent = Absent(f"{host}:{self._port}")
         self._publisher = secrets.token_hex(8)
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
@@ -165,7 +167,9 @@ class BroadcastSender:
         if newest.reading is not None and newest.reading.gone:
             return  # the next version is about to come, and goes to all
         self._next_look = time.monotonic() + self._poll_members_s
-        if self._waiting(self._live()):
+        waiting = self._waiting(live := self._live())
+        self._absent.look(live, {*self._members, *waiting})
+        if waiting:
             self.send(newest)
 
     def stats(self) -> dict[str, float]:
@@ -253,7 +257,7 @@ class BroadcastSender:
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
-                peers = self._rejoined(accepted)
+                peers = self._come({peer: hello_key(*peer) for peer in accepted})
                 continue
             lanes = None
             try:
@@ -264,7 +268,7 @@ class BroadcastSender:
                 if lanes is not None:
                     lanes.abort()
                 time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))
-                peers, tries = self._rejoined(peers), tries + 1
+                peers, tries = self._come({peer: hello_key(*peer) for peer in peers}), tries + 1
                 continue
             self._lanes, self._members = lanes, peers
             self._stats["epoch"] = float(self._epoch)
@@ -299,16 +303,12 @@ class BroadcastSender:
             self._store.delete_key(hello_key(*peer))
             message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan}
             post(self._store, invite_key(*peer, hello["hello"]), message)
-        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        keys = {peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos}
-        return [peer for peer in hellos if wait_key(self._store, keys[peer], max(deadline - time.monotonic(), 0.0))]
+        return self._come({peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos})
 
-    def _rejoined(self, peers: Sequence[Peer]) -> list[Peer]:
-        """Those of `peers` that say hello again after a failed formation."""
+    def _come(self, keys: Mapping[Peer, str]) -> list[Peer]:
+        """Those whose key is there within the grace."""
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        return [
-            peer for peer in peers if wait_key(self._store, hello_key(*peer), max(deadline - time.monotonic(), 0.0))
-        ]
+        return [peer for peer, key in keys.items() if wait_key(self._store, key, max(deadline - time.monotonic(), 0.0))]
 
     def _drop(self, peers: set[Peer]) -> None:
         self._stats["dropped"] += len(peers)

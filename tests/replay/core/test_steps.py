@@ -216,7 +216,10 @@ def test_a_rollback_to_steps_whose_payloads_are_gone_leaves_credit_to_make_them_
     ("prepare", "reason"),
     [
         (lambda play: play.core.goodbye("w", "a"), "no rollout worker"),
-        (lambda play: play.core.hello("w", "b"), "serves -1"),
+        (
+            lambda play: play.core.hello("w", "b"),
+            "holds 0). None has got weights yet: see their logs, and whether they reach weights.host",
+        ),
         (lambda play: play.acquire(), "holds 4"),
         (lambda play: play.core.restore(step=None, policy_version=-1, snapshot=None, incarnation="x"), "not published"),
     ],
