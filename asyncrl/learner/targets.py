@@ -7,6 +7,7 @@ over-age tokens, which come before the fresh ones and so are in no return of the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,7 +119,7 @@ def with_targets(
         kl_coef: price of the KL in the reward in this step.
 
     Returns:
-        The batches, and this rank's `advantage/*`, `kl/in_reward` and `critic/*`.
+        The batches, and this rank's `advantage/*`, `kl/in_reward`, `kl/of_policy` and `critic/*`.
 
     Raises:
         RewardError: a trajectory came without a named reward that the settings ask for.
@@ -145,6 +146,8 @@ def with_targets(
     measured = Measured(spreads={"advantage/": moments_of(advantages, rows)})
     if gap is not None:
         measured.ratios["kl/in_reward"] = float(gap.sum()), float(rows.mask.sum())
+        weighted = gap * log_ratios(rows).clamp(max=MOST_DRAWN).exp()
+        measured.ratios[KL_OF_POLICY] = float(weighted.sum()), float(rows.mask.sum())
     value_targets: Sequence[Tensor | None] = [None] * len(batches)
     if targets is not None:
         value_targets = rows.spread(targets, device)
@@ -155,6 +158,11 @@ def with_targets(
         }
     parts = zip(batches, rows.spread(advantages, device), value_targets, strict=True)
     return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
+
+
+KL_OF_POLICY = "kl/of_policy"
+MOST_DRAWN = math.log(5.0)
+"""Of log(learner / behavior): by how much more often than it was sampled a token counts in a mean over the learner."""
 
 
 def price_of_all(prices: Table, plan: StepPlan) -> Table:

@@ -36,6 +36,7 @@ from asyncrl.learner.step import train_step
 from asyncrl.learner.step_clock import StepClock
 from asyncrl.learner.step_row import StepLog, step_row, tell_best, write_evaluations
 from asyncrl.learner.stop import Asked, agreed, never
+from asyncrl.learner.targets import KL_OF_POLICY
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
 from asyncrl.spans import span
@@ -284,9 +285,10 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
-    """Adapt the price of the KL in the reward to what all ranks measured in a step."""
-    if "kl/in_reward" in measured.ratios:
-        total, tokens = measured.ratios["kl/in_reward"]
+    """Adapt the price of the KL in the reward to what all ranks measured in a step. The plain mean over old tokens lies
+    below the KL, and below 0 where the policy has left the reference since."""
+    if KL_OF_POLICY in measured.ratios:
+        total, tokens = measured.ratios[KL_OF_POLICY]
         if tokens:
             roles.control_kl(total / tokens, sum(len(group.trajectories) for group in plan.groups))
 

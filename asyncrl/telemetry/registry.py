@@ -91,6 +91,7 @@ _LEARNER = (
     Metric("kl/behavior", "nats", "KL of the behavior policy from the learner, k3", LOWER),
     Metric("kl/reference", "nats", "KL of the learner from the reference policy, k3"),
     Metric("kl/in_reward", "nats", "mean gap to the reference policy that the reward is charged for"),
+    Metric("kl/of_policy", "nats", "the same, tokens weighted by learner / behavior: what `advantage.kl_target` holds"),
     Metric("kl/coef", "1", "price of that gap, adapted"),
     Metric(
         "centering/covered", "share", "probability of the recorded tokens that a centred loss is centred over", HIGHER

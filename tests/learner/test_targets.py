@@ -284,6 +284,26 @@ def test_observation_tokens_are_jumped_over():
     assert all((batch.advantages[~batch.loss_mask] == 0).all() for batch in batches if batch.advantages is not None)
 
 
+def test_what_a_kl_target_holds_is_the_kl_of_the_policy_over_tokens_that_an_older_one_sampled():
+    """Sampled by the reference from two tokens of 1/2 each, of which the policy would take the first at 3/4: the plain
+    mean is negative."""
+    plan, groups = make_step(2, groups=6)
+    batches = scored(make_lease(plan, groups), 10_000)
+    half = [torch.full_like(batch.behavior_logprobs, np.log(0.5)) for batch in batches]
+    moved = [torch.where(torch.arange(len(each)) % 2 == 0, np.log(0.75), np.log(0.25)).float() for each in half]
+    batches = [
+        replace(batch, current_logprobs=policy, behavior_logprobs=other, ref_logprobs=other)
+        for batch, policy, other in zip(batches, moved, half, strict=True)
+    ]
+    first = float(sum((policy[batch.loss_positions] > -1).sum() for batch, policy in zip(batches, moved, strict=True)))
+    measured = with_targets(plan, batches, SETTINGS["group_priced"], KL_COEF, CPU)[1].ratios
+    (plain, tokens), (weighted, _) = measured["kl/in_reward"], measured["kl/of_policy"]
+    share = first / tokens
+    assert plain / tokens == pytest.approx(share * np.log(1.5) + (1 - share) * np.log(0.5), abs=1e-5) and plain < 0
+    assert weighted / tokens == pytest.approx(share * 1.5 * np.log(1.5) + (1 - share) * 0.5 * np.log(0.5), abs=1e-5)
+    assert weighted / tokens > 0.0
+
+
 def test_a_token_the_engine_did_not_score_counts_with_a_ratio_of_one():
     plan, groups = make_step(1, groups=2)
     lease = make_lease(plan, groups)

@@ -164,7 +164,7 @@ ELSEWHERE = {
     "tests/learner/test_own_learning.py": ("hook/",),
     "tests/learner/test_routing.py": ("router/changed",),
     "tests/learner/test_saving.py": ("checkpoint/copy_wait_s",),
-    "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward"),
+    "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward", "kl/of_policy"),
     "tests/learner/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
     "tests/losses/test_own.py": ("own/",),
     "tests/replay/core/test_tuning.py": (
