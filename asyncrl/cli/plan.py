@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import placement_of, visible_gpus
+from asyncrl.checks.whole import check_config
 from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.cli.settings_file import with_files
@@ -208,6 +209,7 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     if config.rollout.workers < 1:
         return f"learner.ranks={config.learner.ranks} leaves no GPU for an engine"
     try:
+        check_config(config)
         placement = placement_of(config, gpus)
     except ConfigError as error:
         return str(error)

@@ -29,6 +29,8 @@ TRIES = 3
 PAUSE_S = 10.0
 """Before another try; twice as long before the one after it."""
 NICE = 10
+MANY = 4
+"""Exports under way, from which on it is said; and again of twice as many."""
 RANK_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
@@ -79,6 +81,7 @@ class Errands:
         self._lock = threading.Condition()
         self._counts: dict[str, float] = {}
         self._thread: threading.Thread | None = None
+        self._told_at = MANY
 
     def saved(self, checkpoint: Path, steps: int) -> None:
         """It is durable, after so many steps: send off what is to be done with it."""
@@ -113,6 +116,7 @@ class Errands:
                 self._open.append(errand)
                 for name in (f"checkpoint/{errand.kind}", f"checkpoint/{errand.kind}_failed"):
                     self._counts.setdefault(name, 0.0)
+            self._tell_of_many()
             if self._open and self._thread is None:
                 self._thread = threading.Thread(target=self._main, name="errands", daemon=True)
                 self._thread.start()
@@ -123,6 +127,17 @@ class Errands:
             self._open.remove(older)
             self._counts["checkpoint/copies_failed"] += 1
             log.error("%s is left out: the one before it is still under way, and a newer one is due", older.what)
+
+    def _tell_of_many(self) -> None:
+        """Exports are each wanted: slower than saves they keep ever more checkpoints here."""
+        many = sum(each.kind == "exports" for each in self._open)
+        if many >= self._told_at:
+            self._told_at = 2 * many
+            log.warning(
+                "%d exports wait for each other, and each keeps its checkpoint: they take longer than "
+                "learner.export_every steps do. A larger one keeps fewer",
+                many,
+            )
 
     def needed(self) -> set[str]:
         """Names of checkpoints that must stay for them."""

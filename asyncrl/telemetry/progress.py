@@ -271,7 +271,9 @@ class RunView:
         for warning in self._warnings.read():
             self.say(warning)
         told = [raised for row in self._told.read() if (raised := Raised.of(row))]
-        for raised in (*told, *self._alarms.silence(time.monotonic())):
+        # After the last step an evaluation and exports are waited for.
+        silent = self._alarms.silence(time.monotonic()) if self.unfinished or not self._steps else ()
+        for raised in (*told, *silent):
             self.alarmed |= raised.stops
             self.say(str(raised))
         if self._live:

@@ -57,6 +57,17 @@ def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_
     assert "took longer than 0.3 s (learner.save_timeout_s)" in caplog.text
 
 
+def test_exports_that_pile_up_are_said(tmp_path: Path, caplog):
+    errands = quick()
+    each = Errand(kind="exports", what="one", checkpoint=tmp_path / "step_1", arguments=("-S", "-c", ""))
+    errands.send([each] * 3)
+    assert not caplog.text
+    errands.send([each] * 7)
+    errands.finish(120.0)
+    assert caplog.text.count("wait for each other, and each keeps its checkpoint") == 1
+    assert "learner.export_every" in caplog.text
+
+
 def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
     saves = Checkpoints(tmp_path / "run" / "ckpt", rank=0, keep=2)
     path = saves.save(state(4), learner(0, updates=1), {"x": 1})

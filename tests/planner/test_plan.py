@@ -86,6 +86,13 @@ def test_splits_are_those_that_could_be_started(tmp_path: Path) -> None:
             feasible(config, gpus, gpu_gb)
 
 
+def test_no_split_has_more_ranks_than_a_batch_has_sequences(tmp_path: Path) -> None:
+    config = load_config([*files(tmp_path), "learner.groups_per_step=2", "rollout.group_size=2"])
+    assert [split.ranks for split in feasible(config, 8, 0.0)] == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match=r"(?s)no split of 8 GPUs .*learner\.lr"):
+        feasible(replace(config, learner=replace(config.learner, lr=-1.0)), 8, 0.0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

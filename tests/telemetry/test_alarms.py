@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,22 @@ def test_workers_that_are_gone_for_a_moment_end_no_run(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert out.count("alarm no_workers at step 3") == 2 == out.count("alarm")
     assert not view.alarmed and not (tmp_path / LOG_DIR / STOP_FILE).exists()
+
+
+@pytest.mark.parametrize(("steps", "stalls"), [(9, 1), (0, 1), (3, 0)])
+def test_a_run_that_has_its_steps_does_not_stall(
+    steps: int, stalls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its last evaluation, or for exports."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time/step": 1.0}\n')
+    said: list[str] = []
+    view = RunView(tmp_path, steps, Console())
+    monkeypatch.setattr(view, "say", said.append)
+    view.refresh("training")
+    later = time.monotonic() + 500
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    view.refresh("training")
+    assert len(said) == stalls and all(text.startswith("alarm stall") for text in said)
 
 
 def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
