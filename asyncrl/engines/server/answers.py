@@ -83,13 +83,24 @@ class Answer:
             ServerGoneError: tokens of weights that are not ours: it was started anew, or somebody else loads its own.
             GenerationError: it ended for another reason than a stop token or its length, or is not whole, or no answer.
         """
+        try:
+            return self._completion(sibling, url, run)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            said = f"request {sibling.request.request_id!r}: {url} gave what is no answer"
+            raise GenerationError(f"{said} ({type(error).__name__}: {error!s:.200})") from error
+
+    def _completion(self, sibling: Sibling, url: str, run: str | None) -> Completion:
         name, count, end = sibling.request.request_id, len(self.token_ids), sibling.end
         if self.finish_reason not in ("stop", "length") and end is None:
             raise GenerationError(f"request {name!r}: {url} ended a sequence with {self.finish_reason!r}")
         if len(self.logprobs) != count:
             raise GenerationError(f"request {name!r}: {url} gave {count} tokens and {len(self.logprobs)} log-probs")
-        if not 1 <= count <= sibling.request.sampling.max_new_tokens or not np.isfinite(self.logprobs).all():
+        with np.errstate(over="ignore"):
+            logprobs = np.array(self.logprobs, np.float32)
+        if not 1 <= count <= sibling.request.sampling.max_new_tokens or not np.isfinite(logprobs).all():
             raise GenerationError(f"request {name!r}: {url} gave {count} tokens, or log-probs that are no numbers")
+        if min(self.token_ids) < 0:
+            raise GenerationError(f"request {name!r}: {url} gave token {min(self.token_ids)}, which there is not")
         versions = np.full(count, NO_VERSION, np.int32)
         for span in self.spans if run is not None else ():
             version = version_in(span["version"], run or "")
@@ -100,7 +111,7 @@ class Answer:
             raise GenerationError(f"request {name!r}: {url} does not say of which weights all of its tokens are")
         return Completion(
             token_ids=np.array(self.token_ids, np.int32)[:end],
-            logprobs=np.array(self.logprobs, np.float32)[:end],
+            logprobs=logprobs[:end],
             policy_versions=versions[:end],
             finish_reason=self.finish_reason if end is None else "stop",
         )

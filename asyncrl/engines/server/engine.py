@@ -53,7 +53,8 @@ REJECTED_S = 300.0
 PATIENCE_S = 240.0
 """Longest wait for any server, at the start and while none is left."""
 EARLY = 8
-"""Times that a sequence may come back of another version than it was sent under. Each wants a load in between."""
+"""Times that a sequence may come back of another version than it was sent under, each of which wants a load in between;
+and that it may lose its server, or one that each of them answers with 500 would lose them all for ever."""
 
 
 class ServerEngine(ABC):
@@ -301,10 +302,11 @@ class ServerEngine(ABC):
         overtake its first token.
 
         Raises:
-            GenerationError: it came of other versions than it was sent under, `EARLY` times and again.
+            GenerationError: it came of other versions than it was sent under, `EARLY` times and again; or as many
+                servers were lost that had it.
         """
         placed: str | None = url
-        early = 0
+        early = lost = 0
         try:
             while True:
                 if placed is None:
@@ -314,8 +316,10 @@ class ServerEngine(ABC):
                     completion = await self._run_on(server, sibling)
                 except (ServerGoneError, ConfigError) as error:  # the second: it was started anew as another
                     self._router.end(placed, 1)
-                    placed = None
+                    placed, lost = None, lost + 1
                     await self._lose(server, str(error))
+                    if lost > EARLY:
+                        raise GenerationError(f"a sequence lost its server {lost} times, at last: {error}") from error
                 except TimeoutError:  # overtaken
                     early += not sibling.overtaken
                     if early > EARLY:

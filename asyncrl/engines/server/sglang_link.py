@@ -175,7 +175,7 @@ class SglangLink(ServerLink):
             new = found[have - first :] if 0 <= first <= have <= count else None
             tokens, logprobs = [int(each[1]) for each in new or ()], [float(each[0]) for each in new or ()]
             spans = [dict(span) for span in meta.get("weight_versions") or ()]
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
             raise ServerGoneError(f"{self.url} sent no chunk of SGLang's ({error!r}): {chunk!s:.200}") from error
         if new is None:
             raise ServerGoneError(f"{self.url} sent tokens {first} to {count} after {have} of them")

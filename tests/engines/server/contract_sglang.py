@@ -31,6 +31,8 @@ class SglangContract(ContractServer):
         """Label that it says of the next sequence alone: weights came after that was sent and before it began."""
         self.always_early = False
         """It says so of all."""
+        self.poison: list[int] = []
+        """The prompt that it answers with 500."""
         super().__init__({"architectures": architectures})
 
     def handler(self) -> type[Handler]:
@@ -62,6 +64,8 @@ class SglangHandler(Handler):
         match self.path:
             case "/generate" if "input_ids" not in body:
                 return self.say({"error": {"message": "no input"}}, 400)
+            case "/generate" if body["input_ids"] == contract.poison:
+                return self.say({"error": {"message": "it went wrong inside"}}, 500)
             case "/generate" if body.get("stream"):
                 return self._generate(body)
             case "/generate":

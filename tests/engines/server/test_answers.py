@@ -85,3 +85,23 @@ def test_more_tokens_than_were_asked_for_none_at_all_and_log_probs_that_are_no_n
     answer.logprobs[1] = float("nan")
     with pytest.raises(GenerationError, match="no numbers"):
         answer.completion(SIBLING, URL, RUN)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", [None, -0.2, -0.3]),
+        ("logprobs", [-1e300, -0.2, -0.3]),
+        ("token_ids", [-1, 6, 7]),
+        ("token_ids", [1 << 40, 6, 7]),
+        ("token_ids", [[5], 6, 7]),
+        ("spans", [{"version": 3, "start": 0, "end": 3}]),
+        ("spans", [{"version": f"{RUN}:3", "start": "0", "end": 3}]),
+        ("spans", ["x"]),
+    ],
+)
+def test_what_is_no_answer_fails_its_sequence_and_ends_nobody(name, value):
+    answer = answered(span(f"{RUN}:3", 0, 3))
+    setattr(answer, name, value)
+    with pytest.raises(GenerationError, match=f"{URL} gave"):
+        answer.completion(SIBLING, URL, RUN)

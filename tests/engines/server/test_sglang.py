@@ -121,6 +121,15 @@ def test_one_that_always_says_another_version_is_not_asked_for_ever(pair, engine
         asyncio.run(engine.generate(request(PROMPT, new=3)))
 
 
+def test_a_prompt_that_every_server_answers_with_500_fails_and_is_not_asked_for_ever(pair, engine):
+    engine.load_weights(0, weights(engine, 0.0))
+    for server in pair:
+        server.poison = PROMPT[::-1].tolist()
+    with pytest.raises(GenerationError, match=r"lost its server 9 times, at last: .*status 500.*it went wrong inside"):
+        asyncio.run(engine.generate(request(PROMPT[::-1].copy(), new=3)))
+    assert len(asyncio.run(engine.generate(request(PROMPT, new=3)))) == 1
+
+
 def test_weights_wait_for_a_server_where_all_are_away_just_now(pair, engine):
     engine.load_weights(0, weights(engine, 0.0))
     for server in pair:
