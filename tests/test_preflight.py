@@ -39,7 +39,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     save_byte_tokenizer("model")
     Path("model/config.json").write_text(
-        json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 1024})
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 1024, "vocab_size": 258})
     )
     Path("model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     Path("r.py").write_text(REWARDS)
@@ -270,6 +270,12 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
     ("settings", "says"),
     [
         (["rollout.max_new_tokens=600"], ["= 1112, and the model of model.path has 1024 positions"]),
+        (["engine.record_topk=300"], ["engine.record_topk=300 of the likeliest", "model of model.path has 258. Lower"]),
+        (["learner.copy_to=nosuch://x"], ["learner.copy_to=nosuch://x is no URL that fsspec can open here"]),
+        (
+            ["weights.transport=pull", "weights.url=nosuch://x"],
+            ["weights.url=nosuch://x is no URL that fsspec can open here"],
+        ),
         (["ray.gpus_per_worker=1"], ["ray.gpus_per_worker=1", "this machine has 0"]),
         (["engine.device=cuda"], ["engine.device=cuda needs 1 GPU(s), and this machine has 0"]),
         (["learner.device=cuda", "learner.ranks=2"], ["learner.device=cuda needs 2 GPU(s)"]),
@@ -283,6 +289,16 @@ def test_what_this_machine_or_model_cannot_give_is_refused(
 ) -> None:
     said = refused([*task, *settings], capsys)
     assert all(part in said for part in says)
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told_with_the_rate_it_ends_at(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "learner.warmup_steps=20 is more than the 5 steps that are trained: the rate ends at 0.001 instead of"
+    given = ["learner.steps=5", "learner.lr=0.004", "learner.schedule=linear"]
+    for steps, told in ((20, True), (5, False)):
+        assert main(["local", *task, *given, f"learner.warmup_steps={steps}", "--dry-run"]) == 0
+        assert (said in capsys.readouterr().out) == told
 
 
 def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,17 @@ def why_not_early(config: Config) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
+def why_never_warm(config: Config) -> str:
+    """Why the learning rate never reaches `learner.lr`; empty where it does."""
+    learner, steps = config.learner, config.learner.steps - config.critic.warmup_steps
+    if learner.warmup_steps <= steps:
+        return ""
+    return (
+        f"learner.warmup_steps={learner.warmup_steps} is more than the {steps} steps that are trained: the rate ends "
+        f"at {learner.lr * steps / learner.warmup_steps:g} instead of learner.lr={learner.lr:g}"
+    )
+
+
 def begins_before_the_end(config: Config) -> Problems:
     learner = config.learner
     groups = learner.groups_per_step // max(1, learner.updates_per_batch)

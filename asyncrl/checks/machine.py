@@ -60,6 +60,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += unfit_model(config.model.path, config.learner, longest_sequence(config))
         problems += _no_routers(config)
         problems += _too_few_positions(config)
+        problems += _too_few_tokens(config)
     if role in ("local", "learner"):
         reference = "" if config.reference.from_rollout else config.reference.path
         for key, path in (("critic.path", config.critic.path), ("reference.path", reference)):
@@ -69,6 +70,8 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
             problems += _missing_code(key, spec)
         problems += missing_extras(config.model, config.telemetry)
         problems += missing_checkpoint(config.resume)
+        problems += unopenable("learner.copy_to", config.learner.copy_to)
+        problems += unopenable("weights.url", config.weights.url)
     if config.replay.keys and not Path(config.replay.keys).is_dir():
         problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
     if role == "local" or (planned and role == "learner"):
@@ -200,6 +203,15 @@ def _too_few_positions(config: Config) -> Iterator[str]:
             )
 
 
+def _too_few_tokens(config: Config) -> Iterator[str]:
+    vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
+    if isinstance(vocabulary, int) and config.engine.record_topk > vocabulary:
+        yield (
+            f"engine.record_topk={config.engine.record_topk} of the likeliest tokens are to be recorded, and the model "
+            f"of model.path has {vocabulary}. Lower it"
+        )
+
+
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
@@ -300,6 +312,17 @@ def _missing_vllm(config: Config) -> Iterator[str]:
     problem = vllm_problem() if config.engine.name == "vllm" else ""
     if problem:
         yield problem
+
+
+def unopenable(key: str, url: str) -> Iterator[str]:
+    """Where fsspec knows no such URL, or lacks the package for it."""
+    if not url:
+        return
+    try:  # takes a tenth of a second, and few name a URL
+        known = importlib.import_module("fsspec.utils").get_protocol(url)
+        importlib.import_module("fsspec").get_filesystem_class(known)
+    except (ValueError, ImportError) as error:
+        yield f"{key}={url} is no URL that fsspec can open here: {error}"
 
 
 def missing_extras(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.learner import resolved_loss
+from asyncrl.checks.learner import resolved_loss, why_never_warm
 from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.sampling import truncations
 from asyncrl.cli.commands import (
@@ -127,6 +127,7 @@ def learning_lines(config: Config) -> list[str]:
         + (f", kl_coef={advantage.kl_coef:g}" if advantage.kl_coef else ""),
         f"learner.lr={learner.lr:g}, {learner.schedule}{warm_up}; weight_decay={learner.weight_decay:g}, "
         f"clip_norm={learner.clip_norm:g}",
+        *([why] if (why := why_never_warm(config)) else []),
     ]
     if advantage.uses_critic:
         lines.append(f"critic.lr={config.critic.lr:g}")

@@ -79,11 +79,12 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
         ]
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
-    lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model.parameters)]
+    lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model)]
     lines += [f"learner, per rank: {size(count)} of host memory: {what}" for count, what in host_rows(config, model)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
-        others = (MASTER + moment_bytes(config.learner.optimizer)) * model.parameters * config.advantage.uses_critic
+        critic = role_size(config.critic.path, model).of_critic if config.advantage.uses_critic else 0
+        others = (MASTER + moment_bytes(config.learner.optimizer)) * critic
         others += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         mine = policy_held(config, model)
         saved = mine.weights + mine.optimizer + others / (dims.shards * dims.tensor)
@@ -108,9 +109,7 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
 
 def rank_bytes(config: Config, model: ModelSize) -> float:
     """Of all models and activations of the fullest learner rank, without what `learner.offload` has in host memory."""
-    return sum(count for count, _ in learner_rows(config, model)) + sum(
-        count for count, _ in role_rows(config, model.parameters)
-    )
+    return sum(count for count, _ in learner_rows(config, model)) + sum(count for count, _ in role_rows(config, model))
 
 
 def copies_bytes(config: Config, model: ModelSize) -> int:
@@ -229,7 +228,7 @@ def host_rows(config: Config, model: ModelSize) -> list[tuple[float, str]]:
     """What `learner.offload` has there."""
     found: list[tuple[float, str]] = [
         *policy_rows(config, model)[1],
-        *role_rows(config, model.parameters, on_host=True),
+        *role_rows(config, model, on_host=True),
     ]
     return [(count, f"{what} (learner.offload={config.learner.offload})") for count, what in found]
 
@@ -278,9 +277,13 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     ]
 
 
-def role_rows(config: Config, parameters: int, *, on_host: bool = False) -> list[tuple[float, str]]:
-    """Bytes per rank of the learner's other models, of the policy's size unless their own checkpoint is here and says
-    otherwise.
+def role_size(path: str, model: ModelSize) -> ModelSize:
+    """Of the policy's, unless a checkpoint of its own is here and says otherwise."""
+    return (model_size(Path(path)) if path else None) or model
+
+
+def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> list[tuple[float, str]]:
+    """Bytes per rank of the learner's other models.
 
     Args:
         on_host: of what `learner.offload` has in host memory; else of what computes.
@@ -297,8 +300,8 @@ def role_rows(config: Config, parameters: int, *, on_host: bool = False) -> list
         ("reference", config.reference.path, reference),
         ("averaged policy", "", config.learner.proximal_ema > 0),
     ):
-        own = model_size(Path(path)) if path else None
-        count = own.parameters if own else parameters
+        own = role_size(path, model)
+        count = own.of_critic if role == "critic" else own.parameters
         names = OFFLOADED[config.learner.offload][on_host]
         kept = {name: widths[name] for name in names if role == "critic" or name == "master weights"}
         if there and kept:

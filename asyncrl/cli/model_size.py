@@ -25,7 +25,13 @@ class ModelSize:
     """As the learner holds them (`memory_plan.stacked`)."""
     sizes: Sizes | None
     matrices: Mapping[str, tuple[int, int]]
-    """[out, in] of the weights in the blocks, by the name of their layer; without experts."""
+    """[out, in] of the weights in the blocks, by the name of their layer; without experts and
+    what chooses among them."""
+
+    @property
+    def of_critic(self) -> int:
+        """Numbers of a critic made of it: without the head, whose place one row takes."""
+        return self.parameters - math.prod(self.shapes.get("lm_head.weight", (0,)))
 
     def trained(self, rank: int, targets: Sequence[str]) -> int:
         """All parameters; with a rank of LoRA those of the adapters: an estimate, since only the model itself knows
@@ -61,7 +67,7 @@ def model_size(folder: Path) -> ModelSize | None:
     matrices = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()
-        if len(shape) == 2 and re.search(r"\.\d+\.", name) and ".experts." not in name
+        if len(shape) == 2 and re.search(r"\.\d+\.", name) and not re.search(r"\.(experts|gate|router)\.", name)
     }
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some checkpoints have it twice, the model once

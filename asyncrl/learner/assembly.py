@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.learner import early_groups, why_not_early
+from asyncrl.checks.learner import early_groups, why_never_warm, why_not_early
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.digests import learner_digest
@@ -144,6 +144,8 @@ def assemble(
     heed_note(config, run_dir, place.rank, place.device)
     if place.rank == 0 and config.learner.early_groups and (why := why_not_early(config)):
         log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
+    if place.rank == 0 and (why := why_never_warm(config)):
+        log_of_start.warning("%s", why)
     try_own(config.loss, config.advantage, config.learner)
     kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)

@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import fsspec
-from fsspec.utils import get_protocol
-
+from asyncrl.checks.machine import unopenable
 from asyncrl.errors import ConfigError
 from asyncrl.family import bound
 from asyncrl.storage.checkpoints import exported, finished
@@ -71,10 +69,8 @@ class Errands:
         within_s: float = 3600.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        try:
-            fsspec.get_filesystem_class(get_protocol(copy_to))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"learner.copy_to={copy_to} is no URL that fsspec can open here: {error}") from error
+        for problem in unopenable("learner.copy_to", copy_to):
+            raise ConfigError(problem)
         self._copy_to, self._export_every = copy_to, export_every
         self._within_s, self._sleep = within_s, sleep
         self._open: list[Errand] = []

@@ -105,7 +105,7 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
             rows, columns = shape
             by_columns = layer in BY_COLUMNS
             cut[name] = (rows, -(-columns // together)) if by_columns else (-(-rows // together), columns)
-        elif layer in BIASED:
+        elif layer in BIASED and len(shape) == 1:
             cut[name] = (-(-shape[0] // together),)
         else:
             cut[name] = shape

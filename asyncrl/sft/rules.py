@@ -17,6 +17,7 @@ from asyncrl.checks.machine import (
     missing_model,
     positions_of,
     unfit_model,
+    unopenable,
 )
 from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
@@ -153,6 +154,7 @@ def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
         except DataError as error:
             problems.append(str(error))
     problems += [*missing_extras(config.model, config.telemetry), *missing_checkpoint(given.resume)]
+    problems += unopenable("learner.copy_to", given.learner.copy_to)
     role = "local" if alone else "learner"
     problems += ranks_divide(given.learner, given.learner.ranks, started=alone)
     problems += [*missing_devices(config, role), *unwritable_folders(config, role)]

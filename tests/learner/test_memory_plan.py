@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ from asyncrl.cli.memory_table import (
     copies_on_gpu,
     host_rows,
     learner_rows,
+    memory_lines,
     policy_held,
+    policy_rows,
     rank_bytes,
     role_rows,
 )
@@ -45,7 +48,7 @@ from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.learner.memory_plan import Sizes, head_backward_rows, head_bytes, held, on_one_of, share, stacked
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optim import make_optimizer
-from asyncrl.learner.roles import Roles
+from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.sharding import numbers_computed_with, shards_of
 from asyncrl.schema import (
     AdvantageConfig,
@@ -204,9 +207,9 @@ def test_moments_in_8_bits_are_planned_by_their_bytes_critic_and_copy_too(tmp_pa
     rest = sum(each.numel() for each in hf.parameters() if each.ndim == 1)
     mine = policy_held(config, model)
     assert mine.optimizer == 2.25 * matrices / 2 + 8 * rest / 2 + 4 * len(list(hf.parameters()))
-    ((critic, said),) = role_rows(config, model.parameters)
+    ((critic, said),) = role_rows(config, model)
     assert said == "master weights + gradients + Adam moments of the critic"
-    assert critic == pytest.approx(10.25 * model.parameters / 2)
+    assert critic == pytest.approx(10.25 * model.of_critic / 2)
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -218,7 +221,7 @@ def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int,
         advantage=AdvantageConfig(estimator="gae", baseline="none"),
     )
     _, model = two_layers_in(tmp_path)
-    here, there, critic = {}, {}, 16 * model.parameters / 2
+    here, there, critic = {}, {}, 16 * model.of_critic / 2
     for offload in ("none", "optimizer", "all"):
         config.learner.offload = offload
         here[offload] = rank_bytes(config, model)
@@ -228,6 +231,42 @@ def test_what_is_offloaded_is_planned_in_host_memory_and_nowhere_else(lora: int,
     assert there["optimizer"] == policy_held(config, model).optimizer + critic / 2
     base = 2 * held(model.shapes.values(), 2).weights / 4 if lora else 0
     assert there["all"] == policy_held(config, model).total + base + critic + 4 * model.parameters / 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_all_models_of_a_learner_are_planned_as_they_are_counted(family: str, tied: bool, lora: int, tmp_path: Path):
+    """From the files that transformers writes, which name each expert; of the critic without the head it has not."""
+    tiny_model(family, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    config = Config(
+        model=ModelConfig(path=str(tmp_path), dtype="float32", lora_rank=lora),
+        learner=LearnerConfig(ranks=1, proximal_ema=0.9),
+        engine=EngineConfig(dtype="float32"),
+        advantage=AdvantageConfig(estimator="gae", baseline="none", kl_coef=0.1),
+        weights=WeightsConfig(wire_dtype="float32"),
+    )
+    model = model_size(tmp_path)
+    assert model is not None
+    roles = build_roles(config, torch.device("cpu"), None)
+    assert roles.critic is not None and roles.average is not None and (roles.reference is None) == (lora > 0)
+    trained = [each for each in roles.policy.parameters() if each.requires_grad]
+    state = [value for each in roles.optimizer.state.values() for value in each.values()]
+    counted = sum(map(local_bytes, [*roles.policy.parameters(), *trained, *state]))
+    planned = {said.rpartition("of the ")[2]: count for count, said in role_rows(config, model)}
+    # The model has gate and up of a layer's experts in one tensor, with one count of steps.
+    assert sum(count for count, _ in policy_rows(config, model)[0]) == pytest.approx(counted, abs=8)
+    assert planned["averaged policy"] == sum(map(local_bytes, roles.average.parameters()))
+    if roles.reference is not None:
+        assert planned["reference"] == sum(map(local_bytes, roles.reference.parameters()))
+    of_critic = sum(map(local_bytes, roles.critic.model.parameters()))
+    assert planned["critic"] == pytest.approx(4 * of_critic, rel=0.01)
+    saved = next(line for line in memory_lines(config) if "learner.async_save" in line)
+    held_twice = policy_held(config, model)
+    copied = held_twice.weights + held_twice.optimizer + 3 * of_critic + planned["averaged policy"]
+    found = re.search(r": ([\d.]+) ([KM])iB", saved)
+    assert found is not None
+    assert float(found[1]) * {"K": 1 << 10, "M": 1 << 20}[found[2]] == pytest.approx(copied, rel=0.05)
 
 
 @pytest.mark.parametrize(("delta", "kept"), [("never", 2), ("always", 3)])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
-from fsspec.utils import get_protocol
 
+from asyncrl.checks.machine import unopenable
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.files.server import FilesServer
 
@@ -85,10 +85,8 @@ class UrlShelf:
     """
 
     def __init__(self, url: str, folder: Path, *, read_url: str = "", within_s: float = 300.0) -> None:
-        try:
-            fsspec.get_filesystem_class(get_protocol(url))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"weights.url={url} is no URL that fsspec can open here: {error}") from error
+        for problem in unopenable("weights.url", url):
+            raise ConfigError(problem)
         self._url, self._folder, self._within_s = url, folder, within_s
         self._files, root = fsspec.core.url_to_fs(url)
         self._root = root.rstrip("/")
