@@ -367,7 +367,8 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """With a save, and where one finds no space: what the last one left for a copy or an evaluation may go now."""
-        if not (latest := self._folder / LATEST).exists():
+        latest = self._folder / LATEST
+        if not (latest.is_symlink() and latest.exists()):
             return
         with self._best.held:
             newest = self._folder / latest.readlink().name

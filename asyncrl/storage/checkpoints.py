@@ -59,7 +59,8 @@ def newest(folder: Path) -> tuple[Path | None, str]:
             return path, ""
         return whole[-1], f"{latest} names {latest.readlink()}, which is not there: going on from {whole[-1].name}"
     if whole:
-        return whole[-1], f"{latest} is missing: going on from {whole[-1].name}, the checkpoint of the most steps"
+        lost = "is no link, as in a copy that follows them" if latest.exists() else "is missing"
+        return whole[-1], f"{latest} {lost}: going on from {whole[-1].name}, the checkpoint of the most steps"
     return None, ""
 
 

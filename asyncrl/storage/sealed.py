@@ -121,6 +121,9 @@ def point(link: Path, target: Path) -> None:
     fresh = link.with_name(link.name + ".tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)
+    if link.is_dir() and not link.is_symlink():  # of a run folder that was copied by what follows links, as scp does
+        shutil.rmtree(link.with_name(f"{link.name}.copied"), ignore_errors=True)
+        link.rename(link.with_name(f"{link.name}.copied"))
     fresh.replace(link)
     _sync(link.parent)
 

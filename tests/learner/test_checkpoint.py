@@ -20,7 +20,7 @@ from asyncrl.learner.roles import Roles
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import LearnerConfig
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import SUPERVISED
+from asyncrl.storage.checkpoints import SUPERVISED, newest
 from tests.learner.feed import tiny_model
 
 SNAPSHOT = {"cursor": 12, "tree": {5: 2}, "blob": b"\x00\xff"}
@@ -127,6 +127,18 @@ def test_latest_points_to_the_newest_and_older_ones_are_removed(tmp_path: Path):
     assert checkpoints.newest() == tmp_path / "step_110"
 
 
+def test_a_run_that_was_copied_by_what_follows_links_goes_on_and_saves(tmp_path: Path):
+    Checkpoints(tmp_path / "run", rank=0, keep=1).save(state(1), learner(0), {})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # `latest` is a folder there, as after `scp -r`
+    copy = Checkpoints(tmp_path / "copy", rank=0, keep=1)
+    found, said = newest(tmp_path / "copy")
+    assert found == tmp_path / "copy" / "step_2" and "latest is no link" in said
+    copy.save(state(2), learner(0), {})
+    assert (tmp_path / "copy" / "latest").readlink() == Path("step_3")
+    assert (tmp_path / "copy" / "latest.copied" / "state.json").exists()
+    assert not (tmp_path / "copy" / "step_2").exists()
+
+
 def test_a_step_saved_again_takes_the_place_of_the_old_one(tmp_path: Path):
     roles = learner(0, updates=1)
     checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
@@ -135,8 +147,8 @@ def test_a_step_saved_again_takes_the_place_of_the_old_one(tmp_path: Path):
     update(roles.policy, roles.optimizer)
     checkpoints.save(state(9), roles, SNAPSHOT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_10", "step_4"]
-    newest, other = checkpoints.newest(), learner(1)
-    assert newest is not None and checkpoints.load(newest, other) == (state(9), SNAPSHOT)
+    found, other = checkpoints.newest(), learner(1)
+    assert found is not None and checkpoints.load(found, other) == (state(9), SNAPSHOT)
     for mine, theirs in zip(roles.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
