@@ -21,7 +21,7 @@ from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
 from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
-from asyncrl.storage.lines import Lines, read_lines
+from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.raised import ALARMS_FILE
@@ -63,9 +63,9 @@ def examine(folder: Path) -> Findings:
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
     begins = found.checkpoint = _attempt(found.refusals, lambda: newest_proven(folder, found.notes.append))
     checkpoint = _attempt(found.refusals, lambda: position_of(begins)) if begins is not None else None
-    lines: dict[str, Lines] = {}
+    lines: dict[str, Lines[Row]] = {}
     for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
-        lines[name] = read_lines(folder / name)
+        lines[name] = read_parts(folder / name, _compared)
         if problem := lines[name].problem(folder / name):
             found.notes.append(problem)
     if said := config_note(folder):
@@ -88,6 +88,11 @@ def examine(folder: Path) -> Findings:
         elif path.is_dir():
             found.notes.append(f"{path / MANIFEST} is missing or damaged: nothing vouches for what is in {path.name}/")
     return found
+
+
+def _compared(row: Row) -> Row:
+    """What is held against other files: a sample is long."""
+    return {name: row[name] for name in ("step", "policy_version", "n", "event") if name in row}
 
 
 def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
@@ -150,7 +155,7 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
 
 
 def _lost(
-    folder: Path, journal: JournalEnd, metrics: Lines, ledger: Lines, checkpoint: tuple[int, int] | None
+    folder: Path, journal: JournalEnd, metrics: Lines[Row], ledger: Lines[Row], checkpoint: tuple[int, int] | None
 ) -> Iterator[str]:
     """What others know and the journal does not: they were told when it was durable."""
     ends = f"the journal in {folder / JOURNAL_DIR} ends at step {journal.steps}, version {journal.version}"
@@ -165,14 +170,14 @@ def _lost(
         yield f"{ends}, event {journal.events}, and {folder / LEDGER_FILE} has event {asked[-2]}, {way_out}"
 
 
-def _last_history(ledger: Lines) -> list[dict[str, Any]]:
+def _last_history(ledger: Lines[Row]) -> list[dict[str, Any]]:
     """The lines since the numbers of the events last began anew, with a new journal."""
     rows = [row for row in ledger.rows if isinstance(row.get("n"), int)]
     begins = max((place for place in range(1, len(rows)) if rows[place]["n"] <= rows[place - 1]["n"]), default=0)
     return rows[begins:]
 
 
-def _behind(folder: Path, journal: JournalEnd, ledger: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
+def _behind(folder: Path, journal: JournalEnd, ledger: Lines[Row], checkpoint: tuple[int, int] | None) -> Iterator[str]:
     """What others do not know, and the journal does."""
     if checkpoint is not None and journal.committed_steps > checkpoint[0]:
         yield (
@@ -199,7 +204,7 @@ def _bare(folder: Path, journal: JournalEnd) -> str:
     )
 
 
-def _holes(folder: Path, metrics: Lines, samples: Lines, checkpoint: tuple[int, int] | None) -> Iterator[str]:
+def _holes(folder: Path, metrics: Lines[Row], samples: Lines[Row], checkpoint: tuple[int, int] | None) -> Iterator[str]:
     steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
     branched = (folder / CHECKPOINT_DIR / BRANCH_FILE).exists()
     begins = min(steps, default=1) if branched else 1  # a fork's rows do later

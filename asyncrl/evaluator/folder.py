@@ -20,7 +20,7 @@ from asyncrl.evaluation.samples import Sample, to_line
 from asyncrl.evaluator.identity import differences
 from asyncrl.evaluator.samples import by_row, is_done
 from asyncrl.storage.full_disk import Patience
-from asyncrl.storage.lines import open_kept, read_lines
+from asyncrl.storage.lines import open_kept, rows_in
 from asyncrl.storage.occupancy import alone_in, holders
 from asyncrl.storage.sealed import replace_text
 
@@ -36,7 +36,7 @@ class EvalFolder:
         self.path, self._patience = path, patience
         self._rows, self._samples = rows, samples
         self._lines = open_kept(path / SAMPLES_FILE, lambda _: True, patience)
-        self.done = by_row(line for line in read_lines(path / SAMPLES_FILE).rows if line.get("row", rows) < rows)
+        self.done = by_row(line for line in rows_in(path / SAMPLES_FILE) if line.get("row", rows) < rows)
         """Row -> its samples, failed ones included."""
 
     def missing(self) -> list[int]:

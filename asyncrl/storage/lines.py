@@ -8,16 +8,17 @@ cut off at the end of the file is not: whoever reads it has to know from elsewhe
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from asyncrl.storage.full_disk import Patience, append_whole
 
@@ -30,6 +31,9 @@ _ZEROS, _LONG = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 309
 """A number of fewer digits is one that a float holds; to look at each number of a line takes as long as to read it."""
 TAIL_BYTES = 4 << 20
 """Read from the end of a file, to find its last line."""
+
+AT_ONCE = 16
+"""Rows that are copied together."""
 
 
 def chained(text: str, before: int) -> tuple[str, int]:
@@ -48,12 +52,15 @@ def checksum_of(line: bytes, before: int | None) -> int | None:
     return said if before is None or zlib.crc32(line[: found.start()], before) == said else None
 
 
+Part = TypeVar("Part")
+
+
 @dataclass(slots=True)
-class Lines:
+class Lines(Generic[Part]):
     """A file as it was found."""
 
-    rows: list[Row] = field(default_factory=list)
-    """What can be read, without the checksums."""
+    rows: list[Part] = field(default_factory=list)
+    """Of what can be read, without the checksums, the part that was asked for."""
     ends: list[int] = field(default_factory=list)
     """Byte after each row."""
     damaged: list[int] = field(default_factory=list)
@@ -74,13 +81,16 @@ class Lines:
         return f"{path}: line {which}{more} was changed after it was written, or the line before it is gone"
 
 
-def read_lines(path: Path) -> Lines:
+def read_lines(path: Path) -> Lines[Row]:
     """All that can be read of the file; nothing where there is none. Raises OSError."""
-    found = Lines()
-    if not path.exists():
-        return found
+    return read_parts(path, lambda row: row)
+
+
+def read_parts(path: Path, part: Callable[[Row], Part]) -> Lines[Part]:
+    """The same of a `part` of each row: samples of a long run are more than memory holds. Raises OSError."""
+    found = Lines[Part]()
     end, before = 0, 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(_lines_of(path), start=1):
         end += len(line)
         if not line.endswith(b"\n"):
             found.cut_off = True
@@ -93,10 +103,22 @@ def read_lines(path: Path) -> Lines:
             crc = checksum_of(line, None)
         before = before if crc is None else crc
         if row is not None:
-            found.rows.append(row)
+            found.rows.append(part(row))
             found.ends.append(end)
     found.crc = before
     return found
+
+
+def rows_in(path: Path) -> Iterator[Row]:
+    """Those of `read_lines`, one after the other. Raises OSError."""
+    whole = (line for line in _lines_of(path) if line.endswith(b"\n"))
+    return (row for row in map(row_of, whole) if row is not None)
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
 
 
 def row_of(line: bytes) -> Row | None:
@@ -154,8 +176,8 @@ def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> Li
     Raises:
         DiskFullError, OSError.
     """
-    found = read_lines(path)
-    kept = next((place for place, row in enumerate(found.rows) if not keep(row)), len(found.rows))
+    found = read_parts(path, keep)
+    kept = next((place for place, is_kept in enumerate(found.rows) if not is_kept), len(found.rows))
     if not found.damaged:
         end = found.ends[kept - 1] if kept else 0
         if path.exists() and path.stat().st_size != end:
@@ -167,7 +189,9 @@ def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> Li
     fresh.unlink(missing_ok=True)
     lines = LineFile(fresh, patience)
     fresh.touch()
-    lines.append(row for row in found.rows if keep(row))
+    rest = filter(keep, rows_in(path))
+    while some := list(itertools.islice(rest, AT_ONCE)):
+        lines.append(some)
     path.replace(aside)
     fresh.replace(path)
     return LineFile(path, patience, last_checksum(path))

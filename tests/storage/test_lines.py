@@ -6,12 +6,13 @@ import itertools
 import json
 import logging
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from asyncrl.storage.full_disk import Patience
-from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines, row_of
+from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines, read_parts, row_of, rows_in
 
 ROWS: list[Row] = [{"step": step, "text": f'a "quoted" ü {step}\n', "value": step / 7} for step in range(1, 6)]
 
@@ -78,3 +79,24 @@ def test_a_whole_number_that_no_float_holds_is_infinite_and_others_stay_as_they_
         found = row_of(f'{{"a": {"-" * (sign < 0)}{"9" * digits}, "b": [7, "{"1" * 400}"]}}'.encode())
         assert found == {"a": sign * (10**308 - 1 if digits == 308 else math.inf), "b": [7, "1" * 400]}
     assert row_of(b'{"a": 1' + b"0" * 308 + b"}") == {"a": 10**308}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_file_that_is_larger_than_memory_is_gone_on_with_and_looked_over(path: Path, damaged: bool) -> None:
+    """Of samples: 40 MB here, of which a few are held at a time."""
+    text = "long " * 20_000
+    file = open_kept(path, keep_all, Patience())
+    for step in range(6, 406):
+        file.append([{"step": step, "text": text}])
+    if damaged:
+        path.write_bytes(path.read_bytes().replace(b'"step": 3', b'"step": 4', 1))
+    tracemalloc.start()
+    try:
+        steps = read_parts(path, lambda row: row["step"])
+        open_kept(path, lambda row: row["step"] < 400, Patience())
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert bool(steps.damaged) == damaged and steps.rows[-1] == 405
+    assert held < 20e6 < path.stat().st_size
+    assert [row["step"] for row in rows_in(path)][-2:] == [398, 399]
