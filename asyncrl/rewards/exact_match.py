@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.errors import RewardError
+from asyncrl.rewards.library.answers import texts_of
 
 
 def exact_match(completion: str, row: dict[str, Any]) -> float:
     """Compare with the row's `answer`, both stripped of surrounding white space.
 
     Raises:
-        RewardError: the row has no `answer`.
+        RewardError: the row has no `answer`, or an empty one.
     """
-    if "answer" not in row:
-        raise RewardError(f"exact_match needs the column `answer`; the row has: {', '.join(row)}")
-    return float(completion.strip() == str(row["answer"]).strip())
+    return float(completion.strip() in _answers(row))
 
 
 def exact_match_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
@@ -23,9 +22,17 @@ def exact_match_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
     stand where they should. For an advantage that looks at parts (`advantage=gdpo`).
 
     Raises:
-        RewardError: the row has no `answer`.
+        RewardError: the row has no `answer`, or an empty one.
     """
     correct = exact_match(completion, row)
-    given, wanted = completion.strip(), str(row["answer"]).strip()
+    given, wanted = completion.strip(), _answers(row)[0]
     right = sum(one == other for one, other in zip(given, wanted, strict=False))
     return {"score": correct, "correct": correct, "places": right / max(len(given), len(wanted), 1)}
+
+
+def _answers(row: dict[str, Any]) -> list[str]:
+    value = row.get("answer")
+    if value is None or value != value:  # NaN is what a table of numbers has for none
+        empty = "; in this row it is empty" if "answer" in row else f"; the row has: {', '.join(row)}"
+        raise RewardError(f"exact_match needs the column `answer`{empty}")
+    return [text.strip() for text in texts_of(value)]

@@ -17,5 +17,12 @@ def test_the_parts_are_the_whole_answer_and_the_share_of_places(completion: str,
 
 
 def test_a_row_without_an_answer_is_an_error_and_no_zero():
-    with pytest.raises(RewardError, match="needs the column `answer`"):
-        exact_match_parts("a", {"prompt": "b"})
+    for row in ({"prompt": "b"}, {"answer": None}, {"answer": float("nan")}):
+        with pytest.raises(RewardError, match="needs the column `answer`"):
+            exact_match_parts("None", row)
+
+
+def test_a_whole_number_that_a_table_keeps_as_a_float_is_that_number():
+    assert [exact_match(text, {"answer": 5.0}) for text in ("5", "5.0", "50", "6")] == [1.0, 1.0, 0.0, 0.0]
+    assert [exact_match(text, {"answer": 2.5}) for text in ("2.5", "2")] == [1.0, 0.0]
+    assert exact_match_parts("5", {"answer": 5.0})["places"] == 1.0

@@ -18,16 +18,22 @@ def ground_truth(row: Mapping[str, Any], column: str, reward: str) -> Any:
     """Of `column` (with dots into mappings), or of the first of `COLUMNS` that the row has.
 
     Raises:
-        RewardError: there is none.
+        RewardError: there is none, or an empty one.
     """
     for name in [column] if column else COLUMNS:
         value: Any = row
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
+        if value is not None and value == value:  # NaN is what a table of numbers has for none
             return value
-    wanted = f"the column {column}" if column else f"one of the columns {', '.join(COLUMNS)}"
+    wanted = f"a value in column {column}" if column else f"a value in one of the columns {', '.join(COLUMNS)}"
     raise RewardError(f"{reward} needs {wanted}; the row has: {', '.join(row)}. Name it: reward.args.column=NAME")
+
+
+def texts_of(value: Any) -> tuple[str, ...]:
+    """How a right answer may be written. A column of whole numbers in which one is empty holds floats: 5.0 for 5."""
+    whole = isinstance(value, float) and value.is_integer()
+    return (str(int(value)), str(value)) if whole else (str(value),)
 
 
 def tagged_answer(completion: str) -> str | None:

@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.library.answers import ground_truth
+from asyncrl.rewards.library.answers import ground_truth, texts_of
 
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
@@ -37,13 +37,13 @@ def gsm8k(
     """
     if method not in EXTRACT:
         raise RewardError(f"gsm8k: method must be {', '.join(EXTRACT)}; got {method!r}")
-    wanted = str(ground_truth(row, column, "gsm8k"))
-    if "####" in wanted:
-        wanted = wanted.rpartition("####")[2].strip().replace(",", "")
+    wanted = texts_of(ground_truth(row, column, "gsm8k"))
+    if "####" in wanted[0]:
+        wanted = (wanted[0].rpartition("####")[2].strip().replace(",", ""),)
     found = EXTRACT[method](completion[-SEEN:])
     if found is None:
         return 0.0
-    right = same_number(found, wanted) if method == "numeric" else found == wanted
+    right = same_number(found, wanted[0]) if method == "numeric" else found in wanted
     return score if right else format_score
 
 

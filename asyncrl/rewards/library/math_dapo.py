@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl.rewards.library.answers import boxed_answer, ground_truth
+from asyncrl.rewards.library.answers import boxed_answer, ground_truth, texts_of
 
 SEEN, SEEN_BOX = 300, 100
 """Characters at the end that are looked at; for a box."""
@@ -52,13 +52,13 @@ def math_dapo(
     Raises:
         RewardError: the row has no answer.
     """
-    wanted = str(ground_truth(row, column, "math_dapo"))
+    wanted = texts_of(ground_truth(row, column, "math_dapo"))
     end = completion[-SEEN:]
     if strict_box:
-        right = (boxed_answer(end[-SEEN_BOX:]) or NONE_FOUND) == wanted
+        right = (boxed_answer(end[-SEEN_BOX:]) or NONE_FOUND) in wanted
     else:
         found = ANSWER.findall(end)
-        right = normalised(found[-1] if found else NONE_FOUND) == normalised(wanted)
+        right = normalised(found[-1] if found else NONE_FOUND) in map(normalised, wanted)
     return {"score": score if right else wrong, "acc": float(right)}
 
 

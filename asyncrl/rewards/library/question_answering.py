@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.rewards.library.answers import ground_truth, tagged_answer
+from asyncrl.rewards.library.answers import ground_truth, tagged_answer, texts_of
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -80,7 +80,8 @@ def right_answers(row: Mapping[str, Any], column: str, reward: str) -> list[str]
     truth = ground_truth(row, column, reward)
     if isinstance(truth, Mapping):
         truth = truth.get("target", list(truth.values()))
-    return [str(one) for one in truth] if isinstance(truth, list | tuple) else [str(truth)]
+    several = truth if isinstance(truth, list | tuple) else [truth]
+    return [text for one in several for text in texts_of(one)[:1]]
 
 
 def normalised(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -158,3 +160,17 @@ def test_answers_are_cut_out_whole():
     assert boxed_answer(r"\boxed{1} then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert boxed_answer(r"\boxed{1") is None
     assert tagged_answer("<answer>a</answer><answer>\nb </answer>") == "b"
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "math_dapo", "qa_exact_match", "f1", "math"])
+@pytest.mark.parametrize(("answer", "right"), [(5, True), (5.0, True), ("5", True), (50.0, False), (None, None)])
+def test_a_whole_number_that_a_table_keeps_as_a_float_is_that_number(reward: str, answer: object, right: bool | None):
+    function: Any = load_function(LIBRARY[reward])
+    made: Any = function() if inspect.isclass(function) else function
+    said, row = "#### 5\n\\boxed{5}\n<answer>5</answer>\nAnswer: 5", {"answer": answer}
+    if right is None:
+        with pytest.raises(RewardError, match="needs a value in one of the columns"):
+            made(said, row)
+        return
+    found = made(said, row)
+    assert ((found["score"] if isinstance(found, dict) else found) > 0) == right
