@@ -197,12 +197,15 @@ def test_a_gpu_without_a_number_is_refused(nccl, device):
         ("", "10.0.0.6", "eth0", [{"interface": "eth0"}]),
         ("", "10.0.0.6", "lo", [{"hostname": "10.0.0.7"}]),  # set by the learner, for its own ranks
         ("eth1", "10.0.0.6", "eth0", [{"interface": "eth1"}]),
+        ("", "fd00::6", "eth0", [{"hostname": "fd00::7"}]),  # not by the IPv4 address of eth0
+        ("eth1,eth0", "fd00::6", "", [{"interface": "eth1"}, {"hostname": "fd00::7"}]),
     ],
 )
 def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
     monkeypatch, interface, host, environment, found
 ):
-    monkeypatch.setattr(wires, "own_address", lambda towards: "10.0.0.7" if towards == "10.0.0.6" else towards)
+    monkeypatch.setattr(wires, "own_address", lambda towards: towards.replace("0.6", "0.7").replace(":6", ":7"))
+    monkeypatch.setattr(wires, "interface_of", {"10.0.0.7": "eth0", "fd00::7": "eth0"}.__getitem__)
     assert gloo_devices(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
     if environment:  # the ranks may meet on another network than the one that leads to the workers
         ours = {"GLOO_SOCKET_IFNAME": environment, OF_THE_RANKS: environment}

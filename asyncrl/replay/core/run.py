@@ -84,7 +84,10 @@ class Run:
     def refuse_replaced(self, peer: str, incarnation: str) -> None:
         """Raises FencedError when a newer incarnation of this peer has said hello."""
         if self.state.peers.replaced(peer, incarnation):
-            raise FencedError(f"{peer!r} was replaced by a newer incarnation; this one has to stop")
+            raise FencedError(
+                f"{peer!r} was replaced by a newer incarnation; this one has to stop. If that one was started by "
+                "mistake, stop it: a run has one process of a name"
+            )
 
     def counts(self) -> dict[str, float]:
         """Of this moment: the states of groups, what was dropped, the queue by age. Asking changes nothing."""

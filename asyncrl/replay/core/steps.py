@@ -22,6 +22,11 @@ from asyncrl.replay.core.tuning import Autotune
 from asyncrl.replay.protocol import Restored, TrainedReply
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
+REPLACED = (
+    "a newer learner has restored since; this one has to stop. If that one was started by mistake, stop it and start "
+    "this one again with resume=auto"
+)
+
 
 class Steps:
     """Every request of the learner."""
@@ -54,7 +59,7 @@ class Steps:
         number = -1 if step is None else step
         peers = self._state.peers
         if incarnation in peers.past_learners:
-            raise FencedError("a newer learner has restored since; this one has to stop")
+            raise FencedError(REPLACED)
         if peers.restored and incarnation == peers.learner and peers.restored[:2] == (number, policy_version):
             # A resent request must not undo what was trained in between.
             return Restored(next_step=number + 1, next_version=peers.restored[2])
@@ -93,7 +98,7 @@ class Steps:
     def check_learner(self, incarnation: str) -> None:
         """Raises FencedError for a learner that was replaced, ReplayError for one that has not restored."""
         if incarnation in self._state.peers.past_learners:
-            raise FencedError("a newer learner has restored since; this one has to stop")
+            raise FencedError(REPLACED)
         if incarnation != self._state.peers.learner:
             raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
 

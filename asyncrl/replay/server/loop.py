@@ -252,6 +252,19 @@ class ReplayServer:
             self.core.hello(hello.name, incarnation, hello.served)
         elif hello.role == "learner":
             self.core.hello_learner(hello.name, incarnation)
+            self._note_second(hello.name, incarnation)
+
+    def _note_second(self, rank: str, incarnation: str) -> None:
+        """Two learners that are both started again would refuse each other for ever, and nobody know of whom."""
+        for each in self.sessions.values():
+            silent_s = self.clock() - each.seen
+            other = each.role == "learner" and each.name == rank and each.incarnation != incarnation
+            if other and silent_s < self.silence_s / 3:
+                log.warning(
+                    "learner %s came, and another was heard %.1f s ago: what that one still asks is refused. If both "
+                    "run, stop one of them: a run has one learner",
+                    rank, silent_s,
+                )  # fmt: skip
 
     def _requests(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> int:
         """All of one message; how many."""

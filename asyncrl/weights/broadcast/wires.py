@@ -28,7 +28,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import OF_THE_RANKS, interfaces_here, is_loopback, own_address, unknown_interfaces
+from asyncrl.checks.addresses import (
+    OF_THE_RANKS,
+    interface_of,
+    interfaces_here,
+    is_loopback,
+    own_address,
+    unknown_interfaces,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.weights.broadcast.local_wire import LocalWire
 
@@ -102,7 +109,12 @@ def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> l
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     if named in ("lo", environment.get(OF_THE_RANKS)) or is_loopback(towards):
         named = ""
-    return [{"interface": name} for name in (interface or named).split(",") if name] or [{"hostname": towards}]
+    names = [name for name in (interface or named).split(",") if name]
+    if not names:
+        return [{"hostname": towards}]
+    # Of an interface gloo takes the IPv4 address, by which nobody meets a member that has no name for its own.
+    of_host = interface_of(towards) if ":" in towards else ""
+    return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
 
 
 def _gloo_device(where: Mapping[str, str]) -> Any:

@@ -189,15 +189,17 @@ def test_a_peer_with_other_settings_is_refused_and_not_told_those_of_the_server(
         stranger.members()
 
 
-def test_a_learner_that_was_replaced_is_fenced(run) -> None:
+def test_a_learner_that_was_replaced_is_fenced(run, caplog) -> None:
     run.start()
     second = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
     run.clients.append(second)
     with pytest.raises(ReplayError, match="no running learner"):
         second.commit(step=0)
     second.restore(step=None, policy_version=NO_VERSION, snapshot=None)
-    with pytest.raises(FencedError):
+    with pytest.raises(FencedError, match="started by mistake, stop it"):
         run.learner.publish(policy_version=5, parent=0)
+    assert "learner rank 0 came, and another was heard" in caplog.text
+    assert caplog.text.count("If both run, stop one of them") == 1
 
 
 def hostile_frames(rng: random.Random):
