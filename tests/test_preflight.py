@@ -301,6 +301,15 @@ def test_a_warm_up_that_outlasts_the_run_is_told_with_the_rate_it_ends_at(
         assert (said in capsys.readouterr().out) == told
 
 
+def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused_by_its_row(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": 120}))
+    write_rows(Path("d.jsonl"), {"prompt": "a", "answer": ""}, {"prompt": "xyz", "answer": ""})
+    assert "d.jsonl:2: as it is rendered the prompt has token id 122, and the model knows 120" in refused(task, capsys)
+
+
 def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("model/config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     assert "model.path=model is a BertForMaskedLM, which predicts no next token" in refused(task, capsys)

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.conditions import Condition
+from asyncrl.checks.machine import model_settings
 from asyncrl.checks.sources import Source
 from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.rows.opening import open_source
@@ -97,7 +99,9 @@ def _looked(source: Source, model_path: str, limit: int, counted: int, first: in
     try:
         if order_by:
             rows.ranks(order_by)
-        return survey(rows, tokenizer_of(model_path), limit=limit, counted=counted, first=first)
+        known = of_its_decoder(model_settings(model_path)).get("vocab_size")
+        tokenizer = tokenizer_of(model_path)
+        return survey(rows, tokenizer, limit=limit, counted=counted, first=first, vocabulary=known)
     finally:
         rows.close()
 

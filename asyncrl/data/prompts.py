@@ -25,6 +25,7 @@ class PromptSource:
     Args:
         shuffle: rows in an order seeded by (seed, epoch), else in that of the files.
         overlong: as `data.overlong`, of prompts with more than `max_prompt_tokens`.
+        vocabulary: as in `render`.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PromptSource:
         shuffle: bool,
         max_prompt_tokens: int,
         overlong: str = "error",
+        vocabulary: int | None = None,
     ) -> None:
         self._data = data
         self._order = DrawOrder(
@@ -45,7 +47,7 @@ class PromptSource:
             shuffle=shuffle,
             ranks=data.ranks,
         )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._max_tokens, self._overlong = max_prompt_tokens, overlong
         self._overlong_drawn = 0
         self._tokenized: dict[int, tuple[str, NDArray[np.int32]]] = {}
@@ -93,7 +95,7 @@ class PromptSource:
     def _tokenize(self, row: int, columns: Row) -> tuple[str, NDArray[np.int32]]:
         known = self._tokenized.get(row)
         if known is None:
-            known = render(self._tokenizer, columns, self.where(row))
+            known = render(self._tokenizer, columns, self.where(row), self._vocabulary)
             if len(self._tokenized) >= CACHED_ROWS:
                 del self._tokenized[next(iter(self._tokenized))]
             self._tokenized[row] = known
@@ -113,12 +115,17 @@ class PromptSource:
         return self._tokenizer.decode(kept.tolist()), kept
 
 
-def render(tokenizer: PromptRenderer, columns: Row, where: str) -> tuple[str, NDArray[np.int32]]:
+def render(
+    tokenizer: PromptRenderer, columns: Row, where: str, vocabulary: int | None = None
+) -> tuple[str, NDArray[np.int32]]:
     """Text and token ids [P] of a row's prompt: rendered, with its `tools`, where it is messages; from the plain
     tokenizer where it is text.
 
+    Args:
+        vocabulary: token ids are below it; None where the model is not here.
+
     Raises:
-        DataError: messages that cannot be rendered; or no token came out.
+        DataError: messages that cannot be rendered; or no token came out, or one that the model does not know.
     """
     prompt = columns["prompt"]
     if isinstance(prompt, str):
@@ -131,4 +138,9 @@ def render(tokenizer: PromptRenderer, columns: Row, where: str) -> tuple[str, ND
         text = tokenizer.decode(ids)
     if not ids:
         raise DataError(f"{where}: the prompt has no tokens. Remove the row")
+    if vocabulary is not None and max(ids) >= vocabulary:
+        raise DataError(
+            f"{where}: as it is rendered the prompt has token id {max(ids)}, and the model knows {vocabulary}: a token "
+            "was added to the tokenizer alone. Resize the model's embeddings, too"
+        )
     return text, np.asarray(ids, dtype=np.int32)

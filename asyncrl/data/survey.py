@@ -48,7 +48,13 @@ class Survey:
 
 
 def survey(
-    rows: PromptRows, tokenizer: PromptRenderer | None, *, limit: int, counted: int = SAMPLED, first: int = FIRST
+    rows: PromptRows,
+    tokenizer: PromptRenderer | None,
+    *,
+    limit: int,
+    counted: int = SAMPLED,
+    first: int = FIRST,
+    vocabulary: int | None = None,
 ) -> Survey:
     """Check all rows, and the prompts of some.
 
@@ -56,13 +62,14 @@ def survey(
         limit: `data.max_prompt_tokens`.
         counted: random rows whose prompts are counted.
         first: how many rows come back.
+        vocabulary: as in `prompts.render`.
 
     Raises:
         DataError: a row has no usable form, or a prompt cannot be rendered; or all that were counted are too long.
     """
     data_sources = rows.check()
     looked_at = chosen(rows, counted) if tokenizer else ()
-    prompts = {row: render(tokenizer, rows[row], rows.where(row)) for row in looked_at} if tokenizer else {}
+    prompts = {row: render(tokenizer, rows[row], rows.where(row), vocabulary) for row in looked_at} if tokenizer else {}
     tokens = {row: len(ids) for row, (_, ids) in prompts.items()}
     overlong = [row for row in tokens if tokens[row] > limit]
     if tokens and len(overlong) == len(tokens):

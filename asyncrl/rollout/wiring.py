@@ -280,6 +280,7 @@ def load_texts(config: Config) -> Texts:
         shuffle=config.data.shuffle,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong=config.data.overlong,
+        vocabulary=vocabulary,
     )
     sampling = SamplingParams(
         temperature=config.rollout.temperature,

@@ -128,6 +128,14 @@ def test_tools_that_a_template_would_leave_out_are_refused_and_texts_stay_as_the
     assert source(tmp_path, tokenizer, [{"prompt": "ab>", "tools": "hammer"}])[0].text == "ab>"
 
 
+def test_a_token_that_the_model_does_not_know_is_refused_by_its_row(tmp_path, tokenizer):
+    """Its groups were made thrice and dropped, without a word."""
+    known = source(tmp_path, tokenizer, [{"prompt": "ab>"}], vocabulary=99)
+    assert known[0].text == "ab>"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* token id 98, and the model knows 98: a token was added"):
+        source(tmp_path, tokenizer, [{"prompt": "ab>"}], vocabulary=98)[0]
+
+
 @pytest.mark.parametrize("given", ["hammer", ["hammer"], {"name": "hammer"}])
 def test_a_column_of_tools_that_are_none_is_refused_before_anything_starts(tmp_path, given):
     path = tmp_path / "rows.jsonl"
