@@ -39,6 +39,17 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem_and_one_that_is_taken_a_warnin
     assert states(doctor.gpus("NVIDIA, of two names, 81559, 4, 550.54\n", lambda: "12.8 1")) == [OK]
 
 
+def test_a_driver_that_is_not_loaded_is_a_problem_and_no_machine_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.smi_says() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (found,) = doctor.gpus(doctor.smi_says(), lambda: "")
+    assert found.state == PROBLEM and "driver" in found.said
+
+
 def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
     assert states(doctor.judge_disk(tmp_path, 99 * GIB, 0.001, 1e9, "ext4")) == [OK]
     assert states(doctor.judge_disk(tmp_path, 5 * GIB, 0.05, 1e9, "nfs4")) == [OK, WARNING, WARNING, WARNING]

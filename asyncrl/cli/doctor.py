@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from shutil import which
 
 from packaging.requirements import Requirement
 
@@ -255,6 +256,13 @@ def told_by(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def smi_says() -> str | None:
+    """Of each GPU, see `gpus`; None where there is no nvidia-smi."""
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    told = told_by("nvidia-smi", query, "--format=csv,noheader,nounits")
+    return "nothing: it fails or hangs. See that the driver is loaded" if told is None and which("nvidia-smi") else told
+
+
 def torch_sees() -> str:
     """In a process of its own: the doctor loads no torch, and a driver that hangs must not hang him."""
     return told_by(sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())") or ""
@@ -269,14 +277,13 @@ def shared_memory() -> int:
 
 def examine(folder: Path) -> list[Finding]:
     """Everything, in the order it is shown."""
-    query = "--query-gpu=name,memory.total,memory.used,driver_version"
     port_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     machine = Finding("machine", OK, f"{platform.platform()}, Python {platform.python_version()}")
     return [
         machine,
         *packages(metadata.requires("asyncrl") or [], version_of),
         *engines(version_of),
-        *gpus(told_by("nvidia-smi", query, "--format=csv,noheader,nounits"), torch_sees),
+        *gpus(smi_says(), torch_sees),
         *memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shared_memory(), container_bytes()),
         files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         *disk(folder),

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.telemetry.registry import OF_EVERY_ROW
+
 Row = Mapping[str, Any]
 
 METRICS = ("accuracy", "reward", "token_accuracy")
 """What the mean over the rows of a set may be called; see `reward.metric`. The last is of `asyncrl sft`."""
-OF_EVERY_ROW = frozenset({"step", "policy_version", "time", "crc"})
 
 
 @dataclass(frozen=True, slots=True)
