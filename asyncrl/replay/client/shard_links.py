@@ -32,10 +32,6 @@ class ShardLinks:
         self._left: list[Connection] = []
         """To where a shard was before; what is under way there ends by itself."""
 
-    async def put(self, encoded: EncodedGroup) -> list[Any]:
-        """`put_at` the shard of this group."""
-        return await self.put_at(await self.link_for(encoded), encoded)
-
     async def link_for(self, encoded: EncodedGroup) -> Connection:
         """To the shard of this group. Raises NoProgress: who knows its address did not answer."""
         where = await asyncio.wrap_future(self._addresses())

@@ -117,19 +117,19 @@ def _checksum(position: int, size: int, blocks: int, synced: int, body: Sequence
     return digest.intdigest()
 
 
-def read_record(data: memoryview, segment: int, offset: int) -> Record | None:
-    """The record at `offset` of the file content `data`; None where there is no valid one of this segment."""
-    if offset + HEADER.size > len(data):
+def read_record(data: memoryview, segment: int, offset: int, begin: int = 0) -> Record | None:
+    """The record at `offset` of a file that is `data` from `begin` on; None where no valid one of this segment is."""
+    at = offset - begin
+    if at + HEADER.size > len(data):
         return None
-    magic, size, number, blocks, synced, checksum = HEADER.unpack_from(data, offset)
-    end = offset + record_size(size)
-    if magic != MAGIC or number != segment or offset + HEADER.size + size > len(data):
+    magic, size, number, blocks, synced, checksum = HEADER.unpack_from(data, at)
+    if magic != MAGIC or number != segment or at + HEADER.size + size > len(data):
         return None
-    body = data[offset + HEADER.size : offset + HEADER.size + size]
+    body = data[at + HEADER.size : at + HEADER.size + size]
     position = position_of(segment, offset)
     if checksum != _checksum(position, size, blocks, synced, [body]):
         return None
-    return Record(position, position_of(segment, end), synced, body, blocks)
+    return Record(position, position + record_size(size), synced, body, blocks)
 
 
 def read_at(disk: Disk, position: int) -> Record | None:
@@ -142,12 +142,7 @@ def read_at(disk: Disk, position: int) -> Record | None:
     if HEADER.size + size > disk.size(name) - offset:
         return None
     data = memoryview(disk.read(name, offset, HEADER.size + size))
-    magic, _, number, blocks, synced, checksum = HEADER.unpack_from(data, 0)
-    body = data[HEADER.size :]
-    whole = checksum == _checksum(position, size, blocks, synced, [body])
-    if magic != MAGIC or number != segment_of(position) or not whole:
-        return None
-    return Record(position, position + record_size(size), synced, body, blocks)
+    return read_record(data, segment_of(position), offset, offset)
 
 
 def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:

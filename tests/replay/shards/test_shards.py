@@ -9,13 +9,15 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.errors import NoProgress, ReplayError, WireError
 from asyncrl.replay.client.connection import Connection
+from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import headers
-from asyncrl.replay.codec.group import encode_group
+from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.shards.store import open_store
@@ -59,13 +61,17 @@ def test_what_is_committed_is_forgotten_by_its_shard(cluster: Cluster) -> None:
     wait_until(lambda: cluster.held() == [{4, 6}, {5, 7}])
 
 
+async def put(links: ShardLinks, encoded: EncodedGroup) -> list[Any]:
+    return await links.put_at(await links.link_for(encoded), encoded)
+
+
 def test_a_payload_whose_group_nobody_announced_is_kept_only_as_long_as_it_could_be(cluster: Cluster) -> None:
     _, worker = begin(cluster)
     (order,) = asyncio.run(worker.acquire(slots=1, wait_s=60)).assignments
     links = worker._shards
     assert links is not None
-    asyncio.run(links.put(encode_group(group(order, [0] * 3))))
-    asyncio.run(links.put(encode_group(group(replace(order, group_id=1), [0] * 3))))  # never ordered
+    asyncio.run(put(links, encode_group(group(order, [0] * 3))))
+    asyncio.run(put(links, encode_group(group(replace(order, group_id=1), [0] * 3))))  # never ordered
     wait_until(lambda: cluster.held() == [{0}, set()])
     asyncio.run(worker.insert(group(order, [0] * 4)))  # the attempt is closed with another payload
     wait_until(lambda: len(open_store(cluster.shards[0].disk.copy(), JournalSettings(), SHARD_0).held) == 1)
@@ -142,7 +148,8 @@ def test_a_header_without_its_shards_word_is_refused_and_the_order_given_to_othe
     _, worker = begin(cluster)
     (order,) = asyncio.run(worker.acquire(slots=1, wait_s=60)).assignments
     encoded = encode_group(group(order, [0] * 3))
-    receipt = asyncio.run(worker._shards.put(encoded))  # type: ignore[union-attr]
+    assert worker._shards is not None
+    receipt = asyncio.run(put(worker._shards, encoded))
     changed = encode_group(group(order, [0] * 4))
     forged = [receipt[0], receipt[1], "0" * 32]
     for header, rest in ((encoded.header, None), (encoded.header, forged), (changed.header, receipt)):
@@ -162,7 +169,7 @@ def test_a_payload_that_no_learner_could_use_is_refused_at_the_shard(cluster: Cl
 
     def refused() -> bool:  # the shard hears of the vocabulary with its next answer
         try:
-            asyncio.run(links.put(encode_group(group(order, [0] * 3))))
+            asyncio.run(put(links, encode_group(group(order, [0] * 3))))
         except WireError as error:
             assert "vocabulary" in str(error)
             return True
