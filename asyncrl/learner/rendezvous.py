@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 BACKEND = "bound"
 _ROUND = "round"
 _POLL_S = 0.05
+_LEAVE_S = 10.0
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -104,6 +106,15 @@ class BoundRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         return True
 
+    def leave(self) -> None:
+        """At the end of the work of all. Waits for: the other nodes, where this one hosts what they still read that in;
+        `_LEAVE_S`."""
+        with suppress(dist.DistError):
+            left, deadline = self._left(1), time.monotonic() + _LEAVE_S
+            while self._node == 0 and left < self._nodes and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                left = self._left(0)
+
     def _enter(self, store: dist.Store) -> None:
         """Take the seat in the newest round; in the next one, if it has been taken: by this node, whose ranks have
         died since, or by one that this node replaces."""
@@ -119,6 +130,9 @@ class BoundRendezvous(RendezvousHandler):
 
     def _seat(self, node: int) -> str:
         return f"{_ROUND}/{self._round}/{node}"
+
+    def _left(self, more: int) -> int:
+        return self._nodes if self._meeting is None else self._meeting.add("left", more)
 
     def _current(self, store: dist.Store) -> int:
         return store.add(_ROUND, 0)

@@ -32,7 +32,7 @@ from torch.distributed.run import main as torchrun
 
 from asyncrl.checks.addresses import is_own, own_address
 from asyncrl.learner.launcher import ADVANCED, ENDED, LAUNCHER
-from asyncrl.learner.rendezvous import BACKEND, make_rendezvous
+from asyncrl.learner.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
 
 
 def take_first(begun: Ahead) -> None:
@@ -62,6 +62,13 @@ class HearingAgent(LocalElasticAgent):
             self.heard.discard(ADVANCED)
             self._remaining_restarts = worker_group.spec.max_restarts
         return result
+
+    def _exit_barrier(self) -> None:
+        super()._exit_barrier()
+        rendezvous = self._worker_group.spec.rdzv_handler
+        # torch's host goes as soon as it has read that all are there, and the others end with tracebacks of its store.
+        if isinstance(rendezvous, BoundRendezvous):
+            rendezvous.leave()
 
 
 def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:

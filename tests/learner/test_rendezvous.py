@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import psutil
@@ -89,6 +90,27 @@ def test_nodes_follow_the_one_whose_ranks_died_into_the_next_round() -> None:
     assert not again[0].store.check(["shared"]), "a store that has seen nothing yet"
     assert ports(again) != ports(infos)
     assert [each.num_nodes_waiting() for each in nodes] == [0, 0, 0]
+
+
+def test_the_host_of_what_others_read_leaves_last() -> None:
+    host = node(0, 3, free_port())
+    others = [node(number, 3, host._port) for number in (1, 2)]
+    together(host, *others)
+    with ThreadPoolExecutor(1) as threads:
+        leaves = threads.submit(host.leave)
+        others[0].leave()
+        with pytest.raises(FutureTimeout):
+            leaves.result(0.3)
+        others[1].leave()
+        leaves.result(5.0)
+    node(0, 1).leave()
+
+
+def test_a_host_does_not_wait_for_ever_for_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.learner.rendezvous._LEAVE_S", 0.2)
+    host = node(0, 2, free_port())
+    together(host, node(1, 2, host._port))
+    host.leave()
 
 
 def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while_others_wait() -> None:
