@@ -81,6 +81,18 @@ def test_an_answer_with_half_a_character_is_a_row_as_any_other(
     assert "2 rows" in capsys.readouterr().out
 
 
+def test_rows_without_a_right_answer_beside_others_that_have_one_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = ["1", None, float("nan"), "4"]
+    given = task(tmp_path, [{"prompt": f"{n}?", "answer": answer} for n, answer in enumerate(answers)])
+    assert main(["data", "check", *given, "reward=exact_match"]) == 0
+    said = capsys.readouterr().out
+    assert "the reward of 2 rows' own answers: 1" in said
+    assert "2 of the 4 rows looked at have no right answer, d.jsonl:2 first" in said
+
+
 def test_without_a_reward_rows_and_shares_are_shown_and_bad_data_is_refused_as_at_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

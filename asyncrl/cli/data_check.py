@@ -137,7 +137,7 @@ def ground_truth(row: Row) -> str | None:
             value = value.get("target")
         if isinstance(value, list) and value:
             value = value[0]
-        if value is not None and not isinstance(value, dict | list):
+        if value is not None and value == value and not isinstance(value, dict | list):
             return str(value)
     return None
 
@@ -164,6 +164,8 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
         f"the reward of {len(known)} rows' own answers: {_span(best)}, best as {form.format('ANSWER')!r}; of an empty "
         f"answer: {_span(empty)}"
     ]
+    if without := [where for where, _ in rows if where not in truths]:
+        said.append(f"{len(without)} of the {len(rows)} rows looked at have no right answer, {without[0]} first")
     wrong: list[str] = []
     for (where, _), found, mine in zip(known, scores, best, strict=True):
         if mine <= found[0]:
