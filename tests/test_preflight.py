@@ -191,9 +191,11 @@ def test_a_reward_that_can_never_work_is_refused(
     assert all(part in said for part in says)
 
 
-def test_an_alarm_that_there_is_not_is_refused_with_those_there_are(
+def test_an_alarm_or_metric_that_there_is_not_is_refused_with_those_there_are(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    said = refused([*task, "learner.keep_best=reward/men"], capsys)
+    assert "learner.keep_best=reward/men is no metric. Did you mean `reward/mean`?" in said
     said = refused([*task, "telemetry.ignore_alarms=[disk_ful]"], capsys)
     assert "telemetry.ignore_alarms=['disk_ful']: there is no such alarm" in said and "clock" in said
 

@@ -166,6 +166,7 @@ REFUSED: Refused = [
     (["engine=vllm", "rollout.min_p=0.1"], ["rollout.min_p=0.1 with engine=vllm"]),
     (["rollout.top_p=0"], ["rollout.top_p must be above 0 and at most 1", "got 0"]),
     (["rollout.top_p=nan"], ["rollout.top_p must be above 0 and at most 1", "got nan"]),
+    (["rollout.top_k=1"], ["rollout.top_k=1: all samples are the argmax", "Give 2 or more, or 0"]),
     (["rollout.top_k=-1"], ["rollout.top_k must be at least 0, where it is off; got -1"]),
     (
         ["rollout.top_p=0.9", "reference.path=rollout", "loss.kl_coef=0.1"],

@@ -43,6 +43,8 @@ def evaluation_is_truncated_within_bounds(config: Config) -> Problems:
 def _out_of_range(room: str, settings: RolloutConfig | EvalConfig) -> Problems:
     if not 0 < settings.top_p <= 1:
         yield f"{room}.top_p must be above 0 and at most 1, where it is off; got {settings.top_p}"
+    if settings.top_k == 1 and room == "rollout":
+        yield "rollout.top_k=1: all samples are the argmax and a group has no spread. Give 2 or more, or 0 (off)"
     if settings.top_k < 0:
         yield f"{room}.top_k must be at least 0, where it is off; got {settings.top_k}"
     if not 0 <= settings.min_p < 1:

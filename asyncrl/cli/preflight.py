@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from asyncrl.chat.hub import described_in
 from asyncrl.checks.architecture import may_forget
 from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import RewardTerm, reward_terms
@@ -33,6 +34,7 @@ from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
 from asyncrl.schema import Config, EnvironmentConfig
 from asyncrl.telemetry.alarms import Alarms
+from asyncrl.telemetry.registry import METRICS, metric_of
 
 TRIED_ROWS = 3
 """First rows of each source that the reward is called on."""
@@ -57,6 +59,7 @@ def look_ahead(config: Config) -> Preflight:
         ConfigError, DataError: the run could not work; the message names the row, the server or the model.
     """
     Alarms(config.telemetry.ignore_alarms)  # an alarm that there is not is refused
+    refuse_unmeasured(config.learner.keep_best)
     if config.engine.name in SERVERS:
         load("asyncrl.engines.server.look").look_at_servers(config)
     refuse_unbatched(config)
@@ -87,6 +90,14 @@ def look_ahead(config: Config) -> Preflight:
             with said_of(each):
                 said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
     return Preflight(tuple(lines), tuple(said), sum(each.rows for each in train))
+
+
+def refuse_unmeasured(keep_best: str) -> None:
+    """Raises ConfigError: there is no such metric, so no checkpoint would ever be the best. Those of evaluations are
+    looked at with the settings."""
+    if keep_best and not keep_best.startswith("eval/") and metric_of(keep_best) is None:
+        hint = nearest(keep_best, [metric.name for metric in METRICS])
+        raise ConfigError(f"learner.keep_best={keep_best} is no metric.{hint} `asyncrl metrics` lists them")
 
 
 def refuse_unbatched(config: Config) -> None:
