@@ -119,7 +119,8 @@ def memory(total: int, shared: int, container: int | None = None) -> list[Findin
                 "memory",
                 WARNING,
                 f"/dev/shm has {shared / 2**20:.0f} MiB left: Ray puts its objects into /tmp then, NCCL and vLLM with "
-                "several GPUs fail. Empty it, or start the container with --shm-size=8g",
+                "several GPUs fail. Delete what killed engines of vLLM left there (vllm_dist_*, psm_*, while none "
+                "runs), or start the container with --shm-size=8g",
             )
         )
     return found

@@ -240,7 +240,8 @@ def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come
         wait_stats(publisher, sent_version=0, engines=1)
         time.sleep(1.0)
         port = cluster.board.view()[1]["weights"]["port"]
-    told = [each.getMessage() for each in caplog.records if each.name == absent.__name__]
+    said = [each.getMessage() for each in caplog.records if each.name == absent.__name__]
+    told = [line for line in said if "far away" in line]
     assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, and has not come")
     assert f" to 127.0.0.1:{port}, for " in told[0]
     assert "weights.host has to be an address of the learner that its machine reaches" in told[0]
@@ -299,7 +300,8 @@ def test_a_stalled_member_is_left_out_and_returns_by_itself(cluster):
         cluster.wait_served("b", 2)
 
 
-def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_one(cluster):
+def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_one(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(absent, "TOLD_S", 1.0)
     cluster.worker("a")
     cluster.worker("b", group="away")
     with publishing(cluster.board) as publisher:
@@ -311,6 +313,8 @@ def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_o
         cluster.wait_served("a", 1)
         assert wait_stats(publisher, sent_version=1, engines=1)["resends"] == 0
         assert members(cluster.board) == [["a", "1"]]
+        time.sleep(2.0)
+        assert "has not come here" not in caplog.text  # it did, and waits for a process
         cluster.board.note("back", True)
         cluster.wait_served("b", 1)
         assert cluster.bytes_of("b", 1) == [fingerprint_of(weights(1))]

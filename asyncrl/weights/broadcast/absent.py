@@ -1,32 +1,38 @@
 """Workers that the replay server knows, and that never came to the publisher: they do not reach `weights.host`."""
 
+# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection
 
-from asyncrl.weights.broadcast.protocol import Peer
+import torch.distributed as dist
+
+from asyncrl.weights.broadcast.protocol import Peer, introduced
 
 log = logging.getLogger(__name__)
 
 TOLD_S = 15.0
-"""A worker says hello here in the moment in which it is known there; a try to connect takes 5 s at most."""
+"""A worker comes here in the moment in which it is known there; a try to connect takes 5 s at most."""
 
 
 class Absent:
-    """`where`: the store that they should come to."""
+    """`where`: the address of the `store` that they should come to."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, store: dist.Store, where: str) -> None:
+        self._store, self._where = store, where
         self._since: dict[Peer, float] = {}
         self._known: set[Peer] = set()
         """That came once, or were told of."""
 
-    def look(self, live: Collection[Peer], here: Collection[Peer]) -> None:
+    def look(self, live: Collection[Peer]) -> None:
         """Say once of each which has not come for `TOLD_S`."""
         now = time.monotonic()
-        self._known = (self._known | set(here)) & set(live)
+        self._known &= set(live)
+        self._known |= {peer for peer in live if peer not in self._known and introduced(self._store, peer)}
         self._since = {peer: self._since.get(peer, now) for peer in live if peer not in self._known}
         late = sorted(peer for peer, since in self._since.items() if now - since >= TOLD_S)
         self._known |= set(late)

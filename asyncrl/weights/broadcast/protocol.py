@@ -95,6 +95,10 @@ def introduce(store: dist.Store, peer: Peer) -> None:
     store.set(_ack_key(peer), msgpack.packb([0, 0, "", None]))  # pyright: ignore[reportArgumentType]
 
 
+def introduced(store: dist.Store, peer: Peer) -> bool:
+    return store.check([_beat_key(peer)])
+
+
 def beat(store: dist.Store, peer: Peer) -> None:
     store.add(_beat_key(peer), 1)
 

@@ -92,7 +92,7 @@ class BroadcastSender:
         self._base: int | None = None
         """Version that every member of this epoch has staged, whole."""
         self._store, self._port = publisher_store(host, timeout_s, port)
-        self._absent = Absent(f"{host}:{self._port}")
+        self._absent = Absent(self._store, f"{host}:{self._port}")
         self._publisher = secrets.token_hex(8)
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
@@ -168,7 +168,7 @@ class BroadcastSender:
             return  # the next version is about to come, and goes to all
         self._next_look = time.monotonic() + self._poll_members_s
         waiting = self._waiting(live := self._live())
-        self._absent.look(live, {*self._members, *waiting})
+        self._absent.look(live)
         if waiting:
             self.send(newest)
 

@@ -126,6 +126,7 @@ class BroadcastSubscriber(SubscriberThread):
 
     def _attend(self, store: dist.TCPStore) -> None:
         """Epoch after epoch with one publisher; returns when there is another, raises when it is gone."""
+        introduce(store, self._me)
         while not self._closed.is_set():
             width = self._receiver.width  # asked once: the last of its processes may go at any time
             if not width:  # in a seat of no ranks it could not answer, and everybody would wait for it
@@ -171,7 +172,6 @@ class BroadcastSubscriber(SubscriberThread):
         """Wait for the invitation to the next epoch; None when another publisher took over."""
         self._hello += 1
         message = {"hello": self._hello, "width": width, "wanted": wanted, "protocol": PROTOCOL}
-        introduce(store, self._me)
         post(store, hello_key(*self._me), message)
         store.add("hellos", 1)
         key = invite_key(*self._me, self._hello)
