@@ -18,6 +18,7 @@ from rich.text import Text
 from asyncrl.cli.commands import learner_command, with_absolute_run_dir
 from asyncrl.cli.data_check import histogram
 from asyncrl.cli.local import Ended, best_line, how_to_go_on, supervise
+from asyncrl.cli.preflight import refuse_unmeasured
 from asyncrl.cli.settings_file import with_files
 from asyncrl.plain_text import plain
 from asyncrl.sft.batches import Course, draws_before
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     overrides = (*overrides, *kept_dtypes(given, overrides))
     given = load_sft(overrides)
     check_sft_machine(given, alone=True)
+    refuse_unmeasured(given.learner.keep_best)
     refuse_used_folder(given)
     changes = changes_in(given)
     encoder = open_encoder(given)

@@ -55,6 +55,8 @@ def _not_needed(node: Any) -> Iterator[str]:
         yield "data.path"
 
 
+FIGURES = ("loss", "token_accuracy")
+"""Of an evaluation."""
 KEYS = config_keys(SftConfig)
 ABOVE_ZERO = [*(key for key in values.ABOVE_ZERO if key in KEYS), "learner.epochs"]
 WORDS = {key: each for key, each in values.WORDS.items() if key in KEYS} | {"data.learn": ("every", "last")}
@@ -97,8 +99,11 @@ def evaluation_is_whole(given: SftConfig) -> Problems:
         yield f"eval.every={given.eval.every} needs held-out rows. Give eval.path=FILE, or eval.every=0"
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given.eval.name):
         yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {given.eval.name!r}"
-    if given.learner.keep_best.startswith("eval/") and not given.eval.path:
-        yield f"learner.keep_best={given.learner.keep_best} needs the evaluation that measures it. Give eval.path=FILE"
+    best, measured = given.learner.keep_best, [f"eval/{given.eval.name}/{each}" for each in FIGURES]
+    if best.startswith("eval/") and not given.eval.path:
+        yield f"learner.keep_best={best} needs the evaluation that measures it. Give eval.path=FILE"
+    elif best.startswith("eval/") and best not in measured:
+        yield f"learner.keep_best={best}: there is {' and '.join(measured)} (see eval.name).{nearest(best, measured)}"
 
 
 def sources_are_whole(given: SftConfig) -> Problems:

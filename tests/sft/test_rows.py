@@ -160,6 +160,10 @@ def test_conversations_without_an_assistant_or_in_another_form_than_the_first_ar
         ("learner.epochs=0", "learner.epochs must be above 0"),
         ("eval.every=3", "needs held-out rows"),
         ("learner.keep_best=eval/heldout/loss", "Give eval.path=FILE"),
+        (
+            "eval.path=x learner.keep_best=eval/heldout/acc",
+            "there is eval/heldout/loss and eval/heldout/token_accuracy",
+        ),
         ("rollout.group_size=4", "there is no setting `rollout.group_size`"),
         ("learner.batch_size=4", "Did you mean `learner.rows_per_step`"),
         ("data.max_length=4", "Did you mean `data.max_tokens`"),
@@ -169,7 +173,7 @@ def test_conversations_without_an_assistant_or_in_another_form_than_the_first_ar
 )
 def test_a_setting_that_is_none_here_is_refused(tmp_path: Path, setting: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        settings(tmp_path, setting)
+        settings(tmp_path, *setting.split())
 
 
 def test_a_mixture_needs_no_path_and_its_sources_are_filtered_and_named(tmp_path: Path) -> None:
