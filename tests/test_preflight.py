@@ -312,6 +312,17 @@ def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused_by_its_ro
     assert "d.jsonl:2: as it is rendered the prompt has token id 122, and the model knows 120" in refused(task, capsys)
 
 
+def test_it_is_told_where_no_token_ends_a_completion(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = "model.path=model names no token that ends a completion"
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    config = json.loads(Path("model/config.json").read_text())
+    for eos, named, told in ((None, None, True), (None, 5, False), (settings["eos_token"], None, False)):
+        Path("model/tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": eos}))
+        Path("model/config.json").write_text(json.dumps(config | {"eos_token_id": named}))
+        assert main(["local", *task, "--dry-run"]) == 0
+        assert (said in capsys.readouterr().out) == told
+
+
 def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("model/config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     assert "model.path=model is a BertForMaskedLM, which predicts no next token" in refused(task, capsys)

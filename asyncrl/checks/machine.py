@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,19 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 GENERATION = "generation_config.json"
 """Where a chat model says what ends a turn."""
+
+
+ENDS = ((GENERATION, "eos_token_id"), ("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token"))
+
+
+def never_ends(folder: Path) -> bool:
+    """Whether nothing in a model's folder names a token that ends a completion."""
+    named: list[Any] = []
+    for name, key in ENDS:
+        with suppress(OSError, ValueError, AttributeError):
+            settings = json.loads((folder / name).read_text())
+            named += [settings.get(key), of_its_decoder(settings).get(key)]
+    return not any(each is not None for each in named)
 
 
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:

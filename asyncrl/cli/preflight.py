@@ -16,7 +16,7 @@ from asyncrl.chat.hub import described_in
 from asyncrl.checks.architecture import may_forget
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.hints import nearest
-from asyncrl.checks.machine import check_machine, model_settings
+from asyncrl.checks.machine import check_machine, model_settings, never_ends
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
@@ -77,6 +77,11 @@ def look_ahead(config: Config) -> Preflight:
             "has no tokenizer.json" if described else "is neither here nor to be had from the Hugging Face hub just now"
         )
         lines.append(f"model.path={config.model.path} {why}: no prompt was tokenized yet")
+    elif described and never_ends(described):
+        lines.append(
+            f"model.path={config.model.path} names no token that ends a completion (eos_token in "
+            "tokenizer_config.json, eos_token_id in generation_config.json): each has rollout.max_new_tokens tokens"
+        )
     for each in train if train[0].tokens else ():
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
         of = f" of {each.title}" if len(train) > 1 else ""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
 
@@ -72,7 +73,8 @@ def _generation_stops(model_path: str) -> set[int | None]:
             given = PretrainedConfig.get_config_dict(model_path)[0]
         except (OSError, ValueError):  # refused where a model is loaded
             return set()
-        eos = given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id"))
+        own = given.get("eos_token_id")
+        eos = of_its_decoder(given).get("eos_token_id") if own is None else own
     return set(eos) if isinstance(eos, list | tuple) else {eos}
 
 
