@@ -21,7 +21,7 @@ from asyncrl.environments.guard import GuardedEnvironment, close_environment
 from asyncrl.environments.search.bm25 import Bm25
 from asyncrl.environments.search.corpus import Corpus
 from asyncrl.environments.search.environment import Search
-from asyncrl.environments.search.server import MOST_BYTES, Handler, Retriever, Server
+from asyncrl.environments.search.server import MOST_BYTES, Handler, Retriever, Server, is_own_name
 from asyncrl.errors import ConfigError, DataError, HopelessRewardError
 from asyncrl.rollout.reward_watch import RewardWatch
 from tests.environments.talk import TOKENIZER, call, exact, play, sampled_texts
@@ -131,6 +131,7 @@ def test_a_page_whose_name_leads_to_this_machine_gets_no_passage(url: str) -> No
             head = b"POST /retrieve HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
             asked.sendall(head + body)
             assert asked.recv(100).split()[1] == status, host
+    assert is_own_name("Node7:8000", "Node7") and not is_own_name("evil.example", "127.0.0.1")  # --host Node7
 
 
 def test_whoever_resets_its_connection_leaves_no_traceback(url: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def with_contents(row: Row) -> Row:
 class Server(HttpServer):
     def __init__(self, retriever: Retriever, host: str, port: int) -> None:
         """Raises ConfigError when the address cannot be had."""
-        self.retriever, self.is_local = retriever, is_loopback(host)
+        self.retriever, self.name, self.is_local = retriever, host, is_loopback(host)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the body is not read
             return self._say(413, {"error": f"a request has a Content-Length of at most {MOST_BYTES}"})
         body = self.rfile.read(int(length))
-        if self.server.is_local and not is_own_name(self.headers.get("Host", "")):
+        if self.server.is_local and not is_own_name(self.headers.get("Host", ""), self.server.name):
             return self._say(403, {"error": "ask for it by its address or as localhost"})
         if self.path != PATH:
             return self._say(404, {"error": f"there is {PATH} alone"})
@@ -119,11 +119,11 @@ class Handler(BaseHTTPRequestHandler):
         """A line per query helps nobody."""
 
 
-def is_own_name(host: str) -> bool:
-    """An address, or localhost: a page of a site whose name leads to loopback asks by that name."""
+def is_own_name(host: str, given: str) -> bool:
+    """An address, localhost, or the name `given`: a page of a site whose name leads to loopback asks by that name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
+        return name in ("localhost", given.lower()) or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
 

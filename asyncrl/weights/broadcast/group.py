@@ -58,7 +58,8 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         socket.create_connection((host, port), timeout=min(timeout_s, 5.0)).close()
         return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (OSError, RuntimeError) as error:
-        raise WeightsError(f"the publisher's store at {host}:{port} does not answer: {error}") from error
+        said = f"the publisher's store at {host}:{port} does not answer: {error}"
+        raise WeightsError(f"{said}. If a learner runs, this machine does not reach it at weights.host") from error
 
 
 STRETCH = 64 << 20
