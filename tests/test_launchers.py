@@ -235,7 +235,9 @@ def test_the_ray_cluster_is_one_to_ray_and_starts_no_dashboard_for_others() -> N
     schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
     jsonschema.validate(config, json.loads(schema.read_text()))
     (head,) = [line for line in config["head_start_ray_commands"] if "--head" in line]
-    assert "--dashboard-host=127.0.0.1" in head
+    assert "--dashboard-host=127.0.0.1" in head and "RAY_enable_autoscaler_v2=0" in head
+    commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    assert all("ENVIRONMENT/bin/ray" in line for line in commands), "commands over ssh have no environment of Python"
     assert len(config["provider"]["worker_ips"]) == config["max_workers"]
 
 
