@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -247,6 +248,19 @@ def test_the_container_installs_extras_that_there_are_with_the_versions_that_are
     named = re.findall(r"EXTRAS=([\w,]+)", text)
     assert len(named) == 2 and {extra for each in named for extra in each.split(",")} <= set(known)
     assert "-c constraints.txt" in text and re.search(r"^USER (?!root)", text, re.MULTILINE)
+
+
+def test_the_container_gets_what_the_package_is_made_of_and_no_keys_runs_or_environments() -> None:
+    text = (ROOT / "launchers" / "Containerfile").read_text()
+    copied = [
+        name for names in re.findall(r"^COPY --chown=\w+ (.+) \S+$", text, re.MULTILINE) for name in names.split()
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    made_of = [project["project"]["readme"], *project["project"]["license-files"], *wheel["packages"]]
+    assert sorted(copied) == sorted(
+        ["pyproject.toml", "constraints.txt", "launchers", *made_of, *wheel["force-include"]]
+    )
 
 
 @pytest.mark.parametrize(
