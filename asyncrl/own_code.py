@@ -144,7 +144,8 @@ def _refuse_late_of_two(path: Path, given: str) -> None:
         names = [name.partition(".")[0] for name in names]
         _LATE.update(dict.fromkeys((path, name) for name in names if name not in sys.stdlib_module_names))
     for file, name in _LATE:
-        found = [folder for folder in sorted(_FOLDERS) if (folder / f"{name}.py").is_file() or (folder / name).is_dir()]
+        places = (f"{name}.py", f"{name}/__init__.py")
+        found = [folder for folder in sorted(_FOLDERS) if any((folder / place).is_file() for place in places)]
         if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {file.parent}):
             raise ConfigError(
                 f"{given}: a function of {file} imports {name} when it is called, and {found[0]} and {found[1]} both "
