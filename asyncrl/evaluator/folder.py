@@ -36,7 +36,8 @@ class EvalFolder:
         self.path, self._patience = path, patience
         self._rows, self._samples = rows, samples
         self._lines = open_kept(path / SAMPLES_FILE, lambda _: True, patience)
-        self.done = by_row(line for line in rows_in(path / SAMPLES_FILE) if line.get("row", rows) < rows)
+        found = by_row(rows_in(path / SAMPLES_FILE))
+        self.done = {row: samples for row, samples in found.items() if row < rows}
         """Row -> its samples, failed ones included."""
 
     def missing(self) -> list[int]:

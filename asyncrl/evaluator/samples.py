@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from asyncrl.evaluation.answers import answer_of
 from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluation.table import RowScores
 
+NAMES = {each.name for each in fields(Sample)}
+TEXTS = ("data_source", "prompt", "completion", "finish_reason", "failed")
+
 
 def by_row(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Sample]]:
-    """Row -> its samples, by number. Of a row that was tried again the newest count."""
+    """Row -> its samples, by number. Of a row that was tried again the newest count; lines that are none do not."""
     found: dict[int, dict[int, Sample]] = {}
-    for line in lines:
-        sample = Sample(**line)
+    for sample in (Sample(**line) for line in lines if is_sample(line)):
         found.setdefault(sample.row, {})[sample.sample] = sample
     return {row: [samples[number] for number in sorted(samples)] for row, samples in sorted(found.items())}
+
+
+def is_sample(line: Mapping[str, Any]) -> bool:
+    """As `to_line` makes one, and not damaged since."""
+    numbers = isinstance(line.get("row"), int) and isinstance(line.get("sample"), int)
+    scored = line.get("reward") is None or isinstance(line["reward"], int | float)
+    return numbers and scored and line.keys() <= NAMES and all(isinstance(line.get(name, ""), str) for name in TEXTS)
 
 
 def is_done(samples: Iterable[Sample], wanted: int) -> bool:

@@ -47,6 +47,30 @@ def test_a_row_that_was_cut_in_the_middle_of_its_write_is_missing(tmp_path: Path
         assert third.missing() == [2] and len(third.done[1]) == 2
 
 
+@pytest.mark.parametrize(
+    ("was", "is_now"),
+    [
+        ('"reward"', '"rewxrd"'),
+        ('"row": 1', '"row": "1"'),
+        ("1.0", '"1.0"'),
+        ('"\u00e9"', "7"),
+        ('"sample": 0', '"sample": null'),
+    ],
+)
+def test_a_row_of_which_a_line_was_damaged_is_made_again(tmp_path: Path, was: str, is_now: str) -> None:
+    with folder(tmp_path) as first:
+        for row in (0, 1, 2):
+            first.add(row, samples(row))
+    path = tmp_path / SAMPLES_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    assert was in lines[2]
+    path.write_text("".join([*lines[:2], lines[2].replace(was, is_now), *lines[3:]]))
+    with folder(tmp_path) as second:
+        assert second.missing() == [1]
+        second.add(1, samples(1))
+        assert second.missing() == []
+
+
 def test_a_row_with_a_failure_is_tried_again_and_its_newest_samples_count(tmp_path: Path) -> None:
     with folder(tmp_path) as first:
         first.add(0, samples(0, failed=2))
