@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from asyncrl.checks.architecture import of_its_decoder
+from asyncrl.data.local_tokenizer import PROBE, load_local_tokenizer
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
 
@@ -20,9 +23,18 @@ log = logging.getLogger(__name__)
 def load_tokenizer(model_path: str) -> Any:
     """Raises ConfigError when `model.path` has no tokenizer."""
     try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
         raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
+    with suppress(ValueError):
+        own = load_local_tokenizer(Path(model_path))
+        if own and own.encode(PROBE, add_special_tokens=False) != found.encode(PROBE, add_special_tokens=False):
+            log.warning(
+                "model.path=%s: by the model_type in config.json transformers makes a %s of its tokenizer, and that "
+                "gives texts other tokens than its tokenizer.json does. It is used here: was the model made with it?",
+                *(model_path, type(found).__name__),
+            )
+    return found
 
 
 def check_vocabulary(model_path: str, tokenizer: Any) -> int:

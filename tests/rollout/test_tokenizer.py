@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig, Qwen2Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.errors import ConfigError
@@ -28,6 +29,17 @@ def test_an_observation_is_encoded_as_it_stands_with_the_special_tokens_that_are
     save_byte_tokenizer(tmp_path)
     ids = make_encode(load_tokenizer(str(tmp_path)))(" no!<|eos|>")
     assert ids.tolist() == [*b" no!", EOS_ID] and ids.dtype == np.int32
+
+
+def test_it_is_said_where_transformers_gives_other_tokens_than_the_file_does(tmp_path, caplog):
+    """Of Qwen2 it takes no other tokenizer than Qwen2's, and splits and normalises texts as that does."""
+    load_tokenizer(folder(tmp_path, VOCAB_SIZE))
+    assert not caplog.records
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "if": 1, "return": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    load_tokenizer(str(tmp_path))
+    assert "transformers makes a Qwen2Tokenizer of its tokenizer" in caplog.text
 
 
 def test_a_completion_ends_where_generation_config_says_so_else_where_config_does(tmp_path, caplog):
