@@ -129,7 +129,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
 
 
 def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[str]) -> str:
-    kept = without(typed, ("learner.steps=", "learner.epochs=", "resume=", "overwrite="))
+    kept = without(typed, ("learner.steps", "learner.epochs", "resume", "overwrite"))
     more = shlex.join([*kept, f"learner.steps={2 * trained}", "resume=auto"])
     return (
         f"nothing to do: {trained} steps are trained and learner.steps={config.learner.steps}. "
@@ -367,7 +367,7 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
 
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
     """The command that resumes a run which did not come to its end, and what it resumes from."""
-    again, resume = shlex.join(without(typed, ("resume=", "overwrite="))), "resume=auto"
+    again, resume = shlex.join(without(typed, ("resume", "overwrite"))), "resume=auto"
     what = "stopped" if ended.code > 128 and ended.saved else "ended"
     try:
         step = trained_steps(chosen(folder, "auto"))

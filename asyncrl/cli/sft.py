@@ -132,7 +132,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     folder = Path(given.run.dir).resolve()
     resumed = plan.course.first_step
     if resumed >= plan.course.steps and trained_in(folder / EXPORT_DIR) == resumed:
-        more = shlex.join([*without(typed, ("learner.epochs=", "resume=")), "learner.epochs=N", "resume=auto"])
+        more = shlex.join([*without(typed, ("learner.epochs", "resume")), "learner.epochs=N", "resume=auto"])
         console.print(
             f"nothing to do: {resumed} steps are trained. The model is in {folder / EXPORT_DIR}. To train on:"
         )

@@ -22,7 +22,7 @@ from asyncrl.config import default_settings, read_settings
 from asyncrl.errors import RunFolderError
 from asyncrl.telemetry.metrics import METRICS_FILE
 from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
-from asyncrl.telemetry.report import Row, evaluated, read_metrics, series
+from asyncrl.telemetry.report import OF_ONE_RUN, Row, evaluated, read_metrics, series
 from asyncrl.telemetry.resumed import CONFIG_FILE
 
 SHOWN = (
@@ -31,8 +31,6 @@ SHOWN = (
     "reward/failed", "idle/learner", "idle/rollout", "perf/trained_tokens_per_s",
 )  # fmt: skip
 """In this order; evaluations come first. Those that no run has are left out."""
-OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")
-"""Settings in which repeats of one experiment differ."""
 TAIL = 0.1
 """The end of a curve is the mean over this share of its values, the last ones; at least one, at most `TAIL_MOST`."""
 TAIL_MOST = 50

@@ -127,8 +127,8 @@ def _mean_idle(rows: Sequence[Row]) -> Row:
     return {name: statistics.mean(values) for name in names if (values := series(rows, name)[1])}
 
 
-OF_ONE_RUN = ("run.name=", "run.dir=", "resume=", "overwrite=", "seed=")
-"""Settings that the next run must not inherit."""
+OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")
+"""Settings in which repeats of one experiment differ."""
 
 
 QUICKSTART = "launchers/quickstart.sh"
@@ -136,8 +136,8 @@ QUICKSTART = "launchers/quickstart.sh"
 
 
 def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
-    """A command without these settings, each written `key=`."""
-    return [text for text in typed if not text.startswith(settings)]
+    """A command without these settings."""
+    return [text for text in typed if text.partition("=")[0] not in settings]
 
 
 def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
