@@ -53,7 +53,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """`pytest -m "not slow"`, and nothing else asked: a process for each core, by pytest-xdist. Slow tests start
     processes of their own, and what was asked by its path is looked at in one."""
     if (
-        config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        not hasattr(config, "workerinput")  # one of these processes, which would start as many again, and they too
+        and config.args_source is pytest.Config.ArgsSource.TESTPATHS
         and "not slow" in config.option.markexpr.split(" and ")
         and config.getoption("numprocesses", default=0) is None  # -n 0 is one process; 0: without pytest-xdist
         and not config.option.usepdb

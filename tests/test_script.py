@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from coverage import CoverageData
+
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = f"""#!/usr/bin/env bash
@@ -112,3 +116,18 @@ def test_what_fails_again_or_with_many_or_ends_pytest_fails_the_script(
     assert status == 1 and said[said.index(FAILED) + 1 :][: len(told)] == told and FLAKY not in said, said
     assert any("--lf" in each for each in commands) == (alone == "fails")
     assert not any("-m slow" in each for each in commands), "the longer half is left out"
+
+
+def test_processes_of_the_fast_part_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = {"markexpr": "not slow", "numprocesses": None, "dist": "no", "usepdb": False}
+
+    def asked(**more: object) -> object:
+        option = SimpleNamespace(**options)
+        given = SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource.TESTPATHS, **more)
+        given.getoption = lambda name, default: getattr(option, name, default)
+        conftest.pytest_cmdline_main(cast(pytest.Config, given))
+        return option.numprocesses
+
+    assert asked() == len(os.sched_getaffinity(0))
+    assert asked(workerinput={}) is None, "each of them would start as many, and those too"
