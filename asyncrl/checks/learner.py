@@ -6,13 +6,11 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl.checks.evaluations import eval_sets
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.checkpoints import best_is_measured, copies_last, exports_have_checkpoints
 from asyncrl.checks.parallel import proven_with, ranks_divide
 from asyncrl.checks.problem import Problems, divisors
 from asyncrl.checks.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.table import figures_for
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, needs_first_pass, required_inputs, resolve
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config
@@ -289,61 +287,6 @@ def adapters_have_a_use(config: Config) -> Problems:
             f"learner.proximal_ema={config.learner.proximal_ema} averages whole models, and with model.lora_rank="
             f"{model.lora_rank} only adapters are trained. Set learner.proximal_ema=0, which anchors the loss at the "
             "weights before the update"
-        )
-
-
-def exports_have_checkpoints(config: Config) -> Problems:
-    yield from of_checkpoints(config.learner.export_every, config.learner.save_every)
-
-
-def of_checkpoints(export_every: int, save_every: int) -> Problems:
-    if export_every and save_every and export_every % save_every:
-        yield (
-            f"learner.export_every={export_every}: models are made of checkpoints, which there are each "
-            f"learner.save_every={save_every} steps. Give a multiple of that"
-        )
-
-
-def copies_last(config: Config) -> Problems:
-    yield from of_copies(config.learner.copy_to)
-
-
-def of_copies(copy_to: str) -> Problems:
-    if copy_to.startswith("memory:"):
-        yield (
-            f"learner.copy_to={copy_to} is the memory of the process that copies, and ends with it. Give a URL that "
-            "lasts: s3://bucket/run, file:///backup"
-        )
-
-
-def best_is_measured(config: Config) -> Problems:
-    """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
-    learner = config.learner
-    if not learner.keep_best and learner.keep_best_by != "max":
-        yield f"learner.keep_best_by={learner.keep_best_by} does nothing without learner.keep_best. Name a metric there"
-    if not learner.keep_best.startswith("eval/"):
-        return
-    try:
-        sets = {each.name: each.config for each in eval_sets(config)}
-    except ConfigError:
-        return  # refused by evaluation_has_rows
-    _, name, figure = [*learner.keep_best.split("/", 2), ""][:3]
-    if name not in sets:
-        known = ", ".join(sets) or "none: give eval.path or eval.sets"
-        yield f"learner.keep_best={learner.keep_best}: the evaluated sets are {known}.{nearest(name, sets)}"
-        return
-    own = sets[name]
-    figures = [own.reward.metric, *(figures_for(own.eval.samples, votes=own.eval.answer != "none"))]
-    if figure not in figures and not figure.endswith("/mean"):  # of a data_source, which the rows name
-        yield (
-            f"learner.keep_best={learner.keep_best}: {name} is measured by {', '.join(figures)} (see eval.samples, "
-            f"reward.metric).{nearest(figure, figures)}"
-        )
-    if own.eval.every < 1 or learner.save_every % own.eval.every:
-        yield (
-            f"learner.keep_best={learner.keep_best}: every checkpoint must be measured, and learner.save_every="
-            f"{learner.save_every} is no multiple of the {own.eval.every} steps between evaluations of {name}. Set "
-            f"eval.every={learner.save_every}, or one that divides it"
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks import values
+from asyncrl.checks.checkpoints import of_checkpoints, of_copies
 from asyncrl.checks.hints import join_problems, nearest
 from asyncrl.checks.layers import of_compiling
-from asyncrl.checks.learner import of_checkpoints, of_copies, of_moments
+from asyncrl.checks.learner import of_moments
 from asyncrl.checks.machine import (
     missing_checkpoint,
     missing_extras,

@@ -6,7 +6,6 @@ consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refr
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import shutil
 import statistics
@@ -23,15 +22,14 @@ from rich.text import Text
 
 from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
-from asyncrl.storage.lines import LineFile, read_lines, row_of
+from asyncrl.storage.lines import LineFile, read_lines
 from asyncrl.telemetry.alarms import FREE_BYTES, STALL, Alarms
 from asyncrl.telemetry.console import live_on
 from asyncrl.telemetry.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics import METRICS_FILE, MetricsLog
 from asyncrl.telemetry.raised import ALARMS_FILE, Raised, ended_by_resume
 from asyncrl.telemetry.run_folder import STOP_FILE
-
-Row = Mapping[str, Any]
+from asyncrl.telemetry.tails import MetricsTail, RewardWarnings, Row
 
 BUSY_BELOW = 0.1
 """Idle fractions under this are noise, not waiting."""
@@ -42,9 +40,6 @@ MOST_AGES = 6
 """In a line."""
 BY_AGE = re.compile(r".*_age_\d+|staleness/hist_\d+")
 """Metrics that a row lacks where there is nothing of that age: the last row's do not stand for them."""
-WORKER_LOGS = "rollout-*.log"
-REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
-MAX_WARNINGS = 10
 
 
 def who_waits(row: Row) -> str:
@@ -142,58 +137,6 @@ class PrintingLog(MetricsLog):
             self._told.append([raised.as_row()])
             if self._stops is not None and raised.stops:
                 self._stops.touch()
-
-
-class MetricsTail:
-    """New whole rows of a growing metrics file, at first of its last `most` bytes. A resume makes it shorter: what it
-    kept is no news; nor is what is damaged, which the resume puts aside."""
-
-    def __init__(self, path: Path, most: float = math.inf) -> None:
-        self._path, self._most = path, most
-        self._offset = 0
-        self._inode = 0
-        self._read: set[int] = set()
-        """Of the lines that were read, their hashes."""
-
-    def read(self) -> list[Row]:
-        try:
-            state = self._path.stat()
-        except FileNotFoundError:
-            return []
-        if state.st_ino != self._inode or state.st_size < self._offset:
-            self._inode, self._offset = state.st_ino, int(max(0, state.st_size - self._most))
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
-        self._read.update(map(hash, fresh))
-        return [row for line in fresh if (row := row_of(line)) is not None and isinstance(row.get("step"), int)]
-
-
-class RewardWarnings:
-    """Lines about failing rewards that the rollout workers log from now on: a run may stall on them in silence."""
-
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        # A resumed run appends: what an earlier one had to say is no news.
-        self._offsets = {path: path.stat().st_size for path in log_dir.glob(WORKER_LOGS)}
-        self._left = MAX_WARNINGS
-
-    def read(self) -> list[str]:
-        """New ones, `MAX_WARNINGS` over the run: the logs have them all."""
-        found: list[str] = []
-        for path in sorted(self._log_dir.glob(WORKER_LOGS)):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            lines = whole.decode(errors="replace").splitlines()
-            found += [f"{path.stem}: {line.split(REWARD_WARNING, 1)[1]}" for line in lines if REWARD_WARNING in line]
-        shown, self._left = found[: self._left], max(0, self._left - len(found))
-        return shown
 
 
 class Spark:

@@ -24,7 +24,8 @@ from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.metrics import SAMPLES_FILE, fate_of
 from asyncrl.telemetry.over import ENDS_FILE, ends_in
-from asyncrl.telemetry.progress import MetricsTail, Row, RunView, clock
+from asyncrl.telemetry.progress import RunView, clock
+from asyncrl.telemetry.tails import MetricsTail, Row
 
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"

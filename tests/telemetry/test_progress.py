@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.telemetry.progress import MetricsTail, RunView, clock, format_line, who_waits
+from asyncrl.telemetry.progress import RunView, clock, format_line, who_waits
+from asyncrl.telemetry.tails import MetricsTail
 
 EVALUATION = {
     "step": 4,

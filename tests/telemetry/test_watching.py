@@ -28,7 +28,8 @@ from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.console import PlainConsole
 from asyncrl.telemetry.over import ENDS_FILE
-from asyncrl.telemetry.progress import MetricsTail, Spark
+from asyncrl.telemetry.progress import Spark
+from asyncrl.telemetry.tails import MetricsTail
 from asyncrl.telemetry.watching import WatchView, in_run, sample_cells
 from tests.replay.helpers import Clock
 

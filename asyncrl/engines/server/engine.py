@@ -52,7 +52,7 @@ REJECTED_S = 300.0
 """Until a server that did not join the weight group is asked again."""
 PATIENCE_S = 240.0
 """Longest wait for any server, at the start and while none is left."""
-EARLY = 8
+MOST_AGAIN = 8
 """Times that a sequence may come back of another version than it was sent under, each of which wants a load in between;
 and that it may lose its server, or one that each of them answers with 500 would lose them all for ever."""
 
@@ -302,7 +302,7 @@ class ServerEngine(ABC):
         overtake its first token.
 
         Raises:
-            GenerationError: it came of other versions than it was sent under, `EARLY` times and again; or as many
+            GenerationError: it came of other versions than it was sent under, `MOST_AGAIN` times and again; or as many
                 servers were lost that had it.
         """
         placed: str | None = url
@@ -318,11 +318,11 @@ class ServerEngine(ABC):
                     self._router.end(placed, 1)
                     placed, lost = None, lost + 1
                     await self._lose(server, str(error))
-                    if lost > EARLY:
+                    if lost > MOST_AGAIN:
                         raise GenerationError(f"a sequence lost its server {lost} times, at last: {error}") from error
                 except TimeoutError:  # overtaken
                     early += not sibling.overtaken
-                    if early > EARLY:
+                    if early > MOST_AGAIN:
                         raise GenerationError(
                             f"{placed} said {early} times that a sequence is of another version than it was given when "
                             "that was sent. Is it several servers behind one address? Name each in engine.urls"
@@ -393,10 +393,4 @@ class ServerEngine(ABC):
             recompute=self._recompute,
             overtake=server.overtake,
         )
-        server.queue.close()
-        try:
-            async with asyncio.timeout(4 * self._timeout_s):
-                await server.link.load(load)
-                server.serves, server.version = True, policy_version
-        finally:
-            server.queue.open()
+        await server.load(load, policy_version, 4 * self._timeout_s)

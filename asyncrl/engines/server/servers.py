@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.link import Dialect, Facts
+from asyncrl.engines.server.link import Dialect, Facts, Load
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.types import NO_VERSION
@@ -44,6 +44,16 @@ class Server:
         self.facts, self.serves, self.why = None, False, why
         for scope in self._work:
             _expire(scope)
+
+    async def load(self, load: Load, version: int, within_s: float) -> None:
+        """Nothing new begins meanwhile. Raises TimeoutError, or as its link does."""
+        self.queue.close()
+        try:
+            async with asyncio.timeout(within_s):
+                await self.link.load(load)
+                self.serves, self.version = True, version
+        finally:
+            self.queue.open()
 
     def overtake(self) -> None:
         """Take back what has no token yet: it might begin on keys of the old version after a load."""
