@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -93,9 +92,12 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _trained_for(rows: Sequence[Row]) -> float:
-    """Seconds, without those between the starts of a run."""
-    steps = itertools.pairwise(rows)
-    return sum(min(row["time"] - before["time"], row.get("time/step") or math.inf) for before, row in steps)
+    """Seconds, without those between the starts of a run; where the machine's clock was set back, those of the step."""
+    total = 0.0
+    for before, row in itertools.pairwise(rows):
+        apart, took = row["time"] - before["time"], row.get("time/step")
+        total += max(apart, 0.0) if took is None else took if apart < 0 else min(apart, took)
+    return total
 
 
 def evaluation_lines(rows: Sequence[Row]) -> list[str]:

@@ -57,6 +57,8 @@ def test_the_summary_says_from_where_to_where() -> None:
     assert "at step 10: accuracy" not in text
     next_day = [{**row, "time": row["time"] + 86400.0 * (row["step"] > 5), "time/step": 1.5} for row in ROWS]
     assert "to version 11 in 0:09" in summary(next_day), "the night between two starts is no time of training"
+    set_back = [{**row, "time": row["time"] - 3600.0 * (row["step"] > 5), "time/step": 1.5} for row in ROWS]
+    assert "to version 11 in 0:09" in summary(set_back), "an hour that a clock was set back is none either"
 
 
 def test_each_step_is_one_row_with_the_newest_evaluation_of_its_weights() -> None:
