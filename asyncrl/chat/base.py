@@ -115,6 +115,14 @@ class PromptRenderer(Protocol):
         ...
 
 
+def ids_to_go_on_from(tokenizer: PromptRenderer, text: str) -> list[int]:
+    """Of a text that a completion follows: without the end that some tokenizers (T5's, and any whose `add_eos_token` is
+    set) write behind whatever they are given."""
+    ids, around, bare = tokenizer.encode(text), tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    ends = (place + len(bare) for place in range(len(around)) if bare and around[place : place + len(bare)] == bare)
+    return ids[: len(ids) + next(ends, len(around)) - len(around)]
+
+
 class Chat(PromptRenderer, Protocol):
     """Of one tokenizer. Methods may be called from any one thread at a time."""
 

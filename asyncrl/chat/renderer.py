@@ -25,6 +25,7 @@ from asyncrl.chat.base import (
 from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
 from asyncrl.chat.names import DEFAULT, Abilities, tells_of_tools
 from asyncrl.chat.remembering import Remembering
+from asyncrl.chat.seam import Seam
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template
 from asyncrl.chat.template import extension_text
 from asyncrl.errors import ConfigError
@@ -54,6 +55,7 @@ class RendererChat:
 
     def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any], *, chosen: bool) -> None:
         self._tokenizer = tokenizer
+        self.seam = Seam(tokenizer)
         self._template_options = {key: value for key, value in options.items() if key not in PARSERS}
         self._renderer: Any = make_renderer(Remembering(tokenizer), name, options)
         self.name = name
@@ -113,7 +115,7 @@ class RendererChat:
         self._refuse(tools)
         try:
             if self.name == DEFAULT:
-                return by_template(self._tokenizer, messages, tools, learned, self._template_options)
+                return by_template(self._tokenizer, self.seam, messages, tools, learned, self._template_options)
             return by_renderer(self._renderer, messages, tools, learned)
         except ChatError:
             raise
@@ -179,11 +181,13 @@ class RendererChat:
         self, completion: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int]:
         text = extension_text(self._tokenizer, messages, tools, self._template_options)
-        ids = self.encode(text, add_special_tokens=False)
+        last = int(completion[-1]) if len(completion) else None
+        end = str(self._tokenizer.decode([last])) if last in self._ends() else ""
         # The template writes the end of the turn; where the policy has sampled it, it is there already.
-        if len(completion) and ids and ids[0] == int(completion[-1]) and ids[0] in self._ends():
-            return ids[1:]
-        return ids
+        before, _, after = text.partition(end) if end else (text, "", "")
+        if end and not before.strip():
+            return self.seam.encode(after, behind=end)
+        return self.seam.encode(text, behind=end)
 
     def _refuse(self, tools: Sequence[ToolSpec]) -> None:
         """Raises ChatError for what the template cannot write."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.chat.base import ChatError, Message, ToolSpec, with_arguments
 from asyncrl.chat.library import Renderer
+from asyncrl.chat.seam import Seam
 
 ASSISTANT = "assistant"
 
@@ -74,6 +75,7 @@ def by_renderer(
 
 def by_template(
     tokenizer: Any,
+    seam: Seam,
     messages: Sequence[Message],
     tools: Sequence[ToolSpec],
     learned: Sequence[bool],
@@ -89,11 +91,14 @@ def by_template(
     """
     ids: list[int] = []
     mask: list[bool] = []
+    said = ""
     for text, is_learned, closes in _pieces(tokenizer, with_arguments(messages), tools, learned, options):
-        new = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)] if text else []
+        new = seam.encode(text, behind=said) if said else tokenizer.encode(text, add_special_tokens=False)
+        said += text
         if closes:
             new.append(_end_of(tokenizer))
-        ids += new
+            said += str(tokenizer.eos_token)
+        ids += map(int, new)
         mask += [is_learned] * len(new)
     return trimmed(ids, mask)
 

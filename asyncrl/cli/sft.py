@@ -119,7 +119,7 @@ def rendered(looked: Looked, encoder: Encoder) -> Text:
     text = Text(f"the first row ({plain(looked.first_at)}); dim is given, green between ▶ and ◀ carries loss:\n")
     left = SHOWN_TOKENS
     for ids, learned in runs(looked.first):
-        said = plain(encoder.decode(ids[:left]))
+        said = plain(encoder.decode(ids[:left], begins=left == SHOWN_TOKENS))
         text.append(f"▶{said}◀" if learned else said, style="bold green" if learned else "dim")
         left -= len(ids)
         if left <= 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import ChatError, PromptRenderer
+from asyncrl.chat.base import ChatError, PromptRenderer, ids_to_go_on_from
 from asyncrl.data.dataset import Dataset
 from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.messages import tools_of
@@ -129,7 +129,7 @@ def render(
     """
     prompt = columns["prompt"]
     if isinstance(prompt, str):
-        text, ids = prompt, tokenizer.encode(prompt)
+        text, ids = prompt, ids_to_go_on_from(tokenizer, prompt)
     else:
         try:
             ids = tokenizer.render(prompt, tools_of(columns, where))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from asyncrl.chat.seam import Seam
 from asyncrl.data.mixture import SourceNames
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
 
@@ -30,7 +31,7 @@ class Samples:
 
     def __init__(self, model: str, sources: SourceNames | None = None) -> None:
         self._model, self._sources = model, sources
-        self._tokenizer: Any = None
+        self._seam: Seam | None = None
         self._missing = False
 
     def rows(self, plan: StepPlan, groups: Sequence[TrajectoryGroup], most: int) -> list[dict[str, Any]]:
@@ -76,13 +77,13 @@ class Samples:
         return row
 
     def _spelled(self, ids: NDArray[np.int32]) -> str:
-        if self._tokenizer is None and not self._missing:
+        if self._seam is None and not self._missing:
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)
+                self._seam = Seam(AutoTokenizer.from_pretrained(self._model, trust_remote_code=False))
             except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
                 self._missing = True
                 log.warning("samples.jsonl cannot say which parts were learned: no tokenizer here: %s", error)
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return "" if self._seam is None else self._seam.decode(ids.tolist(), special=True)
 
 
 def fates(plan: StepPlan, trajectory: Trajectory) -> list[tuple[str, NDArray[np.int32]]]:

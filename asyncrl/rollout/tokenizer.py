@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from asyncrl.chat.seam import Seam
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.data.local_tokenizer import PROBE, load_local_tokenizer
 from asyncrl.environments.base import Decode, Encode
@@ -91,14 +92,18 @@ def _generation_stops(model_path: str) -> set[int | None]:
 
 
 def make_decode(tokenizer: Any) -> Decode:
+    seam = Seam(tokenizer)
+
     def decode(sequences: Sequence[NDArray[np.int32]], *, special: bool = False) -> list[str]:
-        return tokenizer.batch_decode([ids.tolist() for ids in sequences], skip_special_tokens=not special)
+        return [seam.decode(ids.tolist(), special=special) for ids in sequences]
 
     return decode
 
 
 def make_encode(tokenizer: Any) -> Encode:
+    seam = Seam(tokenizer)
+
     def encode(text: str) -> NDArray[np.int32]:
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return np.asarray(seam.encode(text), dtype=np.int32)
 
     return encode

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import ChatError
+from asyncrl.chat.base import ChatError, ids_to_go_on_from
 from asyncrl.chat.choice import open_chat
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
@@ -99,8 +99,9 @@ class Encoder:
             raise OverlongError(f"{said}, and nothing that carries loss is left of it (data.overlong={rule})")
         return replace(whole, token_ids=whole.token_ids[kept], loss_mask=mask)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.chat.decode(list(token_ids))
+    def decode(self, token_ids: Sequence[int], *, begins: bool = True) -> str:
+        """`begins`: no tokens stand before these."""
+        return self.chat.decode(list(token_ids)) if begins else self.chat.seam.decode(token_ids, special=True)
 
     def _rendered(self, form: Conversation | Texts) -> Supervised:
         if isinstance(form, Conversation):
@@ -109,8 +110,8 @@ class Encoder:
         if end is None:
             raise ChatError("the tokenizer has no EOS, so nothing would teach the model to stop. Give it an eos_token")
         # Apart, as they are in a rollout: the completion is sampled behind the prompt's own ids.
-        before = self.chat.encode(form.prompt)
-        after = [*self.chat.encode(form.completion, add_special_tokens=False), int(end)]
+        before = ids_to_go_on_from(self.chat, form.prompt)
+        after = [*self.chat.seam.encode(form.completion, behind=form.prompt), int(end)]
         return Supervised(token_ids=(*before, *after), loss_mask=(*([False] * len(before)), *([True] * len(after))))
 
 

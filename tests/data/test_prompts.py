@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from asyncrl.chat.choice import open_chat
+from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, render
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.drawing.order import APART, epoch_order
 from asyncrl.errors import DataError, OverlongError
+from tests.chat import spaced
 from tests.chat.markers import tokenizer as byte_tokenizer_with_markers
 from tests.rollout.rollout_fakes import dataset
 
@@ -134,6 +136,18 @@ def test_a_token_that_the_model_does_not_know_is_refused_by_its_row(tmp_path, to
     assert known[0].text == "ab>"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .* token id 98, and the model knows 98: a token was added"):
         source(tmp_path, tokenizer, [{"prompt": "ab>"}], vocabulary=98)[0]
+
+
+@pytest.mark.parametrize("kind", spaced.KINDS)
+def test_an_end_that_the_tokenizer_writes_behind_every_text_is_no_part_of_a_prompt(tmp_path, kind):
+    """As T5's does: the policy would go on behind the end of its text."""
+    ends, plain = (RendererChat(spaced.tokenizer(kind, end), DEFAULT, {}, chosen=True) for end in (True, False))
+    spaced.tokenizer(kind, True).save_pretrained(tmp_path)
+    local = load_local_tokenizer(tmp_path)
+    assert local is not None and ends.encode("ab>") == [*plain.encode("ab>"), 2] == local.encode("ab>")
+    for text in ("ab>", "ab</s>", "4 </s>", " ", "<s>"):
+        assert render(ends, {"prompt": text}, "row")[1].tolist() == plain.encode(text)
+        assert render(local, {"prompt": text}, "row")[1].tolist() == plain.encode(text)
 
 
 @pytest.mark.parametrize("given", ["hammer", ["hammer"], {"name": "hammer"}])

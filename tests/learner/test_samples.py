@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from asyncrl.data.byte_tokenizer import byte_tokenizer, save_byte_tokenizer
 from asyncrl.learner.samples import Samples
+from asyncrl.rollout.tokenizer import make_encode
 from asyncrl.types import NO_VERSION, StepPlan, Trajectory, TrajectoryGroup
+from tests.chat import spaced
 
 PLAN = StepPlan(step=0, policy_version=9, groups=(), staleness={9: 0, 8: 1, 5: 4}, max_staleness=2, shards=())
 
 
-def group(*parts: tuple[str, int]) -> TrajectoryGroup:
-    """Of one trajectory: `(text, version)` in turn, the first its prompt."""
-    ids = [byte_tokenizer().encode(text).ids for text, _ in parts]
+def group(*parts: tuple[str, int], encoded: Mapping[str, NDArray[np.int32]] | None = None) -> TrajectoryGroup:
+    """Of one trajectory: `(text, version)` in turn, the first its prompt; by the byte tokenizer, or as `encoded`."""
+    ids = [byte_tokenizer().encode(text).ids if encoded is None else encoded[text] for text, _ in parts]
     versions = np.concatenate([np.full(len(each), version) for each, (_, version) in zip(ids, parts, strict=True)])
     trajectory = Trajectory(
         token_ids=np.concatenate(ids).astype(np.int32),
@@ -45,6 +49,15 @@ def test_segments_are_what_was_learned_what_was_read_and_what_was_too_old(tmp_pa
     assert several["staleness_max"] == 4 and "dropped" not in several
     (late,) = samples.rows(PLAN, [group(("p>", NO_VERSION), ("late", 5))], 4)
     assert (late["dropped"], late["segments"]) == ("stale", [["stale", "late"]])
+
+
+def test_segments_of_a_tokenizer_that_decodes_without_the_first_space_lose_none(tmp_path: Path) -> None:
+    of = spaced.tokenizer("legacy")
+    of.save_pretrained(tmp_path)
+    ids = {text: np.array(make_encode(of)(text)) for text in ("f:", "hello", " ab", "    4")}
+    turns = group(*zip(ids, (NO_VERSION, 9, NO_VERSION, 5), strict=True), encoded=ids)
+    (row,) = Samples(str(tmp_path)).rows(PLAN, [turns], 4)
+    assert row["segments"] == [["learned", "hello"], ["read", " ab"], ["stale", "    4"]]
 
 
 @pytest.mark.parametrize("broken", ["", '{"a":', '{"version": "1.0", "model": {"type": "Odd"}}'])

@@ -39,8 +39,8 @@ class Quiet(SingleTurn):
 
 
 class Tokenizer(ByteTokenizer):
-    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        return self._tokenizer.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+    def decode(self, sequences: Any, *, special: bool = True, skip_special_tokens: bool = False) -> Any:
+        return self._tokenizer.decode(sequences, skip_special_tokens=skip_special_tokens)
 
 
 class Constant:

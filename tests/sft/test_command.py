@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.telemetry.run_folder import prepare_run_folder
+from tests.chat import spaced
 from tests.sft.given import settings, texts, train_alone, write
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -33,6 +35,17 @@ def test_a_dry_run_shows_a_row_with_its_loss_the_lengths_and_starts_nothing(
     assert "user: hi\nassistant: ▶hello<|eos|>◀" in said and "rows.jsonl:1" in said
     assert "2 rows, all of a form that can be used" in said and "tokens of 3 rows (data.max_tokens=64)" in said
     assert "1 steps of 6 rows" in said and "-m asyncrl.sft" in said and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_the_space_that_a_completion_begins_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = given(tmp_path, "--dry-run")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt2", "vocab_size": 400}))
+    spaced.tokenizer("legacy").save_pretrained(tmp_path / "model")
+    write(tmp_path / "rows.jsonl", [{"prompt": "ab>", "completion": " 4"}])
+    assert main(arguments) == 0 and "ab>▶ 4</s>◀" in capsys.readouterr().out
 
 
 def test_rows_that_are_too_long_are_told_with_the_rule_and_refused_where_all_are(

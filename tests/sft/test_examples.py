@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.chat.names import DEFAULT
+from asyncrl.chat.renderer import RendererChat
 from asyncrl.data.byte_tokenizer import EOS_ID, save_byte_tokenizer
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.sft.examples import Encoder, Examples, open_encoder
 from asyncrl.sft.rows import Conversation, Texts
+from asyncrl.sft.settings import SftDataConfig
+from tests.chat import spaced
 from tests.sft.given import rows_of, settings
 
 TALK = Conversation(
@@ -26,6 +30,19 @@ def test_of_two_texts_the_second_is_learned_and_its_end(tmp_path: Path) -> None:
     found = encoder(tmp_path).example(Texts(prompt="ab>", completion="cd"), "row")
     assert found.token_ids.tolist() == [*b"ab>cd", EOS_ID]
     assert found.loss_mask.tolist() == [False] * 3 + [True] * 3 and found.loss_tokens == 3
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("kind", spaced.KINDS)
+def test_a_completion_has_the_spaces_that_are_written_and_no_end_stands_before_it(kind: str, ends: bool) -> None:
+    """Of tokenizers that begin each text they are given with a space, or write the end behind it."""
+    tokenizer = spaced.tokenizer(kind, ends)
+    of = Encoder(tokenizer, RendererChat(tokenizer, DEFAULT, {}, chosen=True), SftDataConfig(), 1000)
+    for completion, token in ((" 4", "▁4"), ("4", "4")):
+        found = of.example(Texts(prompt="ab>", completion=completion), "row")
+        tokens = tokenizer.convert_ids_to_tokens(found.token_ids.tolist())
+        assert tokens[0] == "<s>" and tokens[-3:] == [">", token, "</s>"] and len(set(tokens)) == len(tokens)
+        assert of.decode(found.token_ids[found.loss_mask].tolist(), begins=False) == f"{completion}</s>"
 
 
 def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Tokenizers that begin what they are given with a space, as those of sentencepiece do: of Llama 2, with bytes for what
+it has no token for, as its file has it (`legacy`) or as transformers makes it today; of T5 and XLM-R (`unigram`)."""
+
+from __future__ import annotations
+
+import string
+from functools import cache
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+MARK = "▁"
+SPECIAL = ("<unk>", "<s>", "</s>")
+LETTERS = MARK + string.ascii_letters + string.digits + "<|>[]/?.:()"
+JOINED = (MARK + MARK, MARK * 4, "ab", "he", "hello", MARK + "ab", MARK + "f", MARK + "return", MARK + "4")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content.strip() }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+KINDS = ("legacy", "today", "unigram")
+
+
+@cache
+def tokenizer(kind: str, ends: bool = False) -> PreTrainedTokenizerFast:
+    """`ends`: it writes the end behind whatever it is given, as T5's does."""
+    made = Tokenizer(_unigram() if kind == "unigram" else _bpe())
+    if kind == "legacy":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
+    else:
+        scheme = "first" if kind == "today" else "always"
+        made.pre_tokenizer = pre_tokenizers.Metaspace(MARK, prepend_scheme=scheme, split=kind == "unigram")
+    metaspace = decoders.Metaspace(MARK, prepend_scheme="always")
+    parts = [decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = metaspace if kind == "unigram" else decoders.Sequence(parts)
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    single = "<s> $A </s>" if ends else "<s> $A"
+    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE,
+    )
+
+
+def _bpe() -> models.BPE:
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS]
+    merges = []
+    for word in JOINED:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in pieces:
+                pieces.append(word[:end])
+                merges.append((word[: end - 1], word[end - 1]))
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+
+
+def _unigram() -> models.Unigram:
+    pieces = [(name, 0.0) for name in SPECIAL] + [(letter, -8.0) for letter in LETTERS]
+    return models.Unigram(pieces + [(word, -6.0) for word in JOINED], unk_id=0, byte_fallback=False)
