@@ -40,6 +40,7 @@ from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.telemetry.resumed import ROWS, rows_here
+from asyncrl.telemetry.run_folder import origin_of
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 
@@ -94,6 +95,7 @@ def open_checkpoints(
     folder = run_dir / CHECKPOINT_DIR
     patience = disk_patience(config)
     best = BestCheckpoint(folder, by.keep_best, by.keep_best_by, patience)
+    errands = Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s)
     checkpoints = Checkpoints(
         folder,
         rank=place.rank,
@@ -101,7 +103,7 @@ def open_checkpoints(
         every=by.keep_every,
         patience=patience,
         best=best,
-        errands=Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s),
+        errands=errands,
         background=by.async_save,
         within_s=by.save_timeout_s,
     )
@@ -110,6 +112,8 @@ def open_checkpoints(
     found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
     if place.rank == 0:
         best.begin()
+        if found is None:
+            errands.begin(origin_of(run_dir))
     resume_from = choice_of_rank_zero(found, place.device)
     return Kept(checkpoints=checkpoints, best=best, restarted=restarted, resume_from=resume_from)
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 TRIES = 3
 PAUSE_S = 10.0
 """Before another try; twice as long before the one after it."""
+TOUCHED_S = 60.0
+"""For the answer whether copies may be put where they are wanted."""
 NICE = 10
 MANY = 4
 """Exports under way, from which on it is said; and again of twice as many."""
@@ -78,6 +80,20 @@ class Errands:
         self._counts: dict[str, float] = {}
         self._thread: threading.Thread | None = None
         self._told_at = MANY
+
+    def begin(self, run: str) -> None:
+        """Before the first step of a run: it would else train for hours until its first copy tells.
+
+        Waits for: a process that touches the place, at most `TOUCHED_S`.
+
+        Raises:
+            ConfigError: nothing can be put there, or checkpoints of another run lie there.
+        """
+        if not self._copy_to:
+            return
+        why = run_beside(("-m", "asyncrl.storage.second_copy", "--begin", run, self._copy_to), TOUCHED_S)
+        if why:
+            raise ConfigError(f"learner.copy_to={self._copy_to}: checkpoints cannot be copied there: {why}")
 
     def saved(self, checkpoint: Path, steps: int) -> None:
         """It is durable, after so many steps: send off what is to be done with it."""
@@ -169,7 +185,7 @@ class Errands:
 
     def _tried(self, errand: Errand) -> bool:
         for number in range(1, TRIES + 1):
-            why = self._why_not(errand)
+            why = run_beside(errand.arguments, self._within_s, "learner.save_timeout_s")
             if not why:
                 log.info("%s is done", errand.what)
                 return True
@@ -178,20 +194,23 @@ class Errands:
                 self._sleep(PAUSE_S * number)
         return False
 
-    def _why_not(self, errand: Errand) -> str:
-        """Empty when it was done."""
-        # Nobody would end one that hangs, once this process is gone; and the next learner starts others.
-        command = ["nice", "-n", str(NICE), *bound([sys.executable, *errand.arguments])]
-        # Of the launcher's: a process that has them would take itself for a rank of it.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's memory is planned to the last byte
-        try:
-            ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=self._within_s, env=environment, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"it took longer than {self._within_s:g} s (learner.save_timeout_s)"
-        except OSError as error:
-            return str(error)
-        said = ended.stderr.strip().splitlines()
-        return "" if ended.returncode == 0 else (said[-1][:500] if said else f"exit code {ended.returncode}")
+
+def run_beside(arguments: Sequence[str], within_s: float, of: str = "a fixed limit") -> str:
+    """Run Python with `arguments`, at low priority. Returns why that failed, as one line; empty where it did not.
+
+    Args:
+        of: the setting that `within_s` is, for the message.
+    """
+    # Nobody would end one that hangs, once this process is gone; and the next learner starts others.
+    command = ["nice", "-n", str(NICE), *bound([sys.executable, *arguments])]
+    # Of the launcher's: a process that has them would take itself for a rank of it.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's memory is planned to the last byte
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {within_s:g} s ({of})"
+    except OSError as error:
+        return str(error)
+    said = ended.stderr.strip().splitlines()
+    return "" if ended.returncode == 0 else (said[-1][:500] if said else f"exit code {ended.returncode}")

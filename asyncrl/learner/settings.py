@@ -51,8 +51,10 @@ class CheckpointSettings:
     0 is none. The last one is `hf/` in any case. See also `asyncrl export`."""
     copy_to: str = ""
     """URL of any file system that fsspec knows (`s3://bucket/run`, `gs://...`, `file:///backup`): each checkpoint is
-    copied there too, by a process beside training. Nothing there is deleted. A copy that fails three times, or takes
-    longer than `save_timeout_s`, is said and counted (`checkpoint/copies_failed`), and training goes on."""
+    copied there too, by a process beside training. Nothing there is deleted, nor a checkpoint of another run replaced:
+    give each run a folder of its own. That it can be written is tried before the first step. A copy that fails three
+    times, or takes longer than `save_timeout_s`, is said and counted (`checkpoint/copies_failed`), and training goes
+    on."""
     keep_best: str = ""
     """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`.
     Of an evaluation it is the one whose weights the evaluation was asked for."""

@@ -96,6 +96,30 @@ def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
     assert chosen == there and fork.load(there, other) == (state(4), {"x": 1})
 
 
+def test_a_copy_of_another_run_is_replaced_by_nobody(tmp_path: Path):
+    url, folders = f"file://{tmp_path}/bucket", [tmp_path / name / "ckpt" for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder.parent / "run.json").write_text(json.dumps({"run_id": "newest", "origin": folder.parent.name}))
+    one, other = (Checkpoints(folder, rank=0, keep=2).save(state(4), learner(0, updates=1), {}) for folder in folders)
+    quick(copy_to=url).begin("one")
+    there = Path(copy_checkpoint(one, url))
+    before = (there / "manifest.json").read_bytes()
+    with pytest.raises(FileExistsError, match=r"of another run \(one, this is other\)"):
+        copy_checkpoint(other, url)
+    with pytest.raises(ConfigError, match=r"learner.copy_to=file.*step_5 is a copy of another run"):
+        quick(copy_to=url).begin("other")
+    sealed.verify(there)
+    assert (there / "manifest.json").read_bytes() == before
+    quick(copy_to=url).begin("one")  # gone on with before anything was saved here
+
+
+def test_a_run_does_not_begin_where_its_copies_cannot_be(tmp_path: Path):
+    (tmp_path / "bucket").write_text("a file")
+    with pytest.raises(ConfigError, match=r"checkpoints cannot be copied there: .*bucket"):
+        quick(copy_to=f"file://{tmp_path}/bucket/run").begin("one")
+
+
 def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
     folder, url = tmp_path / "run" / "ckpt", f"file://{tmp_path}/bucket"
     path = Checkpoints(folder, rank=0, keep=2).save(state(4), learner(0, updates=1), {})
