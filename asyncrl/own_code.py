@@ -117,7 +117,8 @@ def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
     Raises:
         ConfigError: there are two now, and a later import would find either.
     """
-    others = [name for name, module in sys.modules.items() if _is_beside(module, _FOLDERS - {folder})]
+    elsewhere = {str(each) for each in _FOLDERS - {folder}}
+    others = [name for name, module in sys.modules.items() if _is_beside(module, elsewhere)]
     clash = {name for name in others if (folder / f"{name}.py").is_file() or (folder / name).is_dir()}
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in clash}
     for name in hidden:
@@ -146,17 +147,17 @@ def _refuse_late_of_two(path: Path, given: str) -> None:
     for file, name in _LATE:
         places = (f"{name}.py", f"{name}/__init__.py")
         found = [folder for folder in sorted(_FOLDERS) if any((folder / place).is_file() for place in places)]
-        if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {file.parent}):
+        if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {str(file.parent)}):
             raise ConfigError(
                 f"{given}: a function of {file} imports {name} when it is called, and {found[0]} and {found[1]} both "
                 "have one: it would get either. Rename one of the two, or import it at the top of the file"
             )
 
 
-def _is_beside(module: object, folders: Collection[Path]) -> bool:
-    """Whether it is a module, or a package, right in one of them."""
-    file = Path(str(getattr(module, "__file__", None) or ""))
-    return (file.parent.parent if file.name == "__init__.py" else file.parent) in folders
+def _is_beside(module: object, folders: Collection[str]) -> bool:
+    """Whether it is a module, or a package, right in one of them. Texts: thousands of modules are asked each time."""
+    folder, name = os.path.split(str(getattr(module, "__file__", None) or ""))
+    return (os.path.dirname(folder) if name == "__init__.py" else folder) in folders
 
 
 def _load_module(name: str, given: str) -> ModuleType:

@@ -62,10 +62,17 @@ def test_a_command_that_was_started_without_a_stdout_works(monkeypatch: pytest.M
     assert main(["metrics"]) == 0
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "quickstart"])
+EXPERIMENTS = [file.stem for file in config_dir().glob("experiment/*.yaml") if file.stem not in smoke.SMOKES]
+ROLES = [name for name in COMMANDS if name not in ("quickstart", "local")]
+"""Of an experiment each shows a part of what `local` shows."""
+
+
 @pytest.mark.parametrize(
-    "experiment",
-    ["null", *(file.stem for file in config_dir().glob("experiment/*.yaml") if file.stem not in smoke.SMOKES)],
+    ("command", "experiment"),
+    [
+        *(("local", experiment) for experiment in ("null", *EXPERIMENTS)),
+        *((role, experiment) for role in ROLES for experiment in ("null", "ppo_gae", "tools_quickstart")),
+    ],
 )
 def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
     command: str,

@@ -45,7 +45,7 @@ def check(placement: Placement, gpus: int, demand: Demand) -> None:
         assert engine_share(room, demand.engines, demand.tensor_parallel) * demand.engines <= room + 1e-9
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(gpus=st.integers(1, 16), demand=DEMANDS, mode=st.sampled_from(["auto", "dedicated", "colocated"]))
 def test_every_process_is_placed_or_refused_with_a_layout_that_fits(gpus: int, demand: Demand, mode: str) -> None:
     try:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from coverage import CoverageData
@@ -122,12 +122,13 @@ def test_processes_of_the_fast_part_start_no_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = {"markexpr": "not slow", "numprocesses": None, "dist": "no", "usepdb": False}
 
-    def asked(**more: object) -> object:
+    def asked(**more: object) -> Any:
         option = SimpleNamespace(**options)
         given = SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource.TESTPATHS, **more)
         given.getoption = lambda name, default: getattr(option, name, default)
         conftest.pytest_cmdline_main(cast(pytest.Config, given))
         return option.numprocesses
 
-    assert asked() == len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    assert cores < asked() <= 2 * cores
     assert asked(workerinput={}) is None, "each of them would start as many, and those too"

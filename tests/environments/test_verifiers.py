@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, EpisodeError
 from asyncrl.schema import EnvironmentConfig
 from tests.environments.talk import TOKENIZER, Scripted, call, exact, play, sampled_texts
 
+pytestmark = pytest.mark.slow  # all of it, for the seconds that the import above takes
 FOLDER = str(Path(__file__).with_name("tasksets"))
 ARGS: dict[str, Any] = {"taskset": "addition_v1", "harness": "null", "path": FOLDER, "uv": False}
 
@@ -32,7 +33,6 @@ def row(place: int) -> dict[str, Any]:
     return {"verifiers": {"idx": place, "prompt": f"What is {place} + {place}?", "answer": 2 * place}}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_taskset_with_a_tool_server_runs_as_it_is_and_is_trained_on_what_was_sampled() -> None:
     addition = Verifiers(**ARGS, max_calls=3)
@@ -151,7 +151,6 @@ def test_what_verifiers_would_refuse_is_refused(place: int, monkeypatch: pytest.
     assert says in str(refused.value)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_start_asks_in_a_process_of_its_own() -> None:
     check_environment(EnvironmentConfig(name="verifiers", args=ARGS | {"env": {"agent": {"max_turns": 4}}}))

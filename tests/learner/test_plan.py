@@ -45,7 +45,7 @@ def bounded(tokens: int) -> Budget:
     return Budget(tokens=tokens, attention=2 * tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(1, 4), st.integers(4, 60))
 def test_every_fresh_trajectory_is_trained_exactly_once_over_all_ranks(plan: StepPlan, updates: int, budget: int):
     trained = [
@@ -64,7 +64,7 @@ def test_every_fresh_trajectory_is_trained_exactly_once_over_all_ranks(plan: Ste
     assert sorted(trained) == fresh
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(1, 4), st.integers(4, 60))
 def test_ranks_agree_on_micro_batch_counts_and_denominators(plan: StepPlan, updates: int, budget: int):
     by_rank = [
@@ -74,7 +74,7 @@ def test_ranks_agree_on_micro_batch_counts_and_denominators(plan: StepPlan, upda
     assert all(shape == shapes[0] for shape in shapes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(1, 4), st.integers(4, 60))
 def test_denominators_are_the_counts_of_what_is_trained(plan: StepPlan, updates: int, budget: int):
     by_rank = [
@@ -88,7 +88,7 @@ def test_denominators_are_the_counts_of_what_is_trained(plan: StepPlan, updates:
         assert counts.groups == len({g for g, _ in members})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(1, 4), st.integers(4, 60))
 def test_a_group_is_never_split_over_two_minibatches(plan: StepPlan, updates: int, budget: int):
     homes: dict[int, set[int]] = {}
@@ -100,7 +100,7 @@ def test_a_group_is_never_split_over_two_minibatches(plan: StepPlan, updates: in
     assert all(len(home) == 1 for home in homes.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(4, 60))
 def test_a_micro_batch_is_over_budget_only_if_one_trajectory_is(plan: StepPlan, budget: int):
     for rank in range(len(plan.shards)):
@@ -180,7 +180,7 @@ def test_three_equal_rewards_are_alike_though_their_mean_is_rounded() -> None:
     assert plan_metrics(plan)["reward/zero_variance_groups"] == 1.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(step_plans(), st.integers(1, 3), st.integers(1, 3), st.integers(4, 60), st.data())
 def test_what_a_batch_is_begun_with_is_what_it_begins_with(
     plan: StepPlan, together: int, updates: int, budget: int, data: st.DataObject

@@ -25,10 +25,8 @@ from tests.vllm.models import engine_config, logprobs_of, make_model, prompt, re
 from tests.vllm.servers import RealServer
 
 PYTHON = os.environ.get("ASYNCRL_TEST_SGLANG", "")
-pytestmark = [
-    *(pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)),
-    pytest.mark.skipif(not PYTHON, reason="ASYNCRL_TEST_SGLANG names no Python that has SGLang"),
-]
+WITH_SGLANG = pytest.mark.skipif(not PYTHON, reason="ASYNCRL_TEST_SGLANG names no Python that has SGLang")
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200), WITH_SGLANG]
 CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--grammar-backend", "none", "--max-total-tokens", "20000"),
