@@ -71,18 +71,11 @@ class Course:
             for name, value in row.items():
                 if name.startswith("eval/") and name.endswith(("/accuracy", "/reward")) and value is not None:
                     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
-                    self.evaluations.setdefault(name, []).append(Point(value, *ends, *self._reward()))
+                    self.evaluations.setdefault(name, []).append(Point(value, *ends, *reward_of(self.last)))
             return
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.last.append(row)
-
-    def _reward(self) -> tuple[float | None, float]:
-        """Of the last batches, with the standard error of that mean as far as the batches differ."""
-        values = [row["reward/mean"] for row in self.last if row.get("reward/mean") is not None]
-        if len(values) < WINDOW:
-            return None, 0.0
-        return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
     def began(self, name: str) -> float | None:
         return mean_of(self.first, name)
@@ -103,6 +96,14 @@ def mean_of(rows: Sequence[Row] | deque[Row], name: str) -> float | None:
     """Over a whole window; None while there are fewer rows, or fewer that have a value."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return statistics.fmean(values) if len(values) == WINDOW else None
+
+
+def reward_of(rows: Sequence[Row] | deque[Row]) -> tuple[float | None, float]:
+    """The mean of these batches, None of fewer than a window of them, with its standard error as far as they differ."""
+    values = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    if len(values) < WINDOW:
+        return None, 0.0
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
 def above(name: str, limit: float) -> Callable[[Course], str]:
@@ -154,6 +155,8 @@ def reward_hacking(course: Course) -> str:
         if len(points) < 3:
             continue
         best = max(points[:-2], key=lambda point: point.value)
+        if best.reward is None:  # before there were so many steps: the first ones tell
+            best = Point(best.value, best.low, best.high, *reward_of(course.first))
         last = points[-1]
         if all(fell(best, point) for point in points[-2:]) and rose(best, last):
             return (

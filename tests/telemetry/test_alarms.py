@@ -130,6 +130,15 @@ def test_an_evaluation_before_there_are_batches_is_no_reward_of_nothing() -> Non
     assert [raised for row in rows[1:] for raised in alarms.row(row, 0.0)] == []
 
 
+def test_an_evaluation_that_is_best_before_the_first_step_and_falls_is_held_against_the_first_rewards() -> None:
+    alarms, name, found = Alarms(), "eval/heldout/accuracy", []
+    for step, value in ((0, 0.9), (5, 0.5), (20, 0.5)):
+        rewards = [{"reward/mean": 0.02 * each} for each in range(step)][-15:]
+        assert fed(alarms, *rewards, first=step - len(rewards) + 1) == []
+        found = alarms.row({"step": step, name: value, f"{name}_low": value, f"{name}_high": value}, 0.0)
+    assert [raised.name for raised in found] == ["reward_hacking"] and "from 0.09 to 0.29" in found[0].said
+
+
 def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:
     alarms = Alarms()
     assert alarms.silence(1e9) == [], "nothing was ever trained: starting may take long"
