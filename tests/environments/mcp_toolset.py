@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 from mcp.server import MCPServer
+from mcp_types import BlobResourceContents, EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
 
 server = MCPServer("tests")
 
@@ -33,6 +35,20 @@ def die() -> str:
 def refuse() -> str:
     """Refuse."""
     raise ValueError("never")
+
+
+@server.tool()
+def show() -> list[Any]:
+    """Answer in all kinds of content."""
+    page = TextResourceContents(uri="demo://page", text="the page")
+    chart = BlobResourceContents(uri="demo://chart", mime_type="image/png", blob="AA==")
+    return [
+        "first",
+        EmbeddedResource(type="resource", resource=page),
+        EmbeddedResource(type="resource", resource=chart),
+        ResourceLink(type="resource_link", name="more", uri="demo://more"),
+        ImageContent(type="image", data="AA==", mime_type="image/png"),
+    ]
 
 
 if __name__ == "__main__":

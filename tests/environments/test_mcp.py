@@ -25,6 +25,9 @@ async def test_a_server_s_tools_are_called_and_its_refusals_are_told() -> None:
         assert "42" in observed(engine) and "Error: Error executing tool refuse" in observed(engine)
         assert episodes.trajectories[0].reward == 1.0
         exact(episodes, engine)
+        _, engine = await play(tools, [call("show"), "ok"])
+        shown = ("first", "the page", "[image/png: demo://chart]", "[more: demo://more]", "[image: image/png]")
+        assert "\n".join(shown) in observed(engine)
         tools._sources[0].timeout_s = 0.5  # pyright: ignore[reportAttributeAccessIssue]
         _, engine = await play(tools, [call("wait", seconds=600), "ok"])
         assert "took longer than 0.5 s" in observed(engine)

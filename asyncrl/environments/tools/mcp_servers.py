@@ -22,7 +22,15 @@ from typing import Any
 from anyio import BrokenResourceError, ClosedResourceError
 from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from mcp_types import CONNECTION_CLOSED, PaginatedRequestParams
+from mcp_types import (
+    CONNECTION_CLOSED,
+    ContentBlock,
+    EmbeddedResource,
+    PaginatedRequestParams,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
@@ -151,7 +159,7 @@ class _Server:
         # Whatever the server or the library says of a call is told to the policy, and ends no worker.
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}"
-        text = "\n".join(part.text for part in result.content if part.type == "text")
+        text = "\n".join(_said(part) for part in result.content)
         return f"Error: {text}" if result.is_error else text
 
     async def _restart(self) -> None:
@@ -174,6 +182,18 @@ class _Server:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=STOP_S / 2)
             self._task.cancel()
+
+
+def _said(part: ContentBlock) -> str:
+    """A part of an answer as text: the policy reads nothing else, and of what it is not shown it is told."""
+    if isinstance(part, TextContent):
+        return part.text
+    if isinstance(part, EmbeddedResource):
+        held = part.resource
+        return held.text if isinstance(held, TextResourceContents) else f"[{held.mime_type or 'binary'}: {held.uri}]"
+    if isinstance(part, ResourceLink):
+        return f"[{part.name}: {part.uri}]"
+    return f"[{part.type}: {part.mime_type}]"
 
 
 async def _specs(session: ClientSession) -> list[ToolSpec]:
