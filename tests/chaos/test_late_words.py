@@ -87,10 +87,30 @@ def test_a_publication_that_comes_again_after_later_ones_takes_no_version_back()
 
 def test_the_late_restore_of_a_dead_learner_does_not_fence_its_successor() -> None:
     core = core_with_learner()
-    core.hello_learner("rank 0", "new")
+    for incarnation in ("dead", "new"):
+        core.hello_learner("rank 0", incarnation)
     with pytest.raises(FencedError):
-        core.check_rank("rank 0", "old")
+        core.check_rank("rank 0", "dead")
     with pytest.raises(FencedError):
-        core.hello_learner("rank 0", "old")
+        core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="dead")
+    with pytest.raises(FencedError):
+        core.hello_learner("rank 0", "dead")
     core.check_rank("rank 0", "new")
     core.check_rank("rank 1", "other")
+
+
+def test_a_learner_that_runs_goes_on_until_another_has_restored() -> None:
+    core = core_with_learner()
+    core.hello_learner("rank 1", "old 1")
+    for rank in (0, 1):
+        core.hello_learner(f"rank {rank}", f"new {rank}")
+    for rank, incarnation in (("rank 0", "old"), ("rank 1", "old 1")):
+        core.hello_learner(rank, incarnation)
+        core.check_rank(rank, incarnation)
+    core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="new 0")
+    for rank, incarnation in (("rank 0", "old"), ("rank 1", "old 1")):
+        core.check_rank(rank, f"new {rank[-1]}")
+        with pytest.raises(FencedError):
+            core.check_rank(rank, incarnation)
+        with pytest.raises(FencedError):
+            core.hello_learner(rank, incarnation)

@@ -22,6 +22,8 @@ from asyncrl.replay.core.tuning import Autotune
 from asyncrl.replay.protocol import Restored, TrainedReply
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
+LEADER = "learner rank 0"
+"""The rank that restores, for all."""
 REPLACED = (
     "a newer learner has restored since; this one has to stop. If that one was started by mistake, stop it and start "
     "this one again with resume=auto"
@@ -63,6 +65,7 @@ class Steps:
         if peers.restored and incarnation == peers.learner and peers.restored[:2] == (number, policy_version):
             # A resent request must not undo what was trained in between.
             return Restored(next_step=number + 1, next_version=peers.restored[2])
+        self._run.refuse_replaced(LEADER, incarnation)
         remembered = self._state.committed_step <= number < self._state.trained_steps
         if not remembered:
             self._reload(number, snapshot)
@@ -80,20 +83,24 @@ class Steps:
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
 
     def hello_learner(self, rank: str, incarnation: str) -> None:
-        """A learner rank is there. What earlier lives of it still have under way is refused from now on: a restore that
-        arrives late would fence the learner that runs.
+        """A learner rank is there. A restore of an earlier life of it is refused from now on: one that arrives late
+        would fence the learner that runs.
 
         Raises:
-            FencedError: a newer incarnation of this rank has said hello.
+            FencedError: see `check_rank`.
         """
-        name = f"learner {rank}"
-        self._run.refuse_replaced(name, incarnation)
-        if self._state.peers.newest(name) != incarnation:
+        name, peers = f"learner {rank}", self._state.peers
+        self.check_rank(rank, incarnation)
+        if peers.newest(name) != incarnation and not peers.replaced(name, incarnation):
             self._run.record(ev.Joined(name, incarnation))
 
     def check_rank(self, rank: str, incarnation: str) -> None:
-        """Raises FencedError when a newer incarnation of this rank has said hello."""
-        self._run.refuse_replaced(f"learner {rank}", incarnation)
+        """Raises FencedError when a newer incarnation of this rank has said hello. The ranks of the learner that runs
+        go on until the newer one has restored: that may be refused, and the run would have no learner."""
+        name, peers = f"learner {rank}", self._state.peers
+        undecided = peers.learner is not None and peers.replaced(LEADER, peers.learner)
+        if not undecided or (name == LEADER and incarnation != peers.learner):
+            self._run.refuse_replaced(name, incarnation)
 
     def check_learner(self, incarnation: str) -> None:
         """Raises FencedError for a learner that was replaced, ReplayError for one that has not restored."""
@@ -337,6 +344,12 @@ class Steps:
             self._retries.drop(entry, reason, readmit=readmit)
 
     def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
+        if snapshot is None and number < 0:
+            raise ReplayError(
+                f"this learner begins at step 0, and the replay server serves a run of which "
+                f"{self._state.trained_steps} steps are trained and a checkpoint is saved. Start it with that run's "
+                "folder and resume=auto, or with a replay server of its own"
+            )
         if snapshot is None:
             raise ReplayError(
                 f"the learner's checkpoint is of step {number}; this server remembers steps "

@@ -261,8 +261,8 @@ class ReplayServer:
             other = each.role == "learner" and each.name == rank and each.incarnation != incarnation
             if other and silent_s < self.silence_s / 3:
                 log.warning(
-                    "learner %s came, and another was heard %.1f s ago: what that one still asks is refused. If both "
-                    "run, stop one of them: a run has one learner",
+                    "learner %s came, and another was heard %.1f s ago: once this one has restored, what that one asks "
+                    "is refused. If both run, stop one of them: a run has one learner",
                     rank, silent_s,
                 )  # fmt: skip
 

@@ -56,6 +56,15 @@ def test_a_committed_step_is_forgotten() -> None:
         play.core.lease(0)
 
 
+def test_a_learner_without_a_checkpoint_is_refused_by_a_run_that_has_one() -> None:
+    play = Play()
+    play.whole_step()
+    play.core.commit(0)
+    with pytest.raises(ReplayError, match=r"begins at step 0, and .* of which 1 steps are trained"):
+        play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="second")
+    play.whole_step()
+
+
 def slow_group_play(policy: StalePolicy, **changes) -> tuple[Play, list]:
     """Group 0 is slow: it starts at version 0 and is here when step 2 is due; the bound is 1."""
     play = Play(stale_policy=policy, max_staleness=1, pipeline_depth=1, groups_per_step=1, **changes)

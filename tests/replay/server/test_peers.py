@@ -202,6 +202,26 @@ def test_a_learner_that_was_replaced_is_fenced(run, caplog) -> None:
     assert caplog.text.count("If both run, stop one of them") == 1
 
 
+def test_a_second_learner_that_cannot_restore_leaves_the_first_its_run(run) -> None:
+    version = run.start()
+    worker = run.worker()
+
+    async def work() -> None:
+        for order in await ready(worker):
+            await worker.insert(group(order, [version]))
+
+    asyncio.run(work())
+    run.learner.lease(step=0, rank=0, world=1, wait_s=30)
+    run.learner.trained(step=0, policy_version=version + 1)
+    run.learner.commit(step=0)
+    second = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
+    run.clients.append(second)
+    with pytest.raises(ReplayError, match="begins at step 0"):
+        second.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+    run.learner.lease(step=1, rank=0, world=1, wait_s=30)
+    run.learner.trained(step=1, policy_version=version + 2)
+
+
 def hostile_frames(rng: random.Random):
     """Mutations of good messages, and plain noise."""
     good = [
