@@ -203,33 +203,31 @@ class WandbSink:
         self._run = module.init(
             name=run_name, id=run_id, dir=str(run_dir), config=config, resume="allow" if resumed else None
         )
-        self._run.define_metric("eval/*", step_metric="eval/step")
+        # W&B drops what is logged for a step of its own count that is over: evaluations that come late, and all that is
+        # trained again after a resume. So its count counts rows, and curves are drawn over this.
+        self._run.define_metric("*", step_metric="step")
         self._table_at = -math.inf
 
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, "step": step})
+
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        if is_evaluation(row):
-            # Its step may lie behind, and W&B drops what is logged for a step that is over.
-            self._run.log({**{k: v for k, v in row.items() if k.startswith("eval/")}, "eval/step": step}, commit=False)
-        else:
-            self._run.log(dict(row), step=step)
+        self._log(step, {k: v for k, v in row.items() if k.startswith("eval/")} if is_evaluation(row) else row)
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """After the row of the step: W&B adds to it until the next one begins."""
         made = {
             name: self._module.Histogram(np_histogram=(list(counts), list(edges)))
             for name, (edges, counts) in found.items()
         }
-        self._run.log(made, step=step)
+        self._log(step, made)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str) -> None:
         """A table of each evaluation, and of steps that are `TABLE_EVERY_S` apart: each is a file to be sent."""
         if not eval_set and time.monotonic() - self._table_at < TABLE_EVERY_S:
             return
         table = self._module.Table(columns=list(COLUMNS), data=[_cells(row) for row in rows])
-        if eval_set:
-            self._run.log({f"eval/{eval_set}/samples": table, "eval/step": step}, commit=False)
-        else:
-            self._run.log({"samples": table}, step=step)
+        self._log(step, {f"eval/{eval_set}/samples" if eval_set else "samples": table})
+        if not eval_set:
             self._table_at = time.monotonic()
 
     def close(self) -> None:

@@ -126,15 +126,18 @@ def test_wandb_gets_the_same_rows_offline(tmp_path: Path, monkeypatch: pytest.Mo
     log.write(1, 1, {"reward/mean": 0.5})
     log.write(0, 0, {"eval/heldout/reward": 0.75})  # late, and not refused
     log.write(2, 2, {"reward/mean": 0.25})
+    log.write(1, 3, {"reward/mean": 0.75})
     sample = {"prompt": "p", "reward": 0.5, "rewards": {"a": 0.5}, "version_min": 3, "version_max": 4}
     log.samples(1, [sample | {"segments": [["learned", "ab"], ["read", "c"]], "staleness_min": 0, "staleness_max": 0}])
     log.samples(0, [{"prompt": "q", "failed": "why"}], "heldout")
     log.close()
     (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    until(lambda: len(rows_of(stored)) == 2)  # its process writes on when `finish` has come back
+    until(lambda: len(rows_of(stored)) == 6)  # its process writes on when `finish` has come back
     kept = rows_of(stored)
-    assert [row["reward/mean"] for row in kept if "reward/mean" in row] == [0.5, 0.25]
-    assert [row["eval/heldout/reward"] for row in kept if "eval/heldout/reward" in row] == [0.75]
+    rewards = [(row["step"], row["reward/mean"]) for row in kept if "reward/mean" in row]
+    assert rewards == [(1, 0.5), (2, 0.25), (1, 0.75)]
+    assert [(row["step"], row["eval/heldout/reward"]) for row in kept if "eval/heldout/reward" in row] == [(0, 0.75)]
+    assert sorted(row["_step"] for row in kept) == list(range(6))
     tables = [json.loads(file.read_text()) for file in tmp_path.glob("wandb/offline-run-*/files/media/**/*.table.json")]
     assert sorted(table["data"] for table in tables) == [
         [["p", "ab[read: c]", "0.5", "a 0.5", "3 to 4", "0", "", ""]],
@@ -197,8 +200,9 @@ def test_sinks_get_histograms_as_such(tmp_path: Path, monkeypatch: pytest.Monkey
         def define_metric(name: str, step_metric: str) -> None: ...
 
         @staticmethod
-        def log(row: dict[str, Any], step: int) -> None:
-            calls.append(("wandb", {"row": row, "step": step}))
+        def log(row: dict[str, Any]) -> None:
+            """Not for a step of W&B's count: those that a resume trains again would be dropped."""
+            calls.append(("wandb", row))
 
         @staticmethod
         def finish() -> None: ...
@@ -207,7 +211,7 @@ def test_sinks_get_histograms_as_such(tmp_path: Path, monkeypatch: pytest.Monkey
     log = open_log(tmp_path, wandb=True, tensorboard=True)
     log.histograms(4, HISTOGRAM)
     log.close()
-    assert calls[0] == ("wandb", {"row": {"histogram/reward": ([3.0, 1.0], [0.0, 0.5, 1.0])}, "step": 4})
+    assert calls[0] == ("wandb", {"histogram/reward": ([3.0, 1.0], [0.0, 0.5, 1.0]), "step": 4})
     name, given = calls[1]
     assert name == "histogram/reward" and given["global_step"] == 4
     assert (given["bucket_limits"], given["bucket_counts"]) == ([0.5, 1.0], [3.0, 1.0])
