@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -171,10 +170,11 @@ def unfit_model(path: str, layout: Layout, longest: int) -> Iterator[str]:
         yield f"model.path={path}: {problem}"
 
 
-def model_settings(path: str) -> dict[str, Any]:
-    """`config.json`; empty for a model of the hub that cannot be looked at now, or one that is refused as broken."""
+def model_settings(path: str, name: str = "config.json") -> dict[str, Any]:
+    """What a file of the model says; empty where there is none, for a model of the hub that cannot be looked at now, or
+    one that is refused as broken."""
     try:
-        settings = json.loads(((described_in(path) or Path(path)) / "config.json").read_text())
+        settings = json.loads(((described_in(path) or Path(path)) / name).read_text())
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -220,17 +220,20 @@ GENERATION = "generation_config.json"
 """Where a chat model says what ends a turn."""
 
 
-ENDS = ((GENERATION, "eos_token_id"), ("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token"))
+def ends_of(path: str) -> set[int]:
+    """Ids of the tokens that end a completion by the model's own files: by `generation_config.json`, or `config.json`
+    where that names none."""
+    generation, whole = model_settings(path, GENERATION), model_settings(path)
+    for settings in (generation, whole, of_its_decoder(whole)):
+        named = settings.get("eos_token_id")
+        if ends := {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, int)}:
+            return ends
+    return set()
 
 
-def never_ends(folder: Path) -> bool:
+def never_ends(path: str) -> bool:
     """Whether nothing in a model's folder names a token that ends a completion."""
-    named: list[Any] = []
-    for name, key in ENDS:
-        with suppress(OSError, ValueError, AttributeError):
-            settings = json.loads((folder / name).read_text())
-            named += [settings.get(key), of_its_decoder(settings).get(key)]
-    return not any(each is not None for each in named)
+    return not ends_of(path) and model_settings(path, "tokenizer_config.json").get("eos_token") is None
 
 
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:

@@ -77,7 +77,7 @@ def look_ahead(config: Config) -> Preflight:
             "has no tokenizer.json" if described else "is neither here nor to be had from the Hugging Face hub just now"
         )
         lines.append(f"model.path={config.model.path} {why}: no prompt was tokenized yet")
-    elif described and never_ends(described):
+    elif described and never_ends(model):
         lines.append(
             f"model.path={config.model.path} names no token that ends a completion (eos_token in "
             "tokenizer_config.json, eos_token_id in generation_config.json): each has rollout.max_new_tokens tokens"

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from asyncrl.chat.seam import Seam
-from asyncrl.checks.architecture import of_its_decoder
+from asyncrl.checks.machine import ends_of
 from asyncrl.data.local_tokenizer import PROBE, load_local_tokenizer
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
@@ -62,13 +62,12 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of `generation_config.json`, or of
-    `config.json` where there is none.
+    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of the model's own files.
 
     Chat models end a turn with another token than their tokenizer's EOS; missing it, every completion would run on
     to `rollout.max_new_tokens`.
     """
-    ids = {tokenizer.eos_token_id, *turn_ends, *_generation_stops(model_path)} - {None}
+    ids = {tokenizer.eos_token_id, *turn_ends, *ends_of(model_path)} - {None}
     if not ids:
         log.warning(
             "model.path=%s: no token ends a completion, so each has rollout.max_new_tokens tokens. Give the tokenizer "
@@ -76,19 +75,6 @@ def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] =
             model_path,
         )
     return tuple(sorted(ids))
-
-
-def _generation_stops(model_path: str) -> set[int | None]:
-    try:
-        eos: Any = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # no such file
-        try:
-            given = PretrainedConfig.get_config_dict(model_path)[0]
-        except (OSError, ValueError):  # refused where a model is loaded
-            return set()
-        own = given.get("eos_token_id")
-        eos = of_its_decoder(given).get("eos_token_id") if own is None else own
-    return set(eos) if isinstance(eos, list | tuple) else {eos}
 
 
 def make_decode(tokenizer: Any) -> Decode:

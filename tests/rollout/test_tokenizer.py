@@ -51,6 +51,8 @@ def test_a_completion_ends_where_generation_config_says_so_else_where_config_doe
         for given in ({"eos_token_id": eos}, {"eos_token_id": None, "text_config": {"eos_token_id": eos}}):
             config.write_text(json.dumps(given))
             assert stop_token_ids(path, tokenizer) == (*ends, EOS_ID)
+    GenerationConfig(temperature=0.5, do_sample=True).save_pretrained(tmp_path)
+    assert stop_token_ids(path, tokenizer) == (7, 8, EOS_ID)
     GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
     assert stop_token_ids(path, tokenizer) == (9, EOS_ID)
     assert not caplog.records
