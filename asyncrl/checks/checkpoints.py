@@ -37,8 +37,6 @@ def of_copies(copy_to: str) -> Problems:
 def best_is_measured(config: Config) -> Problems:
     """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
     learner = config.learner
-    if not learner.keep_best and learner.keep_best_by != "max":
-        yield f"learner.keep_best_by={learner.keep_best_by} does nothing without learner.keep_best. Name a metric there"
     if not learner.keep_best.startswith("eval/"):
         return
     try:

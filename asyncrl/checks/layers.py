@@ -6,19 +6,6 @@ from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config, ModelConfig
 
 
-def checkpointing_is_on(config: Config) -> Problems:
-    if config.model.checkpoint_every > 1 and not config.model.activation_checkpointing:
-        yield (
-            f"model.checkpoint_every={config.model.checkpoint_every} does nothing without activation checkpointing. "
-            "Set model.activation_checkpointing=true, or leave it out"
-        )
-    if config.model.checkpoint_keep != "nothing" and not config.model.activation_checkpointing:
-        yield (
-            f"model.checkpoint_keep={config.model.checkpoint_keep} does nothing without activation checkpointing, "
-            "where everything is kept. Set model.activation_checkpointing=true, or leave it out"
-        )
-
-
 def compiles_with_the_rest(config: Config) -> Problems:
     learner = config.learner
     yield from of_compiling(config.model, learner.tensor_parallel)
@@ -44,4 +31,4 @@ def of_compiling(model: ModelConfig, tensor_parallel: int) -> Problems:
         )
 
 
-RULES = (checkpointing_is_on, compiles_with_the_rest)
+RULES = (compiles_with_the_rest,)

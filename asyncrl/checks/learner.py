@@ -229,8 +229,6 @@ def advantage_is_consistent(config: Config) -> Problems:
             "rollout.group_size) below the target would set the coefficient to 0, where it stays: it is moved by "
             f"factors. Set more than {0.2 * sequences:g}, or leave it out"
         )
-    if given.kl_horizon != 10000.0 and given.kl_target == 0:
-        yield f"advantage.kl_horizon={given.kl_horizon} does nothing without advantage.kl_target. Leave it out"
 
 
 def _components_count(given: AdvantageConfig) -> Problems:
@@ -278,10 +276,6 @@ def critic_has_a_use(config: Config) -> Problems:
 
 def adapters_have_a_use(config: Config) -> Problems:
     model = config.model
-    if model.lora_rank == 0 and model.lora_targets:
-        yield (
-            f"model.lora_targets={list(model.lora_targets)} does nothing with model.lora_rank=0. Set model.lora_rank=16"
-        )
     if model.lora_rank > 0 and config.learner.proximal_ema > 0:
         yield (
             f"learner.proximal_ema={config.learner.proximal_ema} averages whole models, and with model.lora_rank="
@@ -306,8 +300,6 @@ def hook_has_a_path(config: Config) -> Problems:
     learner = config.learner
     if learner.hook and ":" not in learner.hook:
         yield f"learner.hook must be file.py:name or package.module:name; got {learner.hook}"
-    if learner.hook_args and not learner.hook:
-        yield f"learner.hook_args={learner.hook_args} does nothing without learner.hook. Leave it out"
 
 
 def profile_names_steps(config: Config) -> Problems:

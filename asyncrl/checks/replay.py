@@ -169,26 +169,12 @@ def store_holds_a_batch(config: Config) -> Problems:
         )
 
 
-def memory_keeps_no_journal(config: Config) -> Problems:
-    retain = config.replay.journal.retain
-    if config.replay.durability == "memory" and retain != "none":
-        yield (
-            f"replay.journal.retain={retain} does nothing with replay.durability=memory, which keeps no journal. "
-            "Remove one of them"
-        )
-
-
 def shards_keep_what_they_take(config: Config) -> Problems:
     replay = config.replay
     if replay.shards > 0 and replay.durability == "memory":
         yield (
             f"replay.shards={replay.shards} needs replay.durability=journal: a shard that died would take groups with "
             "it that the replay server has promised. Set replay.durability=journal, or replay.shards=0"
-        )
-    if replay.shards == 0 and replay.shard_address:
-        yield (
-            f"replay.shard_address={replay.shard_address} does nothing with replay.shards=0. Leave it out, or set "
-            "replay.shards"
         )
 
 
@@ -260,7 +246,6 @@ RULES = (
     order_can_be_kept,
     samples_need_no_group,
     store_holds_a_batch,
-    memory_keeps_no_journal,
     shards_keep_what_they_take,
     silence_outlasts_heartbeats,
     address_is_safe,

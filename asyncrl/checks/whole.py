@@ -11,6 +11,7 @@ from collections.abc import Callable
 from asyncrl.checks import data, engine, layers, learner, replay, sampling, settings
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.problem import Problems
+from asyncrl.checks.switches import switches_are_on
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -22,6 +23,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     *learner.RULES,
     *layers.RULES,
     *engine.RULES,
+    switches_are_on,
 )
 
 

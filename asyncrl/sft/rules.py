@@ -29,6 +29,7 @@ from asyncrl.checks.settings import (
     run_name_is_a_folder_name,
 )
 from asyncrl.checks.sources import places
+from asyncrl.checks.switches import switches_are_on
 from asyncrl.config import compose_settings, config_keys
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.sft.rows import eval_source, train_sources
@@ -138,6 +139,7 @@ RULES = (
     resume_or_overwrite,
     evaluation_is_whole,
     sources_are_whole,
+    switches_are_on,
 )
 
 

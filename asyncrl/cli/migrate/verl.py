@@ -216,7 +216,8 @@ def _schedule(made: Translation, optim: str) -> None:
         if betas[0] != 0.9:
             made.put("learner.beta1", betas[0], f"{optim}.betas")
     made.refuse(f"{optim}.total_training_steps", "learner.steps")
-    if (floor := made.take(f"{optim}.min_lr_ratio")) is not None:
+    falls = key and made.take(f"{optim}.{key}") != "constant"
+    if (floor := made.take(f"{optim}.min_lr_ratio")) is not None and falls:
         made.put("learner.min_lr_ratio", floor, f"{optim}.min_lr_ratio")
 
 

@@ -1,0 +1,64 @@
+"""Settings that count only where another one is on. Given where that is off they would do nothing, and be missed."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from operator import attrgetter
+from typing import Any
+
+from asyncrl.checks.problem import Problems
+from asyncrl.schema import RunSettings
+
+SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
+    "model.lora_rank": ((0,), ("model.lora_alpha", "model.lora_targets"), "Set model.lora_rank=16"),
+    "model.activation_checkpointing": (
+        (False,),
+        ("model.checkpoint_every", "model.checkpoint_keep"),
+        "Set model.activation_checkpointing=true",
+    ),
+    "data.curriculum": (
+        ("",),
+        ("data.curriculum_window", "data.curriculum_explore", "data.curriculum_passes_at"),
+        "Set data.curriculum=pass_rate",
+    ),
+    "advantage.kl_target": ((0,), ("advantage.kl_horizon",), "Set advantage.kl_target=0.01"),
+    "rollout.host": (
+        ("process",),
+        ("ray.address", "ray.environment", "ray.gpus_per_worker"),
+        "Set rollout.host=ray",
+    ),
+    "weights.transport": (("files", "pull"), ("weights.backend", "weights.slices"), "Use weights=broadcast"),
+    "replay.shards": ((0,), ("replay.shard_address",), "Set replay.shards=2"),
+    "replay.durability": (("memory",), ("replay.journal.retain",), "Set replay.durability=journal"),
+    "replay.journal.retain": (("none", "all"), ("replay.journal.window_mb",), "Set replay.journal.retain=window"),
+    "learner.schedule": (("constant",), ("learner.min_lr_ratio",), "Set learner.schedule=linear or cosine"),
+    "learner.keep_best": (("",), ("learner.keep_best_by",), "Name a metric there"),
+    "learner.hook": (("",), ("learner.hook_args",), "Name the hook there"),
+}
+"""Of each switch: where it is off, what then does nothing, and how it is turned on."""
+
+
+def switches_are_on(config: RunSettings) -> Problems:
+    """Of those that the settings have: `asyncrl sft` has some."""
+    for switch, (off, keys, way_out) in SWITCHED.items():
+        state = _given(config, switch)
+        if state is None or state[0] not in off:
+            continue
+        without = f"with {switch}={state[0]}" if state[0] else f"without {switch}"
+        for key in keys:
+            found = _given(config, key)
+            if found and found[0] != found[1]:
+                yield f"{key}={found[0]} does nothing {without}. {way_out}, or leave it out"
+
+
+def _given(config: RunSettings, key: str) -> tuple[Any, Any] | None:
+    """The value of a setting and its default; None where the settings have none of this name."""
+    rooms, _, name = key.rpartition(".")
+    try:
+        room = attrgetter(rooms)(config)
+    except AttributeError:
+        return None
+    for each in fields(room):
+        if each.name == name:
+            return getattr(room, name), each.default if each.default_factory is MISSING else each.default_factory()
+    return None
