@@ -74,6 +74,17 @@ def test_memory_files_ports_names_and_the_clock() -> None:
     assert states(doctor.host_name("here", unknown)) == [WARNING]
 
 
+def test_loopback_that_is_down_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address can be bound all the same."""
+
+    def down(address: object, timeout: float) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", down)
+    (found,) = doctor.ports("32768 60999")
+    assert found.state == PROBLEM and "ip link set lo up" in found.said
+
+
 def test_shared_memory_that_is_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=8 * GIB, free=7))
     assert doctor.shared_memory() == 7

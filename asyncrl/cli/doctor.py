@@ -37,6 +37,8 @@ FSYNC_SLOW_S = 0.02
 FSYNCS, WRITTEN = 16, 32 << 20
 FILES_LEAST = 4096
 SHM_LEAST = 1 << 30
+ANSWERED_S = 2.0
+"""Longest wait of this machine for itself."""
 TOLD_S = 60.0
 """Longest wait for a program that is asked something."""
 TIME_ERROR = 5
@@ -198,10 +200,11 @@ def ports(kernel: str) -> list[Finding]:
         kernel: of /proc/sys/net/ipv4/ip_local_port_range; empty where there is none.
     """
     try:
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            socket.create_connection(bound.getsockname(), ANSWERED_S).close()
     except OSError as error:
-        return [Finding("ports", PROBLEM, f"127.0.0.1 cannot be bound ({error}): no process could reach another")]
+        said = f"127.0.0.1 leads nowhere ({error}): no process could reach another. ip link set lo up"
+        return [Finding("ports", PROBLEM, said)]
     first = int(kernel.split()[0]) if kernel.split() else PORTS.stop
     if first < PORTS.stop:
         said = (
@@ -209,7 +212,7 @@ def ports(kernel: str) -> list[Finding]:
         )
         said += " now and then one is taken, and a start has to be repeated. sysctl net.ipv4.ip_local_port_range"
         return [Finding("ports", WARNING, said)]
-    return [Finding("ports", OK, f"127.0.0.1 can be bound; asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}")]
+    return [Finding("ports", OK, f"127.0.0.1 answers; asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}")]
 
 
 def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
