@@ -129,6 +129,23 @@ def test_who_stood_still_for_longer_than_events_are_kept_joins_anew(monkeypatch)
     assert subscriber.BroadcastSubscriber._follow(member, store, seat)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_worker_that_ends_blames_nobody_for_what_it_waits_for_no_more(ends, monkeypatch, caplog):
+    closed, store = threading.Event(), dist.HashStore()
+    receiver = SimpleNamespace(join=lambda seat: None, leave=lambda: None, receive=lambda event: [])
+    member: Any = SimpleNamespace(
+        _board={"host": "127.0.0.1", "port": 1, "backend": "gloo"}, _closed=closed, _receiver=receiver,
+        _timeout_s=0.05, _interface="", _stats={},
+    )  # fmt: skip
+    received = partial(subscriber.BroadcastSubscriber._receive, member)
+    member._follow = lambda store, seat: received(store, seat, 1, {"policy_version": 3})
+    if ends:
+        closed.set()
+    invite = {"epoch": 7, "rank": 1, "world": 2, "manifest": {}}
+    assert subscriber.BroadcastSubscriber._join(member, store, invite)
+    assert ("waited 0.05 s for the fingerprints of version 3" in caplog.text) is not ends
+
+
 class Loading(SubscriberThread):
     """Serves one version, with an engine that takes until it is told to."""
 

@@ -163,7 +163,8 @@ class BroadcastSubscriber(SubscriberThread):
         except RuntimeError as error:
             if isinstance(error, AsyncRLError):
                 raise  # the server or the engine said no: that is not the group breaking
-            log.warning("weights: epoch %d ended: %s", seat.epoch, str(error).splitlines()[0])
+            if not self._closed.is_set():  # else this worker ends, and nothing was waited for in vain
+                log.warning("weights: epoch %d ended: %s", seat.epoch, str(error).splitlines()[0])
             return True
         finally:
             self._receiver.leave()
