@@ -114,15 +114,17 @@ def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Pat
     return found.checkpoint
 
 
-def tell(run: Path) -> int:
-    """Print what the files of a run folder say of each other. Returns 1 where they contradict, else 0."""
+def tell(run: Path, told: str = "") -> int:
+    """Print what the files of a run folder say of each other, but for the refusal that is `told` already. Returns 1
+    where they contradict, else 0."""
     if run.name == JOURNAL_DIR:
         return 0
     found = examine(run)
     for note in filter(None, (*found.notes, found.bare)):
         print(f"note: {note}", file=sys.stderr)
     for refusal in found.refusals:
-        print(f"CONTRADICTION: {refusal}", file=sys.stderr)
+        if refusal != told:
+            print(f"CONTRADICTION: {refusal}", file=sys.stderr)
     return 1 if found.refusals else 0
 
 

@@ -266,8 +266,8 @@ def _audit(given: argparse.Namespace) -> int:
             f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
             "when it resumes"
         )
-    code = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
-    return max(code, load("asyncrl.cli.folder_check").tell(given.run))
+    code, unreadable = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
+    return max(code, load("asyncrl.cli.folder_check").tell(given.run, unreadable))
 
 
 def _doctor(given: argparse.Namespace) -> int:

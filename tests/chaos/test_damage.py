@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.folder_check import examine, refuse_damaged, tell
+from asyncrl.cli.main import main
 from asyncrl.errors import RunFolderError
 from asyncrl.learner.resume import highest_version
 from asyncrl.replay.audit.report import audit, table
@@ -61,6 +62,8 @@ def test_a_journal_that_lost_its_end_is_refused_by_the_resume_and_by_the_audit(
     assert path.name in refusal and "cut off" in refusal and "move the journal folder away" in refusal
     assert tell(folder) == 1
     assert "CONTRADICTION" in capsys.readouterr().err
+    assert main(["audit", str(folder)]) == 2
+    assert capsys.readouterr().err.count(refusal) == 1
 
 
 def test_a_journal_of_an_earlier_day_is_refused_because_metrics_and_checkpoint_know_more(

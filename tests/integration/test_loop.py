@@ -166,7 +166,7 @@ def test_a_rank_killed_far_from_its_checkpoint_trains_all_of_it_again_and_a_resu
     head = (resumed.directory / "config.yaml").read_text()
     assert "# resumed from step_30: learner.lr: 0.001 -> 0.002" in head
     assert resumed.rows()[-1]["optim/lr"] == 2e-3
-    assert audit_main(resumed.directory, as_json=False) == 0
+    assert audit_main(resumed.directory, as_json=False) == (0, "")
     assert_trained_once(ledger(resumed))
 
 

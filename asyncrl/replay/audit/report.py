@@ -185,19 +185,19 @@ def journal_of(run: Path) -> Path:
     return run if run.name == JOURNAL_DIR else run / JOURNAL_DIR
 
 
-def main(run: Path, *, as_json: bool) -> int:
+def main(run: Path, *, as_json: bool) -> tuple[int, str]:
     """Print the audit of a run folder.
 
     Returns:
-        0 when it balances, 1 when it does not, 2 when the journal cannot be read.
+        0 when it balances, 1 when it does not, 2 when the journal cannot be read; and why it cannot.
     """
     try:
         found = audit(read_journal(journal_of(run)))
     except (JournalError, OSError) as error:
         print(f"asyncrl audit: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE
+        return EXIT_UNREADABLE, str(error)
     print(json.dumps(_plain(found)) if as_json else table(found))
-    return EXIT_BALANCES if found.balances else EXIT_WRONG
+    return EXIT_BALANCES if found.balances else EXIT_WRONG, ""
 
 
 def _plain(found: Audit) -> dict[str, Any]:
