@@ -14,9 +14,10 @@ Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/ala
 The learner looks at every row that it writes. An alarm is printed, and written into `alarms.jsonl` of the run folder,
 when it begins to hold, and again when it is over, after how many steps: once it has not held for {WINDOW}, the next
 time for {2 * WINDOW}, and so on. Means are over the last {WINDOW} steps, against the first {WINDOW} since the start or
-resume. `asyncrl local` tells `stall`, for which no row comes. With `telemetry.on_alarm=stop` any of them but
-{" and ".join(PASSING)} has the learner save a checkpoint and end: exit code 1 of `asyncrl local`, and `resume=auto`
-goes on. `telemetry.ignore_alarms` has the names of those that are not wanted.
+resume. `stall`, for which no row comes, is told by `asyncrl local` while it holds, and written with the row that
+ends it. With `telemetry.on_alarm=stop` any of them but {" and ".join(PASSING)} has the learner save a checkpoint and
+end: exit code 1 of `asyncrl local`, and `resume=auto` goes on. `telemetry.ignore_alarms` has the names of
+those that are not wanted.
 """
 
 

@@ -132,7 +132,9 @@ class PrintingLog(MetricsLog):
         version = {} if policy_version is None else {"policy_version": policy_version}
         print(format_line({"step": step, **version, **row}), flush=True)
         free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
-        for raised in self._alarms.row({"step": step, **row, **free}, time.monotonic()):
+        now = time.monotonic()
+        late = self._alarms.silence(now) if "time/step" in row else []  # not an evaluation after the last step
+        for raised in (*late, *self._alarms.row({"step": step, **row, **free}, now)):
             print(raised, flush=True)
             self._told.append([raised.as_row()])
             if self._stops is not None and raised.stops:
@@ -213,7 +215,8 @@ class RunView:
             self._take({name: value for name, value in row.items() if isinstance(value, int | float)})
         for warning in self._warnings.read():
             self.say(warning)
-        told = [raised for row in self._told.read() if (raised := Raised.of(row))]
+        read = filter(None, map(Raised.of, self._told.read()))
+        told = [raised for raised in read if raised.name != STALL.name]  # shown while it holds
         # After the last step an evaluation and exports are waited for.
         silent = self._alarms.silence(time.monotonic()) if self.unfinished or not self._steps else ()
         for raised in (*told, *silent):

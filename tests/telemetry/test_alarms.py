@@ -253,6 +253,27 @@ def test_a_run_that_has_its_steps_does_not_stall(
     assert len(said) == stalls and all(text.startswith("alarm stall") for text in said)
 
 
+def test_a_stall_is_written_down_with_the_step_that_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOG_DIR).mkdir()
+    (tmp_path / "config.yaml").write_text("learner:\n  steps: 99\n")
+    log, clock = PrintingLog.of(Config(run=RunConfig(dir=str(tmp_path))), tmp_path, 0), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for step, took in ((1, 1), (2, 1), (3, 500), (4, 1), (4, 500)):
+        clock[0] += took
+        evaluated = took == 500 and step == 4
+        log.write(step, step, {"eval/held/reward": 0.5} if evaluated else {"time/step": 1.0})
+    log.close()
+    told = [(row["name"], row["step"], row["said"]) for row in read_lines(tmp_path / ALARMS_FILE).rows]
+    assert told == [
+        ("stall", 2, "no step for 500 s, and one takes 1.0 s"),
+        ("stall", 3, "over after 500 s: a step came"),
+    ]
+    capsys.readouterr()
+    assert [row[1:5] for row in data_in(page_of([tmp_path]))["alarms"]] == [[2, "stall", told[0][2], 1]]
+
+
 def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", ALARMS_FILE):
         damaged = '{"step": 1, "ti\n[1]\n\0\n{"step": 1, "name": "low_ess"}\n{"step": "a"}\n{"loss/total": 1.0}\n'
