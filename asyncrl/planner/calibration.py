@@ -22,6 +22,8 @@ from asyncrl.storage.lines import row_of
 
 SKIPPED, FEWEST = 0.1, 4
 """Share of the steps that are warm-up, and the steps that have to be left."""
+STOPPED, STOPPED_S = 10, 5.0
+"""A step of so many times the usual length, and of so many seconds at least, is one in which the run stood still."""
 LENGTHS = "histogram/completion/length"
 BINS = 400
 ROUNDS, CLOSE = 4, 0.01
@@ -37,7 +39,9 @@ class RunMeasured:
 
     setup: Setup
     rows: Sequence[Row]
-    """Of its metrics, one per step, the warm-up left out."""
+    """Of its metrics, one per step, the warm-up left out, and the steps in which it stood still."""
+    pairs: Sequence[tuple[Row, Row]]
+    """Steps that follow each other, likewise: between them sums grew."""
     lengths: Histogram
 
     @property
@@ -51,14 +55,12 @@ class RunMeasured:
         return max(tokens, 1.0) / max(busy, 1e-3)  # heartbeats bring both: of a run of a few seconds there may be none
 
     def grown(self, name: str) -> float:
-        """By how much a sum grew over the rows. A replay server that was started again counts from 0."""
-        values = [row[name] for row in self.rows]
-        return sum(now if now < before else now - before for before, now in itertools.pairwise(values))
+        """By how much a sum grew over the rows."""
+        return sum(growth(before, now, name) for before, now in self.pairs)
 
     def pace(self, kind: str) -> Pace:
         """Of its engines' steps; without any where they told nothing of them."""
-        paces = [Pace.of(row, f"engine/{kind}") for row in self.rows]
-        pairs = itertools.pairwise(paces)
+        pairs = [(Pace.of(before, f"engine/{kind}"), Pace.of(now, f"engine/{kind}")) for before, now in self.pairs]
         return sum((now if now.steps < before.steps else now - before for before, now in pairs), Pace())
 
     def found(self) -> Measured:
@@ -85,12 +87,26 @@ def read_run(folder: Path, setup: Setup, rows: Sequence[Row]) -> RunMeasured:
     """
     steps = [row for row in rows if "time/wait_batch" in row and "idle/rollout_busy_s" in row]
     steps = steps[max(1, math.ceil(SKIPPED * len(steps))) :]
+    limit = max(STOPPED_S, STOPPED * statistics.median(row["time/step"] for row in steps)) if steps else STOPPED_S
+    pairs = [pair for pair in itertools.pairwise(steps) if not stood_still(*pair, limit, setup.engines)]
+    steps = [row for row in steps if row["time/step"] <= limit]
     if len(steps) < FEWEST:
         raise RunFolderError(
             f"{folder} has {len(steps)} steps after its warm-up, and costs are measured over {FEWEST} or more. Let it "
             "train longer, or give costs by hand (cost.NAME=...)"
         )
-    return RunMeasured(setup=setup, rows=steps, lengths=lengths_of(folder))
+    return RunMeasured(setup=setup, rows=steps, pairs=pairs, lengths=lengths_of(folder))
+
+
+def stood_still(before: Row, now: Row, limit: float, engines: int) -> bool:
+    """Whether the step between them, or the engines in it, took more than `limit` seconds: stopped by a signal, say.
+    How long engines were busy comes with heartbeats, perhaps one step later."""
+    return now["time/step"] > limit or growth(before, now, "idle/rollout_busy_s") > engines * limit
+
+
+def growth(before: Row, now: Row, name: str) -> float:
+    """Of a sum. A replay server that was started again counts from 0."""
+    return now[name] if now[name] < before[name] else now[name] - before[name]
 
 
 def lengths_of(folder: Path) -> Histogram:

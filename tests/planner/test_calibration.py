@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import RunFolderError
 from asyncrl.pace import Pace
-from asyncrl.planner.calibration import LENGTHS, calibrate, lengths_of, read_run
+from asyncrl.planner.calibration import LENGTHS, calibrate, lengths_of, read_run, train_costs
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 from asyncrl.planner.outcome import simulate
 from asyncrl.planner.simulation import Setup, Simulation
@@ -147,6 +147,25 @@ def test_a_run_whose_replay_server_was_started_again_says_the_same(tmp_path: Pat
     assert again.found().rollout_idle == pytest.approx(whole.found().rollout_idle, rel=1e-9)
     for kind in ("decode", "prefill"):
         assert again.pace(kind).line() == pytest.approx(whole.pace(kind).line(), rel=1e-6)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_run_that_stood_still_for_a_while_says_the_same(tmp_path: Path, late: int) -> None:
+    """All of its processes; what the engines tell of it may come one step later."""
+    given = setup(2, engines=2)
+    rows = write_run(tmp_path / "one", given, true=PACED)
+    whole = read_run(tmp_path / "one", given, rows)
+    told = {"idle/rollout_busy_s": 1200.0, "engine/decode_s": 600.0, "engine/decode_rows_s": 6000.0}
+    still = [row | {name: row[name] + stop * (number >= 20 + late) for name, stop in told.items()}
+             for number, row in enumerate(rows)]  # fmt: skip
+    stopped = rows[20]["time/step"] + 600.0
+    share = rows[20]["time/step"] / stopped
+    still[20] |= {"time/step": stopped, "perf/trained_tokens_per_s": rows[20]["perf/trained_tokens_per_s"] * share}
+    again = read_run(tmp_path / "one", given, still)
+    assert again.generated_per_busy_s == pytest.approx(whole.generated_per_busy_s, rel=0.05)
+    assert again.found().step_s == pytest.approx(whole.found().step_s, rel=0.05)
+    assert again.pace("decode").line() == pytest.approx(whole.pace("decode").line(), rel=0.05)
+    assert train_costs([again]) == pytest.approx(train_costs([whole]), rel=0.05)
 
 
 def test_one_run_scales_the_speed_that_is_given(tmp_path: Path) -> None:
