@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     console.print(cost_line(costs))
     for table in (splits_table(plan), depths_table(plan), sensitivity_table(plan)):
         console.print_whole(table)
-    for line in said_of(plan.best, gpus):
+    for line in (*said_of(plan.best, gpus), *left_over(config, plan.best.split, gpus)):
         console.print(line)
     console.print(f"start it:  {start}")
     if picture is not None:
@@ -182,17 +182,37 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
             f"cost.gpu_gb={gpu_gb:g} asks what fits; model.path={config.model.path} is no local folder of safetensors: "
             "its size is not known. Leave the cost out, or give a folder"
         )
-    most = (gpus - width) // unit
+    sequences = learner.groups_per_step * config.rollout.group_size // learner.updates_per_batch
+    useful = max(unit, sequences * learner.sequence_parallel * learner.tensor_parallel)
+    most = min(gpus - width, useful) // unit
     step = max(1, most // LEARNERS)
     found, problem = list[Split](), f"{gpus} GPUs are too few for one engine and one learner"
     for ranks in sorted({unit, *range(unit * step, unit * most + 1, unit * step)} if most > 0 else ()):
-        tried = with_split(config, ranks, (gpus - ranks - round(config.reward.gpus + 0.499)) // width, gpus)
+        engines = min((gpus - ranks - round(config.reward.gpus + 0.499)) // width, most_groups(config))
+        tried = with_split(config, ranks, engines, gpus)
         problem = why_not(tried, gpus, model, gpu_gb)
         if not problem:
             found.append(Split(ranks=ranks, engines=tried.rollout.workers))
     if not found:
         raise ConfigError(f"no split of {gpus} GPUs can be started: {problem}")
     return found
+
+
+def most_groups(config: Config) -> int:
+    """In flight at once, at the deepest; an engine more would have none."""
+    return (1 + config.replay.max_staleness) * config.learner.groups_per_step
+
+
+def left_over(config: Config, split: Split, gpus: int) -> list[str]:
+    """Said where there are more GPUs than work."""
+    idle = gpus - split.ranks - split.engines * config.engine.tensor_parallel - round(config.reward.gpus + 0.499)
+    if split.engines < most_groups(config) or idle < config.engine.tensor_parallel:
+        return []
+    return [
+        f"{idle} GPUs are left over: at most {split.engines} groups are in flight, (1 + replay.max_staleness="
+        f"{config.replay.max_staleness}) * learner.groups_per_step={config.learner.groups_per_step}, and each is made "
+        "by one engine. Raise learner.groups_per_step, or take fewer GPUs"
+    ]
 
 
 def with_split(config: Config, ranks: int, engines: int, gpus: int) -> Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.cli.plan import as_object, feasible, setup_of, since_moved, sorted_out
+from asyncrl.cli.plan import as_object, feasible, left_over, setup_of, since_moved, sorted_out
 from asyncrl.config import load_config, settings_as_used, to_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.planner.given import Given
@@ -91,6 +91,16 @@ def test_no_split_has_more_ranks_than_a_batch_has_sequences(tmp_path: Path) -> N
     assert [split.ranks for split in feasible(config, 8, 0.0)] == [1, 2, 3, 4]
     with pytest.raises(ConfigError, match=r"(?s)no split of 8 GPUs .*learner\.lr"):
         feasible(replace(config, learner=replace(config.learner, lr=-1.0)), 8, 0.0)
+
+
+def test_no_split_has_more_engines_than_groups_in_flight_and_what_is_left_is_said(tmp_path: Path) -> None:
+    small = ["learner.groups_per_step=2", "replay.max_staleness=1", "replay.pipeline_depth=0"]
+    config = load_config([*files(tmp_path), *small])
+    few, many = feasible(config, 5, 0.0)[0], feasible(config, 400, 0.0)[-1]
+    assert (few.engines, many.engines) == (4, 4)
+    assert left_over(config, few, 5) == []
+    (said,) = left_over(config, many, 400)
+    assert many.ranks == 16 and said.startswith("380 GPUs are left over: at most 4 groups") and "Raise" in said
 
 
 @pytest.mark.parametrize(
