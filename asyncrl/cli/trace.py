@@ -7,7 +7,6 @@ from pathlib import Path
 from asyncrl.cli.target import refuse_no_place
 from asyncrl.errors import RunFolderError
 from asyncrl.storage.sealed import replace_text
-from asyncrl.telemetry.resumed import is_supervised
 from asyncrl.telemetry.trace import Process, as_perfetto, life_of, read_trace
 
 TRACE_FILE = "trace.pftrace"
@@ -17,8 +16,6 @@ def main(folder: Path, to: Path | None, *, group: int | None, version: int | Non
     """Raises RunFolderError, ConfigError, OSError."""
     if to is not None:
         refuse_no_place("--to", to)
-    if is_supervised(folder):
-        raise RunFolderError(f"{folder} is a run of asyncrl sft and has no trace; its metrics time/* say what it did")
     processes = read_trace(folder)
     for process in processes:
         print(line_of(process))

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     collector.rest()
 
 from asyncrl.checks.dtypes import dtype_on
+from asyncrl.config import begin_trace
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.launcher import as_rank, to_the_end
 from asyncrl.learner.place import Place, joined_ranks, prepare_process
@@ -53,6 +54,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     config = learner_config(given)
     place = Place.of(os.environ, given.learner.device)
     check_sft_machine(given, alone=False)
+    begin_trace(config, f"learner {place.rank}")
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
     backend = opened.enter_context(joined_ranks(config, place))
     run_dir = Path(given.run.dir).resolve()

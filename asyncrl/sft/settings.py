@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
@@ -134,6 +134,9 @@ class SftTelemetryConfig:
     """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
     tensorboard: bool = False
     """Also write event files for TensorBoard (extra `tensorboard`)."""
+    trace: bool = False
+    """Write down what each rank does when, in `logs/trace`, at most 64 MB for each: `asyncrl trace RUN` makes one
+    picture of it (docs/trace.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,5 +182,5 @@ def learner_config(given: SftConfig, steps: int = 1) -> Config:
         rollout=RolloutConfig(max_new_tokens=0),
         engine=EngineConfig(device="cpu"),  # there are none: every GPU may be a rank's
         learner=LearnerConfig(**learner),
-        telemetry=TelemetryConfig(wandb=given.telemetry.wandb, tensorboard=given.telemetry.tensorboard),
+        telemetry=TelemetryConfig(**asdict(given.telemetry)),
     )

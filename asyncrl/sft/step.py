@@ -28,6 +28,7 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.sft.batches import lease_of
 from asyncrl.sft.examples import Example
+from asyncrl.spans import span
 
 CHUNK_ROWS = 512
 """Held-out rows that are planned together."""
@@ -61,7 +62,8 @@ def sft_step(
         loss, measured = accumulate(roles.policy, batches, tokens, world)
         trained = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
         rate = learning_rate(step, config.learner)
-        report = apply_update(trained, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
+        with span("optimizer step"):
+            report = apply_update(trained, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
         guard.observe(step + 1, report, batches)
     if rank == 0:
         measured.add(
@@ -109,11 +111,13 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
     told: list[Told] = []
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
-        logprobs, entropy = model(
-            batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0
-        )
-        loss = -logprobs.sum() / tokens  # 0 at all others
-        backward(loss, world)
+        with span("forward"):
+            logprobs, entropy = model(
+                batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0
+            )
+            loss = -logprobs.sum() / tokens  # 0 at all others
+        with span("backward"):
+            backward(loss, world)
         total = total + loss.detach()
         told.append(Told(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
     return total, Measured.of(*told)

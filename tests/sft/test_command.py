@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.trace import read_trace
 from tests.chat import spaced
 from tests.sft.given import settings, texts, train_alone, write
 
@@ -46,6 +49,17 @@ def test_a_dry_run_shows_the_space_that_a_completion_begins_with(
     spaced.tokenizer("legacy").save_pretrained(tmp_path / "model")
     write(tmp_path / "rows.jsonl", [{"prompt": "ab>", "completion": " 4"}])
     assert main(arguments) == 0 and "ab>▶ 4</s>◀" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_trace_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, *own = given(tmp_path, "learner.steps=2", "telemetry.trace=true")
+    subprocess.run([sys.executable, "-m", "asyncrl.sft", *own], check=True, capture_output=True, timeout=100)
+    assert main(["trace", str(tmp_path / "run")]) == 0
+    assert "100.0% of them accounted for" in capsys.readouterr().out
+    (rank,) = read_trace(tmp_path / "run")
+    names = {span.name for span in rank.spans}
+    assert rank.role == "learner 0" and {"wait for a batch", "forward", "backward", "checkpoint"} <= names
 
 
 def test_rows_that_are_too_long_are_told_with_the_rule_and_refused_where_all_are(

@@ -138,9 +138,3 @@ def test_the_command_says_what_it_read_and_what_became_of_a_group(
     assert main(["trace", str(tmp_path), "--version", "4"]) == 2
     assert "version 4" in capsys.readouterr().err
     assert [each.role for each in read_trace(tmp_path)] == ["learner 0"]
-
-
-def test_a_supervised_run_is_said_to_have_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.json").write_text('{"made_of": {"kind": "supervised"}}')
-    assert main(["trace", str(tmp_path)]) == 2
-    assert "asyncrl sft and has no trace" in capsys.readouterr().err
