@@ -34,6 +34,7 @@ trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 trainer.total_t
 custom_reward_function.path=my/gsm8k.py +custom_reward_function.reward_kwargs.format_score=0.1
 +custom_reward_function.reward_kwargs.method=strict +custom_reward_function.reward_kwargs.weights.length=0.5
 +custom_reward_function.reward_kwargs.answer=${data.key} +actor_rollout_ref.actor.optim.betas=[0.9,0.95]
+actor_rollout_ref.actor.optim.min_lr_ratio=0.1
 """
 PPO = """
 data.train_files=[a.parquet,b.parquet] data.max_prompt_length=1024 data.max_response_length=512 data.train_batch_size=64
@@ -42,6 +43,7 @@ actor_rollout_ref.actor.ppo_mini_batch_size=16
 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm actor_rollout_ref.actor.entropy_coeff=0.001
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 actor_rollout_ref.actor.use_dynamic_bsz=True
 actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.3
+actor_rollout_ref.actor.optim.warmup_style=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.2
 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200
 algorithm.adv_estimator=gae algorithm.lam=0.98 critic.optim.lr=2e-5 critic.model.path=c critic.cliprange_value=0.4
 algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_ctrl.type=adaptive
@@ -92,6 +94,7 @@ def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsy
     # Off, and what hangs on them with them.
     assert passed_over <= {
         "algorithm.use_kl_in_reward",
+        "actor_rollout_ref.actor.optim.min_lr_ratio",
         "actor_rollout_ref.actor.entropy_coeff",
         "actor_rollout_ref.actor.use_kl_loss",
         "data.truncation",
@@ -108,6 +111,7 @@ def test_a_ppo_command_of_verl_with_a_reward_model_from_a_file(
     assert (config.loss.aggregation, config.loss.constant_length) == ("constant", 512.0)
     assert (config.loss.clip_low, config.loss.clip_high) == (0.1, 0.3)
     assert (config.learner.max_tokens_per_microbatch, config.learner.warmup_steps) == (24000, 20)
+    assert (config.learner.schedule, config.learner.min_lr_ratio) == ("cosine", 0.2)
     assert (config.advantage.estimator, config.advantage.lam, config.advantage.gamma) == ("gae", 0.98, 1.0)
     assert (config.advantage.kl_coef, config.advantage.kl_target) == (0.01, 0.1)
     assert (config.critic.path, config.critic.lr, config.critic.value_clip, config.critic.warmup_steps) == (
