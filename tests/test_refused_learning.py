@@ -144,14 +144,14 @@ REFUSED: Refused = [
     (["replay.max_restarts=-1"], ["replay.max_restarts must be at least 0"]),
     (["replay.shards=-1"], ["replay.shards must be at least 0", "-1"]),
     (["replay.shards=2", "replay.durability=memory"], ["needs replay.durability=journal", "replay.shards=0"]),
-    (["replay.shard_address=tcp://127.0.0.1:5580"], ["does nothing without replay.shards", "or leave it out"]),
+    (["replay.shard_address=tcp://127.0.0.1:5580"], ["does nothing without replay.shards", "or replay.shard_address="]),
     (
         ["replay.shards=2", "replay.shard_address=tcp://10.0.0.5:5580"],
         ["replay.shard_address=tcp://10.0.0.5:5580 can be reached", "asyncrl keys DIR"],
     ),
     (
         ["replay.durability=memory", "replay.journal.retain=all"],
-        ["retain=all does nothing with replay.durability=memory", "Set"],
+        ["retain=all does nothing with replay.durability=memory", "or replay.journal.retain=none"],
     ),
     (["replay.max_staleness=-1"], ["replay.max_staleness must be at least 0", "-1"]),
     (["replay.pipeline_depth=5"], ["between 0 and replay.max_staleness=4", "got 5", "replay.pipeline_depth=4"]),

@@ -48,7 +48,7 @@ def switches_are_on(config: RunSettings) -> Problems:
         for key in keys:
             found = _given(config, key)
             if found and found[0] != found[1]:
-                yield f"{key}={found[0]} does nothing {without}. {way_out}, or leave it out"
+                yield f"{key}={found[0]} does nothing {without}. {way_out}, or {key}={found[1]}"
 
 
 def _given(config: RunSettings, key: str) -> tuple[Any, Any] | None:
