@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,23 +146,24 @@ class Ours:
         train_step(self.config, self.roles, self.guard, given.lease, rank=0, world=1, device=cpu)
 
 
-def begin_ours(folder: Path, opened: ExitStack, budget: int = BUDGET) -> tuple[Ours, Ours]:
-    """As it is, and with `model.compile=true`."""
-    config, compiled = (
+def begin_ours(
+    folder: Path, opened: ExitStack, budget: int = BUDGET, compiled: Sequence[bool] = (False, True)
+) -> list[Ours]:
+    """One for each `model.compile`."""
+    configs = [
         load_config(
             [
                 *(f"model.path={folder}", "data.path=none", "reward=exact_match", "learner.lr=1e-6"),
                 *(f"learner.max_tokens_per_microbatch={budget}", "learner.max_attention_per_microbatch=65536"),
-                f"model.compile={setting}",
+                f"model.compile={str(setting).lower()}",
             ]
         )
-        for setting in ("false", "true")
-    )
+        for setting in compiled
+    ]
     place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="benchmark")
-    mesh = opened.enter_context(joined_ranks(config, place))
+    mesh = opened.enter_context(joined_ranks(configs[0], place))
     guard = NonFiniteGuard(folder / "nonfinite", 0, 3)
-    ours, theirs = (Ours(each, build_roles(each, place.device, mesh), guard) for each in (config, compiled))
-    return ours, theirs
+    return [Ours(each, build_roles(each, place.device, mesh), guard) for each in configs]
 
 
 def arithmetic_of_rows(ours: Ours, given: Batch) -> float:
@@ -229,12 +230,13 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
     return found
 
 
-def compare_quick(rounds: int, folder: Path) -> dict[str, float]:
+def compare_quick(rounds: int, small: bool, folder: Path) -> dict[str, float]:
+    """Args: small: nothing is compiled, which takes longer than all the rest."""
     torch.set_num_threads(1)
     bare, given = build_model(WarmupRecipe()).eval(), quick_batch()
     bare.save_pretrained(folder)
     with ExitStack() as opened:
-        ours, compiled = begin_ours(folder, opened, QUICK_BUDGET)
+        ours, *compiled = begin_ours(folder, opened, QUICK_BUDGET, (False,) if small else (False, True))
         sharded = copy.deepcopy(bare)
         for layer in sharded.model.layers:
             fully_shard(layer)
@@ -250,8 +252,9 @@ def compare_quick(rounds: int, folder: Path) -> dict[str, float]:
             "fsdp2": step(sharded, rows),
             "packed": step(bare, partial(end_to_end, given.members, QUICK_BUDGET)),
             "ours": lambda: ours.step(given),
-            "compiled": lambda: compiled.step(given),
         }
+        if compiled:
+            contenders["compiled"] = partial(compiled[0].step, given)
         took = medians(rounds, contenders)
     ratios = {f"{name}_over_ours": round(took[name] / took["ours"], 2) for name in contenders if name != "ours"}
     return ratios | {"ours_cpu_s": round(took["ours"], 4)}
@@ -304,7 +307,7 @@ def main() -> None:
         if given.rounds:
             result["batches"] = compare_batches(given.rounds, given.smoke, folder / "model")
         if given.quick:
-            result["quick"] = compare_quick(given.quick, folder / "quick")
+            result["quick"] = compare_quick(given.quick, given.smoke, folder / "quick")
         if given.pairs:
             result["system"] = compare_systems(given.pairs, given.steps, folder)
     answer("learner", result, smoke=given.smoke)

@@ -17,7 +17,7 @@ from tests.seeds import run_seeds
 from .simulate import World, run_seed
 from .virtual import Request
 
-FAST, SLOW, LONG, ENOUGH = 250, 2_000, 10_000, 200
+FAST, SLOW, LONG, ENOUGH = 250, 1_000, 10_000, 200
 """Seeds of the runs, and within which a planted mistake must show."""
 
 

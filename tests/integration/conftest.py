@@ -30,6 +30,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 REWARD = "asyncrl.rewards.exact_match:exact_match"
+LEISURELY = (
+    "import time\n\n\ndef score(completion, row):\n    time.sleep(0.02)\n    return float(len(completion) % 2)\n"
+)
+"""A file with a reward for a run that is there for what happens to it: without pauses it needs all cores, and whoever
+is started beside it has none."""
 
 
 @dataclass
@@ -79,7 +84,7 @@ class LocalRun:
                 return
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended with {self.process.returncode} before step {step}:\n{self.tail()}")
-            time.sleep(0.05)
+            time.sleep(0.2)  # A look takes a good part of a core: at all processes of the machine, and all rows.
         pytest.fail(f"step {step} was not reached within {timeout_s} s:\n{self.tail()}")
 
     def finish(self, timeout_s: float) -> int:

@@ -53,7 +53,7 @@ def look_up(word: str) -> str:
 '''
 
 
-@pytest.mark.parametrize("kind", ["conversation", "tools", "openai"])
+@pytest.mark.parametrize("kind", ["conversation", pytest.param("tools", marks=pytest.mark.long), "openai"])
 def test_a_run_of_several_turns_trains_what_was_sampled_alone(
     start_local: StartLocal, chat_model: Path, tmp_path: Path, kind: str
 ) -> None:

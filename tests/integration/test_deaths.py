@@ -23,7 +23,7 @@ import pytest
 from asyncrl.family import ProcessId, bound
 from asyncrl.standstill import kind_of
 from tests.alive import is_alive
-from tests.integration.conftest import LocalRun
+from tests.integration.conftest import LEISURELY, LocalRun
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
@@ -51,6 +51,7 @@ class Runs:
 
     def begin(self, host: str) -> None:
         (self._root / "with_process.py").write_text(ENVIRONMENT)
+        (self._root / "leisurely.py").write_text(LEISURELY)
         run = self.start(host)
         run.wait_for_step(3, PATIENCE_S)
         until((run.directory / "ckpt" / "latest").is_symlink, run, "there is no checkpoint")
@@ -68,7 +69,7 @@ class Runs:
         deadline = time.monotonic() + PATIENCE_S
         while left := [process for process in run.seen if is_alive(process)]:
             assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+            time.sleep(0.2)
         return run
 
     def start(self, host: str, **settings: str) -> LocalRun:
@@ -77,6 +78,7 @@ class Runs:
             "run.dir": str(directory), "learner.steps": "100000", "learner.save_every": "3", "learner.ranks": "2",
             "rollout.host": host, "rollout.workers": "2", "replay.shards": "1", "replay.heartbeat_timeout_s": "8",
             "reward.timeout_s": "15", "learner.max_restarts": "20", "learner.max_tokens_per_microbatch": "1024",
+            "reward.function": f"{self._root / 'leisurely.py'}:score",
             "environment.name": f"{self._root / 'with_process.py'}:WithProcess",
         } | settings  # fmt: skip
         before = self._started.setdefault(host, [])
@@ -120,7 +122,7 @@ def until(condition: Callable[[], object], run: LocalRun, what: str) -> None:
         if time.monotonic() > deadline or (run.process.poll() is not None and not condition()):
             pytest.fail(f"{what} (run: {run.process.poll()}):\n{run.tail()}")
         run.descendants()
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def find(run: LocalRun, kind: str) -> psutil.Process:

@@ -41,7 +41,7 @@ def test_no_two_processes_see_one_gpu(start_local: StartLocal, monkeypatch: pyte
         ranks |= seen_by(run.descendants("-m asyncrl.learner "))
         pool |= seen_by(run.descendants("-m asyncrl.rollout "))
         assert time.monotonic() < deadline, run.tail()
-        time.sleep(0.05)
+        time.sleep(0.25)
     assert run.finish(300) == 0, run.tail()
     assert ranks == {"GPU-0a,GPU-1b"} and pool - {"GPU-2c", "GPU-3d"} == {"GPU-2c,GPU-3d"}
     logs = run.directory / "logs"

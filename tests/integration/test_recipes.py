@@ -19,6 +19,8 @@ from tests.integration.conftest import LocalRun
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEEPS_BEST = "dapo_math_17k"
+LONG = {"gsm8k_ppo_critic", "rlhf_reward_model"}
+"""What these have more than `gsm8k_grpo`, a critic and a reward model, other runs here have too."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,9 @@ def start_smoke(cache: Path, tmp_path: Path) -> Iterator[Callable[[str], LocalRu
         run.stop()
 
 
-@pytest.mark.parametrize("name", sorted(SMOKES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in sorted(SMOKES)]
+)
 def test_a_smoke_variant_trains_and_evaluates_to_its_end(start_smoke: Callable[[str], LocalRun], name: str) -> None:
     run = start_smoke(name)
     assert run.finish(600) == 0, run.tail()

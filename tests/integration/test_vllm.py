@@ -1,4 +1,5 @@
-"""The whole loop with vLLM: its engine process killed in the middle; tensor-parallel inside Ray's placement group."""
+"""The whole loop with vLLM: its engine process killed in the middle; tensor-parallel inside Ray's placement group,
+where every listening socket is looked at."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --
 
 from tests.integration.conftest import LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
+from tests.integration.test_sockets import assert_all_on_loopback, watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,21 +51,25 @@ def spawned_below(run: LocalRun, owner: str) -> list[str]:
     return found
 
 
-def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner(start_local: StartLocal) -> None:
+def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all_listen_on_loopback(
+    start_local: StartLocal,
+) -> None:
     steps = 100_000  # the processes are looked at while it runs, and then it is stopped
     run = start_local(
         {"engine": "vllm", "engine.tensor_parallel": 2, "engine.kv_cache_mb": 32, "engine.dtype": "float32"}
-        | {"rollout.host": "ray", "rollout.workers": 1, "learner.steps": steps}
+        | {"rollout.host": "ray", "reward.host": "ray", "rollout.workers": 1, "learner.steps": steps}
         | {"weights.wire_dtype": "float32", "model.dtype": "float32", "weights.verify_every": 1}
+        | {"eval.every": 2, "eval.rows": 16}
     )
-    run.wait_for_step(2, 300)
+    roles = ["-m asyncrl.replay ", "-m asyncrl.learner.torchrun"]
+    assert_all_on_loopback(watched(run, step=4), [*roles, "gcs_server", "raylet", "ray::RolloutWorker", "spawn_main"])
     deadline = time.monotonic() + 300
     while len(below := spawned_below(run, "ray::RolloutWorker")) != 3:
         assert time.monotonic() < deadline, f"not vLLM's engine process and two workers, all the actor's: {below}"
-        time.sleep(0.1)
+        time.sleep(0.2)
     while not any(row.get("weights/canary_max") for row in run.rows()):
         assert time.monotonic() < deadline, "no version was proven"
-        time.sleep(0.1)
+        time.sleep(0.2)
     run.stop()
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == list(range(1, len(rows) + 1))

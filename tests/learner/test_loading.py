@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -19,6 +19,7 @@ from asyncrl.learner.critic import build_critic
 from asyncrl.learner.model import build_model
 from asyncrl.learner.packed import PackedModel
 from asyncrl.schema import Config, ModelConfig
+from tests.forked import forked_from
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import whole
 
@@ -44,7 +45,8 @@ def tensors_of(model: PackedModel) -> dict[str, torch.Tensor]:
 
 def build_on_two_ranks(folder: Path) -> None:
     (folder / "store").unlink(missing_ok=True)
-    spawn(_rank, args=(folder,), nprocs=2)
+    forked_from(__name__)
+    start_processes(_rank, args=(folder,), nprocs=2, start_method="forkserver")
 
 
 def _rank(rank: int, folder: Path) -> None:

@@ -94,6 +94,16 @@ def test_vllm_never_chooses_its_executor_by_itself(tmp_path, processes, executor
     assert vllm_settings.engine_args(config).distributed_executor_backend == executor
 
 
+@pytest.mark.parametrize("slices", ["auto", "never"])
+def test_with_weights_slices_never_its_processes_are_asked_for_no_parts(tmp_path, monkeypatch, slices):
+    monkeypatch.setattr("asyncrl.engines.vllm.engine.VllmClient", lambda *_: None)
+    config = engine_config(tmp_path, "qwen3_tied", tensor_parallel=2)
+    config.weights.slices = slices
+    engine = make_engine(config)
+    assert bool(engine.receiver()._tensors) == (slices == "auto")
+    engine._loop.close()
+
+
 def engine_processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
 

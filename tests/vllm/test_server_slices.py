@@ -63,6 +63,7 @@ def test_updates_come_in_parts_and_are_exact(live, server):
     assert embeddings == [(((0, VOCABULARY // 2), (0, 64)),), (((VOCABULARY // 2, VOCABULARY), (0, 64)),)]
 
 
+@pytest.mark.long
 def test_a_server_that_was_killed_and_started_again_is_asked_anew_and_gets_its_parts(live, server):
     before = live.engine.stats()["lost_servers"]
     server.kill()

