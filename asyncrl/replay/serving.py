@@ -167,6 +167,8 @@ def opened(
         sharded=config.shards > 0,
         **limits,
     )
+    if ledger is not None:
+        ledger.recovered()
     sync = SyncThread(writer, config.journal.fsync_ms / 1000, patience, folder)
     try:
         yield Memory(core, writer.run["run_id"], writer.run["boot"], sync)

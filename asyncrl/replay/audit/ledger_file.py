@@ -45,10 +45,7 @@ class LedgerFile:
         self._replaying = False
 
     def __call__(self, event: ev.Event) -> None:
-        if self._replaying:
-            self._replaying = False
-            self._cut_after(self._count)
-            self._written = 0
+        self.recovered()
         self._count += 1
         self._take(event)
         if isinstance(event, ev.Trained | ev.Restored | ev.Finished) or self._full.since is not None:
@@ -63,6 +60,16 @@ class LedgerFile:
             rows = (*event.image["trained"], *event.image["untrained"])
             self._members = {row[0]: tuple(row[1]) for row in rows}
         self._take(event)
+
+    def recovered(self) -> None:
+        """The journal has told all that it remembers. What a file lacks of it is written now: a start that fails before
+        the learner is there leaves a journal that begins after it."""
+        if self._replaying:
+            self._replaying = False
+            self._cut_after(self._count)
+            self._written = 0
+            if self._lines and self._path.exists():
+                self._write()
 
     def _take(self, event: ev.Event) -> None:
         if isinstance(event, ev.Sealed):

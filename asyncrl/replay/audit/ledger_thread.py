@@ -22,10 +22,10 @@ LAST_WRITES_S = 60.0
 
 
 class LedgerThread:
-    """Call it with every event of the core. `replayed` is for the recovery, before the first of them."""
+    """Call it with every event of the core. `replayed` and `recovered` are for the recovery, before the first of them."""
 
     def __init__(self, ledger: LedgerFile) -> None:
-        self.replayed = ledger.replayed
+        self.replayed, self.recovered = ledger.replayed, ledger.recovered
         self._ledger = ledger
         self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
         self._failure: Exception | None = None

@@ -31,6 +31,10 @@ from asyncrl.replay.journal.segments import REPAIR, Record, offset_of, read_at, 
 from asyncrl.types import GroupHeader
 
 
+SHARD = "shard-"
+"""Begins the name of a shard's folder in that of the journal."""
+
+
 class Key(NamedTuple):
     group_id: int
     attempt: int
@@ -70,7 +74,7 @@ class Held:
 
 def shard_folder(journal: Path, shard: int) -> Path:
     """Of its journal, in the journal folder of the run."""
-    return journal / f"shard-{shard}"
+    return journal / f"{SHARD}{shard}"
 
 
 def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
@@ -203,6 +207,12 @@ def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> Sh
     # Found does not mean durable: a killed process leaves it in the page cache.
     disk.sync(segment_name(newest.number))
     return ShardStore(disk, settings, run, end, held)
+
+
+def check_store(disk: Disk) -> None:
+    """Read what a store would be opened with. Raises JournalError where that is damaged."""
+    if chain := segment_chain(disk):
+        _recover(disk, chain[-1])
 
 
 def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:

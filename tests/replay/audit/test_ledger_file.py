@@ -50,6 +50,23 @@ def test_a_killed_server_s_missing_lines_are_added_and_lines_of_what_never_was_d
         path.unlink()
 
 
+def test_a_start_that_fails_before_the_learner_is_there_leaves_no_lines_out(tmp_path: Path) -> None:
+    """Its journal begins after them."""
+    path = tmp_path / LEDGER_FILE
+    history = [ev.Published(0, -1), ev.Sealed(0, 0, 0, (1, 2)), ev.Trained(0, 1), ev.Published(2, 1), ev.Committed(0)]
+    killed = LedgerFile(path)
+    for event in history:  # the last two are in the journal alone
+        killed(event)
+    failed, again = LedgerThread(LedgerFile(path)), LedgerFile(path)
+    for count, event in enumerate(history, start=1):
+        failed.replayed(count, event)
+    failed.recovered()
+    failed.close()
+    again.replayed(6, ev.Issued(3, 3, 0, "w", "i", 2, 2))
+    again(ev.Finished())
+    assert numbers(path) == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_what_a_power_loss_left_of_the_file_does_not_keep_the_server_from_starting(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_FILE
     killed = LedgerFile(path)
