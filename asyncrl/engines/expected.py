@@ -13,9 +13,14 @@ from asyncrl.weights.adapter import is_adapter
 
 
 class ExpectedWeights:
-    """The parameters of a model without its data."""
+    """The parameters of a model without its data.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        path: where it is from.
+    """
+
+    def __init__(self, model: torch.nn.Module, path: str) -> None:
+        self._path = path
         self._table = ParameterTable(model)
         self._nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
 
@@ -27,18 +32,26 @@ class ExpectedWeights:
             ModelMismatchError: names the first parameter that is unknown, missing, or of another shape or dtype.
         """
         if not is_adapter(tensors):
-            self._table.check(tensors)
+            try:
+                self._table.check(tensors)
+            except ModelMismatchError as error:
+                raise ModelMismatchError(f"{error}. {self._other_model()}") from error
             return
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if nbytes > self._nbytes:
             raise ModelMismatchError(
-                f"an adapter of {nbytes} bytes came for a model of {self._nbytes}: it belongs to another model. Same "
-                "model.path?"
+                f"an adapter of {nbytes} bytes came for a model of {self._nbytes}. {self._other_model()}"
             )
+
+    def _other_model(self) -> str:
+        return (
+            f"model.path={self._path} leads to another model here than where the learner is. Copy the learner's to "
+            "this machine"
+        )
 
 
 def expected_parameters(path: str) -> ExpectedWeights:
     """Of the checkpoint at `path`, from its config alone."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.device("meta"):
-        return ExpectedWeights(AutoModelForCausalLM.from_config(config))
+        return ExpectedWeights(AutoModelForCausalLM.from_config(config), path)

@@ -31,9 +31,7 @@ class ParameterTable:
         for name, tensor in tensors.items():
             target = self._target(name)
             if target is None:
-                raise ModelMismatchError(
-                    f"unknown parameter {name!r}: the engine's model has no such name. Same model.path?"
-                )
+                raise ModelMismatchError(f"unknown parameter {name!r}: the engine's model has no such name")
             if target.shape != tensor.shape:
                 got, want = tuple(tensor.shape), tuple(target.shape)
                 raise ModelMismatchError(f"parameter {name!r} has shape {got}, the engine's model needs {want}")

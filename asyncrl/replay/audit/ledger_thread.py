@@ -22,7 +22,7 @@ LAST_WRITES_S = 60.0
 
 
 class LedgerThread:
-    """Call it with every event of the core. `replayed` and `recovered` are for the recovery, before the first of them."""
+    """Call it with every event of the core. `replayed` and `recovered` are for the recovery, before the first one."""
 
     def __init__(self, ledger: LedgerFile) -> None:
         self.replayed, self.recovered = ledger.replayed, ledger.recovered

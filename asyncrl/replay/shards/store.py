@@ -30,7 +30,6 @@ from asyncrl.replay.journal.recovery import Begun, segment_chain
 from asyncrl.replay.journal.segments import REPAIR, Record, offset_of, read_at, scan, segment_name, segment_of
 from asyncrl.types import GroupHeader
 
-
 SHARD = "shard-"
 """Begins the name of a shard's folder in that of the journal."""
 
