@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -66,6 +67,26 @@ def test_a_model_folder_that_no_process_could_load_is_refused(
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         check_machine(load_config([*REQUIRED, f"model.path={folder}"]), "rollout")
+
+
+def test_a_tokenizer_of_sentencepiece_is_refused_where_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker died of it after all had been started, with "Error parsing line b'\\x0e'"."""
+    folder = model_folder(tmp_path)
+    config = load_config([*REQUIRED, f"model.path={folder}"])
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, find=importlib.util.find_spec: None if name == "sentencepiece" else find(name),
+    )
+    check_machine(config, "learner")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has tokenizer\.model, a tokenizer of sentencepiece, .*pip install"):
+        check_machine(config, "learner")
+    (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # tiktoken's
+    check_machine(config, "learner")
 
 
 def test_a_model_of_which_some_shards_are_missing_is_refused(tmp_path: Path) -> None:

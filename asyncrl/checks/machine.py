@@ -256,6 +256,24 @@ def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     # Without these transformers makes an empty tokenizer, to which every prompt is nothing.
     if tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         yield "has no tokenizer. Save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+    if tokenizer:
+        yield from _unread_tokenizer(folder)
+
+
+SENTENCEPIECE = b"\n"
+"""Begins a file of that library; none of tiktoken's, for which transformers takes it without the library."""
+
+
+def _unread_tokenizer(folder: Path) -> Iterator[str]:
+    if (folder / "tokenizer.json").is_file() or importlib.util.find_spec("sentencepiece") is not None:
+        return
+    for file in sorted(folder.glob("*.model")):
+        with file.open("rb") as opened:
+            if opened.read(1) == SENTENCEPIECE:
+                yield (
+                    f"has {file.name}, a tokenizer of sentencepiece, and no tokenizer.json. Reading it needs that "
+                    "library on each machine of the run: pip install sentencepiece"
+                )
 
 
 def _broken_index(folder: Path) -> Iterator[str]:
