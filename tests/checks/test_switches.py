@@ -48,7 +48,7 @@ def test_a_setting_that_would_do_nothing_is_refused_with_its_switch(switch: str)
         with pytest.raises(ConfigError) as refused:
             load_config([*REQUIRED, *turned, f"{key}={GIVEN[key]}"])
         (problem,) = [line for line in str(refused.value).splitlines() if key in line and "does nothing" in line]
-        assert switch in problem and "leave it out" in problem
+        assert switch in problem and f", or {key}=" in problem
 
 
 def test_supervised_fine_tuning_refuses_those_it_has() -> None:
