@@ -30,6 +30,9 @@ class Peers:
         """(step, policy_version) that the running learner restored, and the version number it was given next."""
         self.workers: dict[str, list[str]] = {}
         """Name -> incarnations, the newest last."""
+        self.settled: dict[str, str] = {}
+        """Name -> the newest incarnation when a learner restored. Not in the image: a server that is started again lets
+        old ranks beside rank 0 ask until the next restore."""
         self.board = Board(revision=0, values={})
         self.evaluations: dict[int, EvaluationAsked] = {}
         """Asked for by the running learner, and not known to have reached it."""
@@ -39,6 +42,7 @@ class Peers:
         if self.learner is not None and self.learner != incarnation:
             self.past_learners.append(self.learner)
         self.learner = incarnation
+        self.settled = {name: lives[-1] for name, lives in self.workers.items()}
         self.evaluations.clear()
         self.restored = (step, policy_version, next_version)
 
@@ -63,6 +67,11 @@ class Peers:
 
     def replaced(self, worker: str, incarnation: str) -> bool:
         return incarnation in self.workers.get(worker, ())[:-1]
+
+    def outlived(self, rank: str, incarnation: str) -> bool:
+        """Whether there was a newer one of this rank when a learner restored."""
+        lives, newest = self.workers.get(rank, []), self.settled.get(rank)
+        return newest in lives and incarnation in lives[: lives.index(newest)]
 
     def image(self) -> list[Any]:
         restored = None if self.restored is None else list(self.restored)
