@@ -184,10 +184,9 @@ class RendererChat:
         last = int(completion[-1]) if len(completion) else None
         end = str(self._tokenizer.decode([last])) if last in self._ends() else ""
         # The template writes the end of the turn; where the policy has sampled it, it is there already.
-        before, _, after = text.partition(end) if end else (text, "", "")
-        if end and not before.strip():
-            return self.seam.encode(after, behind=end)
-        return self.seam.encode(text, behind=end)
+        before, there, after = text.partition(end) if end else (text, "", "")
+        ids = self.encode(end + after, add_special_tokens=False) if there and not before.strip() else []
+        return ids[1:] if ids and ids[0] == last else self.seam.encode(text, behind=end)
 
     def _refuse(self, tools: Sequence[ToolSpec]) -> None:
         """Raises ChatError for what the template cannot write."""

@@ -10,6 +10,8 @@ from typing import Any
 LETTER = "a"
 BEFORE = ("\n", ">", ".")
 """What a text is encoded behind where nothing else is known: the first that stays as it is."""
+NEAR = 64
+"""Characters before a text that its tokens may hang on."""
 
 
 class Seam:
@@ -22,7 +24,10 @@ class Seam:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._letter = self._ids(LETTER)
-        self._spaced = tokenizer.decode(2 * self._letter) != 2 * LETTER
+        # Others (of whole words, of word pieces) write spaces between tokens, which are in none of them.
+        held = tokenizer.convert_ids_to_tokens(self._letter[:1])
+        apart = str(tokenizer.decode(2 * self._letter)).split() == [LETTER, LETTER]
+        self._spaced = apart and not str(held[0]).startswith(LETTER)
 
     def encode(self, text: str, behind: str = "") -> list[int]:
         """Special tokens that are written out become what they name.
@@ -30,7 +35,7 @@ class Seam:
         Args:
             behind: what stands before it, where that is known.
         """
-        for before in (*([behind] if behind else ()), *BEFORE) if self._spaced and text else ():
+        for before in (*([behind[-NEAR:]] if behind else ()), *BEFORE) if self._spaced and text else ():
             head, whole = self._ids(before), self._ids(before + text)
             if head and self._tokenizer.unk_token_id not in head and whole[: len(head)] == head:
                 return whole[len(head) :]

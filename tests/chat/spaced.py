@@ -43,6 +43,26 @@ def tokenizer(kind: str, ends: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
+def tokenizer_of_words(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    """No space is in any token, and one is written between two."""
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def tokenizer_of_bytes(end: AddedToken) -> PreTrainedTokenizerFast:
+    """As GPT-2's, with a chat whose turns end so."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([end])
+    template = (
+        f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{end.content}\n{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end.content, chat_template=template)
+
+
 def _bpe() -> models.BPE:
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS]
     merges = []

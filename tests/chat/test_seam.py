@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from asyncrl.chat.base import Message
 from asyncrl.chat.names import DEFAULT
@@ -60,6 +61,30 @@ def test_of_a_tokenizer_that_adds_no_space_nothing_changes() -> None:
     for text in (*TEXTS, "\n", "é"):
         assert seam.encode(text) == of.encode(text, add_special_tokens=False) and seam.decode(seam.encode(text)) == text
     assert (seam.decode([EOS_ID]), seam.decode([EOS_ID], special=True)) == ("", "<|eos|>")
+
+
+@pytest.mark.parametrize("words", [{"apple": 1, "pear": 2}, {"a": 1, "apple": 2, "pear": 3}])
+def test_of_a_tokenizer_of_words_nothing_changes_and_no_letter_is_lost(words: dict[str, int]) -> None:
+    of = spaced.tokenizer_of_words({"<unk>": 0, **words})
+    assert make_decode(of)([np.array([words["apple"], words["pear"]])]) == ["apple pear"]
+    assert make_encode(of)("pear apple").tolist() == [words["pear"], words["apple"]]
+
+
+def test_the_white_space_that_an_end_takes_with_it_is_not_added_behind_it() -> None:
+    of = spaced.tokenizer_of_bytes(AddedToken("<|end|>", special=True, normalized=False, rstrip=True))
+    chat = RendererChat(of, DEFAULT, {}, chosen=True)
+    prompt, turn = chat.render(TALK[:1]), chat.seam.encode("hello ab<|end|>")
+    follows = chat.extend(prompt, turn, TALK[2:3])
+    whole = of.apply_chat_template(TALK[:3], tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert [*prompt, *turn, *follows] == whole
+
+
+def test_a_long_conversation_takes_about_as_long_per_token_as_a_short_one() -> None:
+    of, lengths = spaced.tokenizer("legacy"), list[int]()
+    seam = Seam(of)
+    seam._ids = lambda text: (lengths.append(len(text)), of.encode(text, add_special_tokens=False))[1]  # pyright: ignore
+    assert "".join(tokens(of, seam.encode(" ab", behind="hello f:" * 1000))) == f"{spaced.MARK}ab"
+    assert max(lengths) < 100
 
 
 @pytest.mark.parametrize("kind", spaced.KINDS)
