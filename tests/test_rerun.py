@@ -35,6 +35,17 @@ def test_a_rerun_without_settings_has_those_of_the_run(run: Path) -> None:
     assert resolved_loss(config.loss) == resolved_loss(ppo.loss)
 
 
+def test_a_rerun_copies_nothing_and_takes_over_nothing_that_does_nothing(run: Path) -> None:
+    """The run's copies lie there; and a run of an older version may have what would be refused today."""
+    recorded = read_config(run / "config.yaml")
+    recorded.learner.copy_to, recorded.learner.min_lr_ratio = f"file://{run}/copies", 0.1
+    assert recorded.learner.schedule == "constant"
+    write_config(recorded, run)
+    config = rerun_config(run, [])
+    assert (config.learner.copy_to, config.learner.min_lr_ratio) == ("", 0.0)
+    assert changed_by(config, recorded) == ["learner.min_lr_ratio"]
+
+
 def test_a_rerun_that_is_there_already_is_made_anew_with_the_setting_that_it_names(run: Path) -> None:
     prepare(rerun_config(run, []), "first")
     assert prepare(rerun_config(run, []), "first").is_dir(), "its ranks"

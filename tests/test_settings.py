@@ -28,6 +28,7 @@ from asyncrl.config import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import resolve
+from asyncrl.schema import Config
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 from asyncrl.telemetry.run_folder import RUN_FILE, changes_in, write_config
@@ -115,6 +116,19 @@ def test_a_file_of_one_s_own_is_overruled_by_what_is_typed_after_it(tmp_path: Pa
     assert (config.loss.preset, config.learner.lr, config.learner.steps) == ("ppo", 1e-5, 7)
     assert (config.run.name, config.model.path, config.model.lora_targets) == ("12", "a b, c", ["x", "y"])
     assert config.engine.vllm == {"gpu_memory_utilization": 0.5}
+
+
+@pytest.mark.parametrize("kind", [Config, SftConfig])
+def test_of_an_older_run_settings_that_do_nothing_are_passed_over(kind: type, tmp_path: Path) -> None:
+    """They were refused nowhere when it began; a resume, an evaluation or an export is not stopped by them."""
+    file = tmp_path / "config.yaml"
+    file.write_text("model:\n  path: m\n  lora_rank: 0\n  lora_alpha: 64\ndata.path: d.jsonl\n")
+    load = load_config if kind is Config else load_sft
+    own = [*GIVEN[2:], str(file), "resume=auto"] if kind is Config else [str(file), "resume=auto"]
+    with pytest.raises(ConfigError, match="lora_alpha=64 does nothing"):
+        load(with_files(own, kind))
+    (tmp_path / "run.json").write_text("{}")
+    assert load(with_files(own, kind)).model.lora_alpha == 32
 
 
 def test_a_file_may_lie_in_a_folder_named_after_a_setting(tmp_path: Path) -> None:

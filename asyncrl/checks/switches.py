@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Any
@@ -22,11 +23,7 @@ SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
         "Set data.curriculum=pass_rate",
     ),
     "advantage.kl_target": ((0,), ("advantage.kl_horizon",), "Set advantage.kl_target=0.01"),
-    "rollout.host": (
-        ("process",),
-        ("ray.address", "ray.environment", "ray.gpus_per_worker"),
-        "Set rollout.host=ray",
-    ),
+    "rollout.host": (("process",), ("ray.address", "ray.environment"), "Set rollout.host=ray"),
     "weights.transport": (("files", "pull"), ("weights.backend", "weights.slices"), "Use weights=broadcast"),
     "replay.shards": ((0,), ("replay.shard_address",), "Set replay.shards=2"),
     "replay.durability": (("memory",), ("replay.journal.retain",), "Set replay.durability=journal"),
@@ -49,6 +46,11 @@ def switches_are_on(config: RunSettings) -> Problems:
             found = _given(config, key)
             if found and found[0] != found[1]:
                 yield f"{key}={found[0]} does nothing {without}. {way_out}, or {key}={found[1]}"
+
+
+def without_effect(values: Mapping[str, Any]) -> set[str]:
+    """Of all settings of a run, by dotted key, those whose switch is off: nobody has typed them now."""
+    return {key for switch, (off, keys, _) in SWITCHED.items() if values.get(switch) in off for key in keys}
 
 
 def _given(config: RunSettings, key: str) -> tuple[Any, Any] | None:

@@ -27,6 +27,7 @@ from safetensors import safe_open
 
 from asyncrl.checks.learner import early_groups
 from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
+from asyncrl.checks.switches import without_effect
 from asyncrl.cli.commands import learner_command, written
 from asyncrl.cli.local import TURN_S, show_failure
 from asyncrl.cli.supervisor import Supervisor
@@ -66,7 +67,7 @@ FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Rooms of the settings that say what is minimised."""
 OF_A_RERUN = (
-    *("learner.save_every", "learner.early_groups", "learner.max_restarts"),
+    *("learner.save_every", "learner.early_groups", "learner.max_restarts", "learner.copy_to"),
     *("learner.keep_best", "learner.keep_best_by", "learner.profile"),
 )
 """Set by `rerun_config`, and without a say in what is learned."""
@@ -159,6 +160,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
     # Recorded with every part of its preset: those of another one would be refused beside it.
     groups |= {"loss"} if any(text.startswith("loss.preset=") for text in overrides) else set()
     settings = flat({k: v for k, v in config_to_dict(recorded).items() if k not in (*LEFT_OUT, *groups)})
+    settings = {key: value for key, value in settings.items() if key not in without_effect(settings)}
     settings |= {
         "run.name": f"rerun-{name_of(overrides)}",
         "run.dir": str(run.resolve() / f"rerun-{name_of(overrides)}"),
@@ -170,6 +172,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "rollout.autotune": False,
         "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
         "learner.max_restarts": 0,  # nothing is saved to go on from
+        "learner.copy_to": "",  # the run's own copies lie there
         "learner.keep_best": "",  # nothing is evaluated either
         "learner.keep_best_by": "max",
         "learner.profile": "",  # it slows the steps down, and may name some that a shorter rerun has not got

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.replay import host_of
+from asyncrl.checks.switches import without_effect
 from asyncrl.cli.commands import quoted, written
 from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
 from asyncrl.errors import ConfigError
@@ -66,10 +67,11 @@ def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
     if "loss.preset" in values:  # its file may set more than the preset
         values["loss"] = values.pop("loss.preset")
     groups = {group: str(name) for group, name in values.items() if group in config_groups()}
+    idle = without_effect(values)
     settings = _new_settings({key: value for key, value in values.items() if key not in groups}, groups)
     own: list[str] = []
     if (path.parent / RUN_FILE).is_file():
-        settings, own = _of_a_run(path.parent, settings, later)
+        settings, own = _of_a_run(path.parent, settings, idle, later)
     taken = {text.partition("=")[0] for text in later} | _chosen(later)
     chosen = [f"{group}={name}" for group, name in groups.items()]
     said = [f"{key}={written(value)}" for key, value in settings.items() if key not in taken]
@@ -78,15 +80,11 @@ def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
 
 def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
     """Of a schema without groups."""
-    known = default_settings(kind)
-    settings = {
-        key: value
-        for key, value in without_blots(read_settings(path)).items()
-        if key not in known or value != known[key]
-    }
+    known, values = default_settings(kind), without_blots(read_settings(path))
+    settings = {key: value for key, value in values.items() if key not in known or value != known[key]}
     own: list[str] = []
     if (path.parent / RUN_FILE).is_file():
-        settings, own = _of_a_run(path.parent, settings, later)
+        settings, own = _of_a_run(path.parent, settings, without_effect(values), later)
     taken = {text.partition("=")[0] for text in later}
     return [*(f"{key}={written(value)}" for key, value in settings.items() if key not in taken), *own]
 
@@ -127,9 +125,13 @@ def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
     return {f"loss.{key}": getattr(resolved, key) for key in LOSS_KEYS}
 
 
-def _of_a_run(folder: Path, settings: dict[str, Any], later: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """To run it again, in a new folder beside its own unless the arguments choose one."""
-    kept = {key: value for key, value in settings.items() if key not in OF_ITS_OWN}
+def _of_a_run(
+    folder: Path, settings: dict[str, Any], idle: set[str], later: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """To run it again, in a new folder beside its own unless the arguments choose one; without its `idle` settings,
+    which were refused nowhere when it began."""
+    dropped = {*OF_ITS_OWN, *idle}
+    kept = {key: value for key, value in settings.items() if key not in dropped}
     address = str(kept.get("replay.address", ""))
     if host_of(address) in ("127.0.0.1", "localhost"):
         kept.pop("replay.address")  # a free port of that day

@@ -21,7 +21,6 @@ GIVEN = {
     "advantage.kl_horizon": "9",
     "ray.address": "auto",
     "ray.environment": "[MY_TOKEN]",
-    "ray.gpus_per_worker": "1",
     "weights.backend": "gloo",
     "weights.slices": "never",
     "replay.shard_address": "tcp://127.0.0.1:5580",
