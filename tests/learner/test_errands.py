@@ -8,18 +8,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from asyncrl.cli.export import chosen_checkpoint
+from asyncrl.config import load_config
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.family import ProcessId
+from asyncrl.learner.assembly import Kept, open_checkpoints
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.errands import Errand, Errands
+from asyncrl.learner.place import Place
 from asyncrl.storage import sealed
-from asyncrl.storage.second_copy import copy_checkpoint
+from asyncrl.storage.second_copy import begin_copies, copy_checkpoint
 from tests.learner.test_checkpoint import learner, state
+from tests.refusals import REQUIRED
 
 
 def quick(**settings) -> Errands:
@@ -118,6 +126,29 @@ def test_a_run_does_not_begin_where_its_copies_cannot_be(tmp_path: Path):
     (tmp_path / "bucket").write_text("a file")
     with pytest.raises(ConfigError, match=r"checkpoints cannot be copied there: .*bucket"):
         quick(copy_to=f"file://{tmp_path}/bucket/run").begin("one")
+
+
+def test_a_learner_that_is_started_again_before_its_first_checkpoint_goes_on_without_that_place(tmp_path: Path):
+    (tmp_path / "bucket").write_text("a file")
+    config = load_config([*REQUIRED, f"learner.copy_to=file://{tmp_path}/bucket/run", f"run.dir={tmp_path}/run"])
+    first = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="one")
+
+    def opened(place: Place) -> Kept:
+        with ExitStack() as stack:
+            return open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "run", resume="never")
+
+    with pytest.raises(ConfigError, match="cannot be copied there"):
+        opened(first)
+    assert opened(replace(first, restarted=True)).resume_from is None
+
+
+def test_a_place_where_nothing_may_be_deleted_takes_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(files: LocalFileSystem, path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(LocalFileSystem, "rm_file", denied)
+    for _ in range(2):
+        begin_copies("one", f"file://{tmp_path}/bucket")
 
 
 def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
