@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_killed_engine_is_replaced_and_the_run_finishes(start_local: StartLocal) -> None:
-    steps = 30
+    steps = 14
     run = start_local(
-        {"engine": "vllm", "rollout.host": "process", "learner.steps": steps, "eval.every": 10, "eval.rows": 16}
+        {"engine": "vllm", "rollout.host": "process", "learner.steps": steps, "eval.every": 7, "eval.rows": 16}
     )
     run.wait_for_step(5, 300)
     # multiprocessing.spawn under the rollout worker is vLLM's engine process, and nothing else there. Until it runs its
