@@ -112,7 +112,8 @@ def open_checkpoints(
     found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
     if place.rank == 0:
         best.begin()
-        if found is None and not restarted:  # a start that got through is not ended by a place that is gone for a while
+        begins = found is None or resume not in ("auto", "never")  # anew, or a fork
+        if begins and not restarted:  # a start that got through is not ended by a place that is gone for a while
             errands.begin(origin_of(run_dir))
     resume_from = choice_of_rank_zero(found, place.device)
     return Kept(checkpoints=checkpoints, best=best, restarted=restarted, resume_from=resume_from)

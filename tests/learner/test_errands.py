@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +149,20 @@ def test_a_place_where_nothing_may_be_deleted_takes_copies(tmp_path: Path, monke
     monkeypatch.setattr(LocalFileSystem, "rm_file", denied)
     for _ in range(2):
         begin_copies("one", f"file://{tmp_path}/bucket")
+
+
+def test_a_fork_does_not_begin_where_the_copies_of_its_origin_lie(tmp_path: Path):
+    for name in ("old", "new"):
+        (tmp_path / name / "ckpt").mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text(json.dumps({"run_id": "newest", "origin": name}))
+    path = Checkpoints(tmp_path / "old" / "ckpt", rank=0, keep=2).save(state(4), learner(0, updates=1), {})
+    copy_checkpoint(path, f"file://{tmp_path}/bucket")
+    place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="newest")
+    for bucket, refused in (("bucket", True), ("another", False)):
+        config = load_config([*REQUIRED, f"learner.copy_to=file://{tmp_path}/{bucket}", f"run.dir={tmp_path}/new"])
+        told = pytest.raises(ConfigError, match="copy of another run") if refused else nullcontext()
+        with ExitStack() as stack, told:
+            open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "new", resume=str(path))
 
 
 def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
