@@ -42,6 +42,9 @@ class Tokenizer(ByteTokenizer):
     def decode(self, sequences: Any, *, special: bool = True, skip_special_tokens: bool = False) -> Any:
         return self._tokenizer.decode(sequences, skip_special_tokens=skip_special_tokens)
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        return [self._tokenizer.id_to_token(token) for token in ids]
+
 
 class Constant:
     """Rewards that give one number, and nothing for an empty text."""
