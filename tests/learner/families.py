@@ -173,7 +173,7 @@ def told_what_to_choose(hf: PreTrainedModel, routing: Tensor) -> None:
     """[T, layers, k] of one sequence; by the formulas of the papers, in the dtype of the model."""
 
     def forward(place: int, gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T.to(hidden.dtype)  # some gates are always float32
         own = logits.topk(gate.top_k, -1).indices
         chosen = torch.where(routing[:, place] < 0, own, routing[:, place].long())
         mask = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
