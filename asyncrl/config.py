@@ -52,6 +52,7 @@ def config_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+@functools.cache
 def config_keys(kind: type = Config, prefix: str = "") -> list[str]:
     """Every setting as the dotted key a user types, in the order of the dataclasses."""
     types = get_type_hints(kind)
