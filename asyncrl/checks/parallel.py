@@ -97,8 +97,9 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
         return _experts_problem(learner, ranks, said)
     wanted = {key: size for key, size in sizes.items() if size > 1}
     key, size = next(iter(wanted.items()))
-    fits = [str(n) for n in range(1, ranks + 1) if ranks % (n * (product // size)) == 0]
-    way = f"{key} to one of {', '.join(fits)}, or " if fits else ""
+    rest = product // size
+    fits = ", ".join(map(str, divisors(ranks // rest) if ranks % rest == 0 else ()))
+    way = f"{key} to one of {fits}, or " if fits else ""
     factors = " * ".join(f"{name}={count}" for name, count in wanted.items())
     return f"{said}={ranks} cannot be {factors} * equally many ranks that shard. Set {way}another number of ranks"
 
