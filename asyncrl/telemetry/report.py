@@ -129,7 +129,7 @@ def _mean_idle(rows: Sequence[Row]) -> Row:
     return {name: statistics.mean(values) for name in names if (values := series(rows, name)[1])}
 
 
-OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite")
+OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite", "learner.copy_to")
 """Settings in which repeats of one experiment differ."""
 
 

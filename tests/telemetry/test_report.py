@@ -141,7 +141,9 @@ def test_every_curve_has_the_numbers_of_the_rows_a_unit_and_whole_steps() -> Non
 def test_every_suggested_command_is_a_valid_configuration() -> None:
     required = ["model.path=m", "data.path=d", "reward.function=r.py:f"]
     for typed in (["asyncrl", "local"], ["bash", QUICKSTART]):
-        lines = suggestions(load_config(required), [*typed, *required, "run.dir=x", "resume=auto"])
+        lines = suggestions(
+            load_config(required), [*typed, *required, "run.dir=x", "resume=auto", "learner.copy_to=s3://b/x"]
+        )
         # That uncorrected old data breaks it was measured on the quickstart's task and no other.
         assert any("no_correction" in line for line in lines) == (QUICKSTART in typed)
         assert len(lines) == 2 + (QUICKSTART in typed)
@@ -150,3 +152,4 @@ def test_every_suggested_command_is_a_valid_configuration() -> None:
             assert why.strip()
             again = load_config(shlex.split(command)[2:])
             assert again.run.dir == f"runs/{again.run.name}" != "runs/run"
+            assert not again.learner.copy_to, "where the copies of this run lie no other begins"
