@@ -160,7 +160,8 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
     # Recorded with every part of its preset: those of another one would be refused beside it.
     groups |= {"loss"} if any(text.startswith("loss.preset=") for text in overrides) else set()
     settings = flat({k: v for k, v in config_to_dict(recorded).items() if k not in (*LEFT_OUT, *groups)})
-    settings = {key: value for key, value in settings.items() if key not in without_effect(settings)}
+    idle = without_effect(settings)
+    settings = {key: value for key, value in settings.items() if key not in idle}
     settings |= {
         "run.name": f"rerun-{name_of(overrides)}",
         "run.dir": str(run.resolve() / f"rerun-{name_of(overrides)}"),

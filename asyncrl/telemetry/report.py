@@ -95,8 +95,11 @@ def _trained_for(rows: Sequence[Row]) -> float:
     """Seconds, without those between the starts of a run; where the machine's clock was set back, those of the step."""
     total = 0.0
     for before, row in itertools.pairwise(rows):
-        apart, took = row["time"] - before["time"], row.get("time/step")
-        total += max(apart, 0.0) if took is None else took if apart < 0 else min(apart, took)
+        apart = row["time"] - before["time"]
+        took = row.get("time/step")
+        if took is None:
+            took = max(apart, 0.0)
+        total += took if apart < 0 else min(apart, took)
     return total
 
 

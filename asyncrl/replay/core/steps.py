@@ -98,7 +98,8 @@ class Steps:
         """Raises FencedError when a newer incarnation of this rank has said hello. The ranks of the learner that runs
         go on until the newer one has restored: that may be refused, and the run would have no learner."""
         name, peers = f"learner {rank}", self._state.peers
-        if incarnation != peers.learner if name == LEADER else peers.outlived(name, incarnation):
+        runs = incarnation == peers.learner if name == LEADER else not peers.outlived(name, incarnation)
+        if not runs:
             self._run.refuse_replaced(name, incarnation)
 
     def check_learner(self, incarnation: str) -> None:
