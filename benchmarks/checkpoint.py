@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig
 from benchmarks.parts.answer import answer, parse

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.types import SamplingParams
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.learner.attention import Packing, plan_packing
-from asyncrl.learner.layout import Layout, use_layout
-from asyncrl.learner.model import PolicyModel, compute_exactly
+from asyncrl.learner.batch.packing import Packing, plan_packing
+from asyncrl.learner.model.layout import Layout, use_layout
+from asyncrl.learner.model.policy import PolicyModel, compute_exactly
 from benchmarks.engine import engine_round
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_model

@@ -46,14 +46,15 @@ from asyncrl.cli.quickstart import prepare
 from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import VOCAB_SIZE
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.batch import pack
-from asyncrl.learner.flops import operations
-from asyncrl.learner.optim import NonFiniteGuard
-from asyncrl.learner.place import Place, joined_ranks
-from asyncrl.learner.plan import Budget, plan_minibatches
+from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.batch.micro_batch import pack
+from asyncrl.learner.batch.plan import Budget, plan_minibatches
+from asyncrl.learner.model.flops import operations
+from asyncrl.learner.optimizer.update import NonFiniteGuard
+from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.step import train_step
-from asyncrl.learner.warmup import build_model
+from asyncrl.learner.step.step import train_step
+from asyncrl.learner.warmup.base_model import build_model
 from asyncrl.replay.core.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config

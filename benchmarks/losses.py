@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.model.logprobs import token_logprobs
 from asyncrl.losses import LossInputs, policy_loss, preset
 from benchmarks.parts.answer import answer, parse
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.pace import Pace
 from asyncrl.planner.calibration import LENGTHS, calibrate, read_run
 from asyncrl.planner.costs import Costs, Decode, Histogram, LogNormal

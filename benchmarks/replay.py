@@ -46,7 +46,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from asyncrl import collector
-from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import zmq
 
-from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import encode_group

@@ -28,11 +28,11 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.environments.transcript import Transcript
-from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.layout import Layout, use_layout
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.routing import RouterReplay
-from asyncrl.learner.scoring import unrouted
+from asyncrl.learner.batch.micro_batch import MicroBatch, pack
+from asyncrl.learner.model.layout import Layout, use_layout
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.model.routing import RouterReplay
+from asyncrl.learner.step.scoring import unrouted
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import SamplingParams, StepPlan, Trajectory, TrajectoryGroup

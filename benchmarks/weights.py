@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from asyncrl.engines.parameters import ParameterTable
-from asyncrl.learner.holding import hold_back
+from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.schema import WeightsConfig
 from asyncrl.weights.broadcast import sending, staging
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store

@@ -142,7 +142,8 @@ unhurried_tests=(
 )
 # Of the fast ones, what judges results of arithmetic by a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
-    tests/learner/test_{attention,critic,fused,logprobs,roles,targets,train}.py)
+    tests/learner/model/test_{attention,critic,fused,logprobs}.py tests/learner/step/test_targets.py
+    tests/learner/test_{roles,train}.py)
 # The pure core of the replay, its wire format and the losses: wrong here means wrong silently.
 core="asyncrl/losses/*,asyncrl/replay/*"
 sockets="asyncrl/replay/server/loop.py,asyncrl/replay/client/client.py,asyncrl/replay/client/connection.py,asyncrl/replay/net/keys.py,*/__main__.py"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.batch.micro_batch import MicroBatch, pack
+from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import NO_VERSION, Completion, StepPlan, Trajectory, TrajectoryGroup
 from tests.engines.models import VOCABULARY

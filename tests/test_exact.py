@@ -22,10 +22,10 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.exact import kernels
 from asyncrl.exact.arithmetic import bits_for, exp, on_grid, to_units
 from asyncrl.exact.model import make_exact
-from asyncrl.learner.canary import canary_of
-from asyncrl.learner.layout import Layout, use_layout
-from asyncrl.learner.model import PolicyModel, compute_exactly
-from asyncrl.learner.probes import probes_of
+from asyncrl.learner.model.layout import Layout, use_layout
+from asyncrl.learner.model.policy import PolicyModel, compute_exactly
+from asyncrl.learner.publishing.canary import canary_of
+from asyncrl.learner.publishing.probes import probes_of
 from asyncrl.types import TOPK_LOGPROBS, SamplingParams
 from asyncrl.weights.canary import Proof
 from tests.engines.models import CONFIGS, SHAPE, make_model, prompt, request, weights_of

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from asyncrl.cli import export
 from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
-from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.roles import build_roles
 from asyncrl.storage.occupancy import in_turn
 from asyncrl.storage.sealed import verify, verify_export
 from asyncrl.telemetry.run_folder import prepare_run_folder
+from tests.learner.checkpoints.test_checkpoint import state
 from tests.learner.feed import tiny_checkpoint
-from tests.learner.test_checkpoint import state
 
 CPU = torch.device("cpu")
 

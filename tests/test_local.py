@@ -25,7 +25,7 @@ from asyncrl.cli.dry_run import resume_lines
 from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
 from asyncrl.config import load_config
 from asyncrl.errors import CheckpointDamagedError, RunFolderError
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import begin_branch, newest_proven

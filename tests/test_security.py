@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.learner import place
-from asyncrl.learner.place import group_interfaces
+from asyncrl.learner.backends import factory
+from asyncrl.learner.backends.factory import group_interfaces
 from asyncrl.rollout.pool import hold_ray_to_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,8 +59,8 @@ def test_the_search_for_such_code_would_find_it(line: str, tmp_path: Path) -> No
 
 
 def test_what_the_user_exported_wins_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "own_address", {"10.0.0.6": "10.0.0.7"}.__getitem__)
-    monkeypatch.setattr(place, "interface_of", {"10.0.0.7": "eth5"}.__getitem__)
+    monkeypatch.setattr(factory, "own_address", {"10.0.0.6": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(factory, "interface_of", {"10.0.0.7": "eth5"}.__getitem__)
     here = {"MASTER_ADDR": "127.0.0.1"}
     assert group_interfaces(here, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert group_interfaces(here, "10.0.0.6") == {"GLOO_SOCKET_IFNAME": "lo"}, "nccl carries the weights elsewhere"

@@ -19,7 +19,8 @@ OF_SCORES = ("attn_logit_softcapping",)
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Model types with a learned sink in every attention."""
 COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers several ranks may compute together: what is proven (`tests/learner/test_parallel.py`)."""
+"""Model types whose layers several ranks may compute together: what is proven
+(`tests/learner/parallel/test_parallel.py`)."""
 
 SHARED = (
     *(
@@ -44,7 +45,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 """What transformers' configs call the number of experts."""
 ROUTERS_FOLLOW = EXPERTS_APART
 """Model types whose routers may be told what to choose: the formula of their weights is proven
-(`tests/learner/test_routing.py`)."""
+(`tests/learner/model/test_routing.py`)."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank, and
 another in a pack than in a sequence alone."""
@@ -72,7 +73,7 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
     """What the model computes and the learner does not; empty where nothing is known.
 
     Args:
-        settings: of `config.json`. What it does not tell is found when the model is loaded (`learner/layout.py`).
+        settings: of `config.json`. What it does not tell is found when the model is loaded (`learner/model/layout.py`).
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")

@@ -50,7 +50,7 @@ class Task:
     """What of the task is no part of the recipe: with another one the model is another."""
 
 
-MODES = Task(write=write_modes, module="asyncrl.learner.warmup", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
+MODES = Task(write=write_modes, module="asyncrl.learner.warmup.base_model", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
 AGENT_OF = {"tools_quickstart": "calculator", "python_quickstart": "python", "search_quickstart": "search"}
 """Experiments with a task of their own: that of this agent."""
 
@@ -66,7 +66,7 @@ def task_of(recipe: WarmupRecipe) -> Task:
     if not isinstance(recipe, AgentRecipe):
         return MODES
     agent = AGENTS[recipe.agent]
-    return Task(write=partial(write_rows, agent), module="asyncrl.learner.agent_warmup", stamp=agent.stamp())
+    return Task(write=partial(write_rows, agent), module="asyncrl.learner.warmup.agent", stamp=agent.stamp())
 
 
 def cache_root() -> Path:
@@ -137,7 +137,7 @@ def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
         return target
     with scratch_beside(target) as made:
         print("training a reward model on right and wrong answers (once, then cached) ...", flush=True)
-        make("asyncrl.learner.reward_warmup", str(folder / "model"), str(made), text)
+        make("asyncrl.learner.warmup.reward_model", str(folder / "model"), str(made), text)
     return target
 
 

@@ -44,11 +44,12 @@ from asyncrl.config import (
 from asyncrl.errors import AsyncRLError, ConfigError, RunFolderError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.counterfactual import Probe
-from asyncrl.learner.launcher import as_rank, to_the_end
-from asyncrl.learner.place import Place, joined_ranks, prepare_process
-from asyncrl.learner.ranks import barrier
+from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.parallel.collectives import barrier
+from asyncrl.learner.parallel.place import Place, prepare_process
+from asyncrl.learner.processes.launcher import as_rank, to_the_end
 from asyncrl.learner.roles import Roles
+from asyncrl.learner.step.counterfactual import Probe
 from asyncrl.learner.train import train
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.rerun import History, RetainedReplay, read_surviving

@@ -27,7 +27,7 @@ class Ingredients:
     files: Mapping[str, str]
     """Settings that name them, `data.path` first."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Settings that name a model: each with a folder of `asyncrl.learner.smoke_models`. `model.path` is `model`."""
+    """Settings that name a model: each with a folder of `learner.warmup.smoke_models`. `model.path` is `model`."""
 
 
 TRAIN_AND_TEST = {"data.path": "train.parquet", "eval.path": "test.parquet"}
@@ -99,7 +99,7 @@ def prepared_models() -> Path:
                 "training the models of the smoke variants, 149 k parameters each: minutes, once, then cached ...",
                 flush=True,
             )
-            make("asyncrl.learner.smoke_models", str(made))
+            make("asyncrl.learner.warmup.smoke_models", str(made))
     return folder
 
 
@@ -114,7 +114,12 @@ def prepared_rows(name: str, needed: Ingredients) -> Path:
 
 
 ROW_SOURCES = ("data/smoke_rows.py", "environments/reasoning/rows.py")
-MODEL_SOURCES = ("learner/smoke_models.py", "learner/warmup.py", "data/warmup_recipe.py", "data/byte_tokenizer.py")
+MODEL_SOURCES = (
+    "learner/warmup/smoke_models.py",
+    "learner/warmup/base_model.py",
+    "data/warmup_recipe.py",
+    "data/byte_tokenizer.py",
+)
 """Files of the package that say what is made."""
 
 

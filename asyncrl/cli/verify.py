@@ -18,10 +18,10 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config import load_config, read_config
 from asyncrl.engines.factory import make_engine
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
-from asyncrl.learner.canary import canary_of
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.model import PolicyModel, build_model
-from asyncrl.learner.probes import probes_of_run
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints
+from asyncrl.learner.model.policy import PolicyModel, build_model
+from asyncrl.learner.publishing.canary import canary_of
+from asyncrl.learner.publishing.probes import probes_of_run
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, newest_whole

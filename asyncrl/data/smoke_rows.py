@@ -1,6 +1,6 @@
 """Generated rows with the columns of the data sets that the recipes are for: what `experiment=smoke/NAME` trains on.
 
-Every right answer is a small number, for the smoke model (`asyncrl.learner.smoke_models`) says small numbers.
+Every right answer is a small number, for the smoke model (`asyncrl.learner.warmup.smoke_models`) says small numbers.
 """
 
 from __future__ import annotations

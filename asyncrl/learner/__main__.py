@@ -24,12 +24,13 @@ from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.canary import ProvingPublisher
-from asyncrl.learner.launcher import as_rank, to_the_end
-from asyncrl.learner.place import Place, joined_ranks, prepare_process
-from asyncrl.learner.resume import kept_rows
+from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.checkpoints.resume import kept_rows
+from asyncrl.learner.parallel.place import Place, prepare_process
+from asyncrl.learner.processes.launcher import as_rank, to_the_end
+from asyncrl.learner.processes.stop import StopRequest
+from asyncrl.learner.publishing.canary import ProvingPublisher
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.stop import StopRequest
 from asyncrl.learner.train import train
 from asyncrl.placement import LEARNER_SHARE
 from asyncrl.plain_text import make_streams_plain

@@ -18,22 +18,22 @@ from asyncrl.checks.learner import early_groups, why_never_warm, why_not_early
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.digests import learner_digest
-from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.building import said_of_attention
-from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.errands import Errands
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints
+from asyncrl.learner.checkpoints.errands import Errands
+from asyncrl.learner.checkpoints.resume import Start, begin, highest_version
+from asyncrl.learner.checkpoints.sealing import refuse_unshared
 from asyncrl.learner.hook import Hook
-from asyncrl.learner.metrics import Bins
-from asyncrl.learner.out_of_memory import heed_note
+from asyncrl.learner.model.building import said_of_attention
 from asyncrl.learner.own_trial import try_own
-from asyncrl.learner.place import Place
-from asyncrl.learner.ranks import choice_of_rank_zero
-from asyncrl.learner.resume import Start, begin, highest_version
+from asyncrl.learner.parallel.collectives import choice_of_rank_zero
+from asyncrl.learner.parallel.place import Place
+from asyncrl.learner.processes.out_of_memory import heed_note
+from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.sealing import refuse_unshared
 from asyncrl.learner.settings import CheckpointSettings
-from asyncrl.learner.step_row import StepLog
+from asyncrl.learner.step.accumulation import agree_on_reduction
+from asyncrl.learner.step.metrics import Bins
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import OwnCodeError
-from asyncrl.learner.optim import UpdateReport
+from asyncrl.learner.optimizer.update import UpdateReport
 from asyncrl.own_code import called, with_args
 from asyncrl.schema import LearnerConfig
 

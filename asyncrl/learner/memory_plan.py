@@ -22,7 +22,7 @@ BLOCK = 32
 """With `learner.optimizer=adamw_8bit`: neighbours in a row, whose moments of a byte each share a scale in fp32. Tensor
 parallelism cuts the rows of the usual widths by 8 into whole blocks."""
 HEAD_ELEMENTS = 1 << 19
-"""fp32 logits of one chunk of the head (`logprobs`): 2 MiB, so that it stays in cache with a small vocabulary..."""
+"""fp32 logits of one chunk of the head (`model.logprobs`): 2 MiB, which stay in cache with a small vocabulary..."""
 HEAD_MIN_ROWS = 512
 """... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
 HEAD_GPU_ROWS, HEAD_GPU_BYTES, HEAD_GPU_STEP = 8192, 5 << 29, 256

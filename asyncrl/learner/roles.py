@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.critic import CriticModel, build_critic
 from asyncrl.learner.hook import Hook
-from asyncrl.learner.layout import Layout
-from asyncrl.learner.model import PolicyModel, build_model
-from asyncrl.learner.optim import UpdateReport, make_optimizer
-from asyncrl.learner.packed import PackedModel
-from asyncrl.learner.routing import RouterReplay
-from asyncrl.learner.spikes import Spikes
+from asyncrl.learner.model.critic import CriticModel, build_critic
+from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.policy import PolicyModel, build_model
+from asyncrl.learner.model.routing import RouterReplay
+from asyncrl.learner.optimizer.spikes import Spikes
+from asyncrl.learner.optimizer.update import UpdateReport, make_optimizer
 from asyncrl.losses.config import required_inputs, resolve
 from asyncrl.losses.kl import AdaptiveKL
 from asyncrl.schema import Config

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from asyncrl import collector
-from asyncrl.learner.ahead import Ahead, ranks_and_command
+from asyncrl.learner.processes.ahead import Ahead, ranks_and_command
 
 if __name__ == "__main__":
     collector.rest()
@@ -31,8 +31,8 @@ from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
 from asyncrl.checks.addresses import is_own, own_address
-from asyncrl.learner.launcher import ADVANCED, ENDED, LAUNCHER
-from asyncrl.learner.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
+from asyncrl.learner.processes.launcher import ADVANCED, ENDED, LAUNCHER
+from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
 
 
 def take_first(begun: Ahead) -> None:

@@ -16,27 +16,27 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.collective_clock import clock_of
-from asyncrl.learner.early import Begun, Early
-from asyncrl.learner.export import export_critic, export_hf
-from asyncrl.learner.flops import peak_of
-from asyncrl.learner.group_ess import ess_of_groups
-from asyncrl.learner.holding import hold_back
-from asyncrl.learner.metrics import Measured, over_ranks, plan_histograms
-from asyncrl.learner.optim import NonFiniteGuard
-from asyncrl.learner.out_of_memory import one_more_try
-from asyncrl.learner.prefetch import LeasePrefetch
-from asyncrl.learner.profiling import Profile
-from asyncrl.learner.ranks import barrier, however_long
-from asyncrl.learner.resume import Start
+from asyncrl.learner.batch.prefetch import LeasePrefetch
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.checkpoints.export import export_critic, export_hf
+from asyncrl.learner.checkpoints.resume import Start
+from asyncrl.learner.model.flops import peak_of
+from asyncrl.learner.optimizer.update import NonFiniteGuard
+from asyncrl.learner.parallel.collectives import barrier, however_long
+from asyncrl.learner.processes.out_of_memory import one_more_try
+from asyncrl.learner.processes.stop import Asked, agreed, never
+from asyncrl.learner.publishing.holding import hold_back
+from asyncrl.learner.reporting.collective_clock import clock_of
+from asyncrl.learner.reporting.profiling import Profile
+from asyncrl.learner.reporting.samples import Samples
+from asyncrl.learner.reporting.step_clock import StepClock
+from asyncrl.learner.reporting.step_row import StepLog, step_row, tell_best, write_evaluations
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.samples import Samples
-from asyncrl.learner.step import train_step
-from asyncrl.learner.step_clock import StepClock
-from asyncrl.learner.step_row import StepLog, step_row, tell_best, write_evaluations
-from asyncrl.learner.stop import Asked, agreed, never
-from asyncrl.learner.targets import KL_OF_POLICY
+from asyncrl.learner.step.early import Begun, Early
+from asyncrl.learner.step.group_ess import ess_of_groups
+from asyncrl.learner.step.metrics import Measured, over_ranks, plan_histograms
+from asyncrl.learner.step.step import train_step
+from asyncrl.learner.step.targets import KL_OF_POLICY
 from asyncrl.replay.protocol import LearnerReplay, Lease, TrainedReply
 from asyncrl.schema import Config
 from asyncrl.spans import span

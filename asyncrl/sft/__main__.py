@@ -17,9 +17,10 @@ if __name__ == "__main__":
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.config import begin_trace
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.launcher import as_rank, to_the_end
-from asyncrl.learner.place import Place, joined_ranks, prepare_process
-from asyncrl.learner.stop import StopRequest
+from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.parallel.place import Place, prepare_process
+from asyncrl.learner.processes.launcher import as_rank, to_the_end
+from asyncrl.learner.processes.stop import StopRequest
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.sft.assembly import assemble
 from asyncrl.sft.rules import check_sft_machine, load_sft

@@ -12,15 +12,15 @@ from typing import Protocol
 from asyncrl.data.dataset import Dataset
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
-from asyncrl.learner.accumulation import agree_on_reduction
 from asyncrl.learner.assembly import open_checkpoints
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.building import said_of_attention
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import make_optimizer
-from asyncrl.learner.place import Place
+from asyncrl.learner.checkpoints.sealing import refuse_unshared
+from asyncrl.learner.model.building import said_of_attention
+from asyncrl.learner.model.policy import build_model
+from asyncrl.learner.optimizer.update import make_optimizer
+from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.sealing import refuse_unshared
+from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.sft.batches import Course, RowBatches
 from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources

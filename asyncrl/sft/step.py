@@ -12,17 +12,17 @@ from torch import Tensor
 from asyncrl.errors import DataError
 from asyncrl.evaluation.intervals import SHARE
 from asyncrl.evaluation.table import ratios
-from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.gradients import backward
-from asyncrl.learner.layout import Layout
-from asyncrl.learner.metrics import Measured, Told
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.optim import NonFiniteGuard, UpdateReport, apply_update, learning_rate
-from asyncrl.learner.packed import set_gradient_sync
-from asyncrl.learner.plan import Budget, plan_minibatches
-from asyncrl.learner.ranks import sum_over_data, text_of_rank_zero
+from asyncrl.learner.batch.micro_batch import MicroBatch, pack
+from asyncrl.learner.batch.plan import Budget, plan_minibatches
+from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.packed import set_gradient_sync
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.optimizer.update import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.parallel.collectives import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step import TRAINED_TOKENS
+from asyncrl.learner.step.gradients import backward
+from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.step import TRAINED_TOKENS
 from asyncrl.losses.diagnostics import Sums
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config

@@ -12,14 +12,14 @@ import torch
 
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.config import disk_patience
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.export import export_hf
-from asyncrl.learner.metrics import Measured, over_ranks
-from asyncrl.learner.optim import NonFiniteGuard
-from asyncrl.learner.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.checkpoints.export import export_hf
+from asyncrl.learner.optimizer.update import NonFiniteGuard
+from asyncrl.learner.processes.stop import Asked, agreed, never
+from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step_clock import StepClock
-from asyncrl.learner.stop import Asked, agreed, never
+from asyncrl.learner.step.metrics import Measured, over_ranks
 from asyncrl.learner.train import STOP_WITHIN_S, due
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Drawn, RowBatches, draws_before, snapshot_of

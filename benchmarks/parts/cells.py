@@ -17,7 +17,7 @@ import torch
 from asyncrl.cli.quickstart import prepare, quickstart_overrides, recipe_of
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.place import Place, prepare_process
+from asyncrl.learner.parallel.place import Place, prepare_process
 from benchmarks.parts import gym_base
 from benchmarks.parts.answer import commit
 from benchmarks.parts.held_age import Rollouts, run_held

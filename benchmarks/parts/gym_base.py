@@ -114,7 +114,7 @@ def main(folder: str, recipe_json: str) -> None:
     import torch
 
     from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer, save_byte_tokenizer
-    from asyncrl.learner.warmup import IGNORED, PROBES, build_model, padded, train
+    from asyncrl.learner.warmup.base_model import IGNORED, PROBES, build_model, padded, train
 
     recipe = GymRecipe(**json.loads(recipe_json))
     trained, held = questions()

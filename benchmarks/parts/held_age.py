@@ -29,7 +29,7 @@ from asyncrl.engines.factory import make_engine
 from asyncrl.environments.guard import close_environment
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.learner.assembly import assemble
-from asyncrl.learner.place import Place
+from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.train import train
 from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header

@@ -13,11 +13,11 @@ from typing import Any
 
 from asyncrl.cli.folder_check import refuse_damaged
 from asyncrl.config import JOURNAL_DIR, load_config
-from asyncrl.learner.attention import PACKED_ATTENTION
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.export import export_hf
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.checkpoints.export import export_hf
+from asyncrl.learner.model.attention import PACKED_ATTENTION
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE, LedgerFile
 from asyncrl.replay.core.core import ReplayCore

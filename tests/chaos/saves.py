@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.optim import make_optimizer
-from asyncrl.learner.ranks import choice_of_rank_zero
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.optimizer.update import make_optimizer
+from asyncrl.learner.parallel.collectives import choice_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig
 from tests.forked import forked_from

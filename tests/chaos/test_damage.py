@@ -10,7 +10,7 @@ import pytest
 from asyncrl.cli.folder_check import examine, refuse_damaged, tell
 from asyncrl.cli.main import main
 from asyncrl.errors import RunFolderError
-from asyncrl.learner.resume import highest_version
+from asyncrl.learner.checkpoints.resume import highest_version
 from asyncrl.replay.audit.report import audit, table
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.log import JournalSettings

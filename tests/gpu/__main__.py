@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.learner.place import joined_ranks, prepare_process
+from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.parallel.place import prepare_process
 from asyncrl.schema import Config
 from tests.gpu import checks, together
 from tests.gpu.scale import LARGE, QWEN3, TINY, Scale

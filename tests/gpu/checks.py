@@ -26,16 +26,16 @@ from transformers import AutoModelForCausalLM
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.flops import peak_of, speed
-from asyncrl.learner.memory_peak import PEAK, planned_bytes
-from asyncrl.learner.metrics import Measured
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import NonFiniteGuard
-from asyncrl.learner.plan import Budget, plan_minibatches
+from asyncrl.learner.batch.micro_batch import MicroBatch, pack
+from asyncrl.learner.batch.plan import Budget, plan_minibatches
+from asyncrl.learner.model.flops import peak_of, speed
+from asyncrl.learner.model.policy import build_model
+from asyncrl.learner.optimizer.update import NonFiniteGuard
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.scoring import score
-from asyncrl.learner.step import OPERATIONS, PACKED_TOKENS, train_step
+from asyncrl.learner.step.memory_peak import PEAK, planned_bytes
+from asyncrl.learner.step.metrics import Measured
+from asyncrl.learner.step.scoring import score
+from asyncrl.learner.step.step import OPERATIONS, PACKED_TOKENS, train_step
 from asyncrl.learner.train import train
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
@@ -161,7 +161,7 @@ def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:
 
 
 def waits_of(step: Callable[[], object]) -> int:
-    """How often torch says that the host waited for the GPU; on a CPU `tests.learner.test_waits` counts."""
+    """How often torch says that the host waited for the GPU; on a CPU `tests.learner.step.test_waits` counts."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from asyncrl.checks.placement import VISIBLE
-from asyncrl.learner.place import Place, memory_of, prepare_process
+from asyncrl.learner.parallel.place import Place, memory_of, prepare_process
 
 SPARED = 0.9
 """Of its share: the rest is for what CUDA takes for the process itself."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncrl.learner.place import Place
+from asyncrl.learner.parallel.place import Place
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.balance import shard_step
 from asyncrl.replay.protocol import Lease

@@ -23,8 +23,8 @@ from asyncrl.checks.placement import VISIBLE, impossible_placement, placement_of
 from asyncrl.cli.commands import local_commands, with_gpus
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.canary import ProvingPublisher, canary_of
-from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.publishing.canary import ProvingPublisher, canary_of
 from asyncrl.learner.train import train
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import Lease

@@ -20,7 +20,7 @@ from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup import build_model
+from asyncrl.learner.warmup.base_model import build_model
 from tests.sft.given import write
 
 PATIENCE_S = 300.0

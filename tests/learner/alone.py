@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.learner.assembly import assemble
-from asyncrl.learner.place import Place
-from asyncrl.learner.stop import Asked, never
+from asyncrl.learner.parallel.place import Place
+from asyncrl.learner.processes.stop import Asked, never
 from asyncrl.learner.train import Training, train
 from asyncrl.schema import Config
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights

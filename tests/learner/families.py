@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import MicroBatch, pack
-from asyncrl.learner.layout import Layout
-from asyncrl.learner.model import PolicyModel, build_model
+from asyncrl.learner.batch.micro_batch import MicroBatch, pack
+from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.replay.codec.routing import routed_tokens
 from asyncrl.routers import gates_of
 from asyncrl.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig

@@ -18,14 +18,15 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.critic import build_critic
-from asyncrl.learner.lora import NAME
-from asyncrl.learner.model import PolicyModel, build_model
-from asyncrl.learner.packed import PackedModel
-from asyncrl.learner.place import Place, backend_of
-from asyncrl.learner.reading import Checkpoint
-from asyncrl.learner.routing import RouterReplay
-from asyncrl.learner.sharding import own_ranges
+from asyncrl.learner.backends.factory import backend_of
+from asyncrl.learner.model.critic import build_critic
+from asyncrl.learner.model.lora import NAME
+from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.policy import PolicyModel, build_model
+from asyncrl.learner.model.reading import Checkpoint
+from asyncrl.learner.model.routing import RouterReplay
+from asyncrl.learner.parallel.place import Place
+from asyncrl.learner.parallel.sharding import own_ranges
 from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.families import settings_for, siblings, tiny_family

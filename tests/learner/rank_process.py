@@ -17,7 +17,8 @@ from torch.multiprocessing.spawn import start_processes
 from asyncrl.learner import roles
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.place import Place, backend_of
+from asyncrl.learner.backends.factory import backend_of
+from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.train import train
 from asyncrl.schema import Config
 from tests.forked import forked_from

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.schema import LearnerConfig
 from tests.learner.fed_replay import largest_difference
 

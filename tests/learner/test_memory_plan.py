@@ -39,17 +39,18 @@ from asyncrl.cli.memory_table import (
     role_rows,
 )
 from asyncrl.cli.model_size import ModelSize, model_size
-from asyncrl.learner.attention import PACKED_ATTENTION, Packing, plan_packing
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.batch import pack
-from asyncrl.learner.building import prepare
-from asyncrl.learner.lora import add_adapters
-from asyncrl.learner.memory_peak import begin_peak, peak_row, planned_bytes
+from asyncrl.learner.batch.micro_batch import pack
+from asyncrl.learner.batch.packing import Packing, plan_packing
 from asyncrl.learner.memory_plan import Sizes, head_backward_rows, head_bytes, held, on_one_of, share, stacked
-from asyncrl.learner.model import PolicyModel
-from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.model.attention import PACKED_ATTENTION
+from asyncrl.learner.model.building import prepare
+from asyncrl.learner.model.lora import add_adapters
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.optimizer.update import make_optimizer
+from asyncrl.learner.parallel.sharding import numbers_computed_with, shards_of
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.sharding import numbers_computed_with, shards_of
+from asyncrl.learner.step.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.schema import (
     AdvantageConfig,
     Config,

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import CheckpointError, NonFiniteError, NoProgress, WeightsError
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.learner import train as train_module
-from asyncrl.learner.step_clock import StepClock
-from asyncrl.learner.step_row import evaluation_metrics, write_evaluations
-from asyncrl.learner.stop import Asked, never
+from asyncrl.learner.processes.stop import Asked, never
+from asyncrl.learner.reporting.step_clock import StepClock
+from asyncrl.learner.reporting.step_row import evaluation_metrics, write_evaluations
 from asyncrl.learner.train import Training
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.learner.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.losses import LossInputs, policy_loss, preset
 from asyncrl.losses.diagnostics import MAX_AGES, ess_lr_scale
 from tests.losses.batches import random_batch, to_inputs

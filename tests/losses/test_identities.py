@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
 from asyncrl.losses.config import needs_first_pass, proximal_source
 from asyncrl.losses.kept import first_pass

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.checks.sources import Source
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.learner.place import Place
+from asyncrl.learner.parallel.place import Place
 from asyncrl.sft.assembly import assemble
 from asyncrl.sft.rows import SftRows, train_sources
 from asyncrl.sft.rules import load_sft

@@ -13,7 +13,7 @@ from asyncrl.cli import sft
 from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
 from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
-from asyncrl.learner.resume import begin
+from asyncrl.learner.checkpoints.resume import begin
 from asyncrl.sft.__main__ import open_log
 from asyncrl.sft.train import Start
 from asyncrl.telemetry.run_folder import prepare_run_folder

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
-from asyncrl.learner.place import Place, backend_of
+from asyncrl.learner.backends.factory import backend_of
+from asyncrl.learner.parallel.place import Place
 from asyncrl.sft import assembly
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import train_rows

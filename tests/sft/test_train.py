@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import CheckpointMismatchError, DataError, NonFiniteError
-from asyncrl.learner.checkpoint import LearnerState
-from asyncrl.learner.model import build_model
+from asyncrl.learner.checkpoints.checkpoint import LearnerState
+from asyncrl.learner.model.policy import build_model
 from asyncrl.sft.batches import lease_of
 from asyncrl.sft.examples import Example, open_encoder
 from asyncrl.sft.settings import SftConfig, learner_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import CheckpointDamagedError, CheckpointError
-from asyncrl.learner.state import read_state
+from asyncrl.learner.checkpoints.state import read_state
 from asyncrl.storage import sealed
 from asyncrl.storage.best import read_best
 from asyncrl.storage.checkpoints import branch_begun, position_of, trained_in

@@ -15,11 +15,11 @@ import torch
 
 from asyncrl.config import load_config
 from asyncrl.errors import DiskFullError
-from asyncrl.learner.checkpoint import Checkpoints, LearnerState
-from asyncrl.learner.errands import Errands
-from asyncrl.learner.export import export_hf
-from asyncrl.learner.model import build_model
-from asyncrl.learner.optim import make_optimizer
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
+from asyncrl.learner.checkpoints.errands import Errands
+from asyncrl.learner.checkpoints.export import export_hf
+from asyncrl.learner.model.policy import build_model
+from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LedgerFile
 from asyncrl.replay.core import events as ev

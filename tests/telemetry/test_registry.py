@@ -14,11 +14,11 @@ import torch
 from asyncrl.cli.main import main
 from asyncrl.cli.metrics import as_markdown
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.canary import ProvingPublisher
-from asyncrl.learner.counterfactual import SUMS, estimates
-from asyncrl.learner.flops import speed
-from asyncrl.learner.metrics import Measured, Told
-from asyncrl.learner.step_row import evaluation_metrics
+from asyncrl.learner.model.flops import speed
+from asyncrl.learner.publishing.canary import ProvingPublisher
+from asyncrl.learner.reporting.step_row import evaluation_metrics
+from asyncrl.learner.step.counterfactual import SUMS, estimates
+from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.losses import PRESETS, policy_loss
 from asyncrl.losses.config import needs_first_pass, resolve
 from asyncrl.losses.kept import first_pass
@@ -156,16 +156,16 @@ def of_pieces(folder: Path) -> Iterator[str]:
 
 ELSEWHERE = {
     "tests/integration/test_sft.py": ("eval/heldout/loss", "eval/heldout/token_accuracy"),
-    "tests/learner/test_collective_clock.py": ("perf/gather_s", "perf/reduce_s"),
+    "tests/learner/reporting/test_collective_clock.py": ("perf/gather_s", "perf/reduce_s"),
     "tests/learner/test_memory_plan.py": ("memory/peak_gb", "memory/planned_gb"),
-    "tests/learner/test_early.py": ("step/early_groups", "time/early"),
-    "tests/learner/test_errands.py": ("checkpoint/copies", "checkpoint/copies_failed"),
-    "tests/learner/test_centering.py": ("centering/covered", "centering/removed"),
-    "tests/learner/test_own_learning.py": ("hook/",),
-    "tests/learner/test_routing.py": ("router/changed",),
-    "tests/learner/test_saving.py": ("checkpoint/copy_wait_s",),
+    "tests/learner/step/test_early.py": ("step/early_groups", "time/early"),
+    "tests/learner/checkpoints/test_errands.py": ("checkpoint/copies", "checkpoint/copies_failed"),
+    "tests/learner/step/test_centering.py": ("centering/covered", "centering/removed"),
+    "tests/learner/step/test_own_learning.py": ("hook/",),
+    "tests/learner/model/test_routing.py": ("router/changed",),
+    "tests/learner/checkpoints/test_saving.py": ("checkpoint/copy_wait_s",),
     "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward", "kl/of_policy"),
-    "tests/learner/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
+    "tests/learner/step/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
     "tests/losses/test_own.py": ("own/",),
     "tests/replay/core/test_tuning.py": (
         "autotune/pipeline_depth", "autotune/max_in_flight", "autotune/moves",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import WeightsError
-from asyncrl.learner.holding import hold_back
+from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot

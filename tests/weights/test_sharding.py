@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import WeightsError
-from asyncrl.learner.experts import spread
-from asyncrl.learner.sharding import data_mesh, expert_data_mesh
+from asyncrl.learner.parallel.experts import spread
+from asyncrl.learner.parallel.sharding import data_mesh, expert_data_mesh
 from asyncrl.weights.broadcast import together
 from asyncrl.weights.broadcast.landing import FlowLanding, write_flat
 from asyncrl.weights.broadcast.protocol import fetch

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from asyncrl.learner.sequence import SequenceRanks
-from asyncrl.learner.sharding import device_of
+from asyncrl.learner.parallel.sequence import SequenceRanks
+from asyncrl.learner.parallel.sharding import device_of
 
 
 class HeldModel(nn.Module):

@@ -1,5 +1,5 @@
-"""FSDP2 over the ranks (HSDP where there are copies), under it tensor (`tensor`) and expert parallelism (`experts`),
-beside it sequence parallelism (`sequence`)."""
+"""FSDP2 over the ranks (HSDP where there are copies), under it tensor and expert parallelism, beside it sequence
+parallelism (`parallel`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch.distributed.fsdp import (
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import HeldModel
-from asyncrl.learner.experts import spread
-from asyncrl.learner.sequence import SequenceRanks
-from asyncrl.learner.sharding import data_mesh, dim_size, expert_data_mesh
-from asyncrl.learner.tensor import cut, plan_of
+from asyncrl.learner.parallel.experts import spread
+from asyncrl.learner.parallel.sequence import SequenceRanks
+from asyncrl.learner.parallel.sharding import data_mesh, dim_size, expert_data_mesh
+from asyncrl.learner.parallel.tensor import cut, plan_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def uniform(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting
 
 def most_effective(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
     """Those not trained yet, then the largest effective sample size: the share of a group's tokens that its importance
-    weights leave, as the learner measured it when it trained the group last (`asyncrl/learner/group_ess.py`)."""
+    weights leave, as the learner measured it when it trained the group last (`asyncrl/learner/step/group_ess.py`)."""
     return sorted(waiting, key=lambda group: -group.entry.ess if group.entry.trained else -1.0)
 
 

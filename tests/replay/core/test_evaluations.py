@@ -10,7 +10,7 @@ from asyncrl.errors import NoProgress, ReplayError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluation.table import RowScores, means, tabulate
-from asyncrl.learner.step_row import evaluation_metrics
+from asyncrl.learner.reporting.step_row import evaluation_metrics
 from asyncrl.replay.codec.messages import decode_record, decode_records, encode_record
 from asyncrl.replay.codec.wire import pack, unpack
 from asyncrl.replay.core import events as ev

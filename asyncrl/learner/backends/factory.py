@@ -1,0 +1,95 @@
+"""Ranks join a run and are laid out as its settings say: here alone a backend is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncrl.checks.addresses import OF_THE_RANKS, interface_of, is_loopback, own_address
+from asyncrl.checks.parallel import ParallelDims, problem_of
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.fsdp2 import FSDP2
+from asyncrl.learner.parallel.collectives import barrier, train_apart
+from asyncrl.learner.parallel.place import Place
+from asyncrl.schema import Config
+
+
+def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_interface: str = "") -> dict[str, str]:
+    """Variables that hold gloo and nccl to loopback, where all ranks are on this machine, and gloo to the interface
+    that leads to rank 0 (MASTER_ADDR) where they are not.
+
+    Without them both listen wherever the machine's own name leads: to itself, by what many have in /etc/hosts. nccl has
+    one for all groups of a process, so it is `weights.interface`, and without that left alone where the weights go to
+    other machines.
+    """
+    master = environment.get("MASTER_ADDR", "127.0.0.1")
+    inside = is_loopback(master)
+    leads = "lo" if inside else _interface_towards(master)
+    held = {"GLOO_SOCKET_IFNAME": leads} if leads else {}
+    if weights_interface:
+        held["NCCL_SOCKET_IFNAME"] = weights_interface
+    elif inside and is_loopback(weights_host):
+        held["NCCL_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in held.items() if name not in environment}
+
+
+def _interface_towards(host: str) -> str:
+    """Empty where there is none, or none that is known."""
+    try:
+        return interface_of(own_address(host))
+    except OSError:
+        return ""
+
+
+def join_ranks(config: Config, place: Place) -> FSDP2:
+    """The process group of the ranks, of one rank too: the same code then runs everywhere.
+
+    Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
+    engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
+
+    Raises:
+        ConfigError: so many ranks cannot be laid out as the settings say.
+    """
+    alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
+    patience = timedelta(seconds=alone_s)
+    backend = "nccl" if place.device.type == "cuda" else "gloo"
+    held = group_interfaces(os.environ, config.weights.host, config.weights.interface)
+    os.environ.update(held | {OF_THE_RANKS: held.get("GLOO_SOCKET_IFNAME", "")})
+    if place.world == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+    else:
+        dist.init_process_group(backend, timeout=patience)
+    return backend_of(config, place)
+
+
+def backend_of(config: Config, place: Place) -> FSDP2:
+    """The ranks as `config.learner` lays them out. Collective.
+
+    Raises:
+        ConfigError: so many ranks cannot be.
+    """
+    if problem := problem_of(config.learner, place.world, "the number of ranks"):
+        raise ConfigError(problem)
+    dims = ParallelDims.of(config.learner, place.world)
+    train_apart(sequence=dims.sequence, tensor=dims.tensor)
+    sizes = dims.mesh
+    mesh = init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return FSDP2(mesh, on_host=config.learner.offload == "all")
+
+
+@contextmanager
+def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
+    """`join_ranks`, and leave together: rank 0 hosts the store of the others, so it must not go first. Who fails leaves
+    at once."""
+    try:
+        yield join_ranks(config, place)
+        barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

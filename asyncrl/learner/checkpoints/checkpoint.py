@@ -1,0 +1,400 @@
+"""Checkpoints: models, optimizers, counters and the replay's snapshot, committed as one.
+
+ckpt/step_50/   __0_0.distcp ... .metadata    models and optimizers (torch DCP; any number of ranks can load it)
+                state.json                    step, policy_version, counters
+                base.json                     with LoRA: the weights that the adapters belong to
+                replay.msgpack                what an empty replay server needs to go on
+                manifest.json                 sizes and hashes; written last
+ckpt/latest     -> step_50                    moved after step_50 is whole
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from asyncrl.errors import (
+    AsyncRLError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    DiskFullError,
+    RunFolderError,
+)
+from asyncrl.learner.checkpoints.errands import Errands
+from asyncrl.learner.checkpoints.fitting import check_fits, check_roles, shapes_in
+from asyncrl.learner.checkpoints.saving import HOST, BackgroundSave, HostCopy, own_group
+from asyncrl.learner.checkpoints.sealing import prove_own
+from asyncrl.learner.checkpoints.state import LearnerState, read_state, refuse_stranger
+from asyncrl.learner.checkpoints.writing import said_of, write_tensors
+from asyncrl.learner.model.lora import check_base, without_frozen, write_base
+from asyncrl.learner.parallel.collectives import barrier, however_long, text_of_rank_zero
+from asyncrl.learner.processes.launcher import ADVANCED, tell
+from asyncrl.learner.roles import Roles
+from asyncrl.storage import sealed
+from asyncrl.storage.best import BestCheckpoint
+from asyncrl.storage.checkpoints import (
+    LATEST,
+    REPLAY_FILE,
+    STATE_FILE,
+    begin_branch,
+    branch_begun,
+    newest,
+    newest_whole,
+    prune,
+    put_aside,
+    refuse_bare_fork,
+)
+from asyncrl.storage.full_disk import Patience
+from asyncrl.telemetry.run_folder import origin_of, owner_of
+
+log = logging.getLogger(__name__)
+
+KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
+"""Names of the weights and moments of each trained role."""
+RESUMABLE = ("lr", "betas", "eps", "weight_decay")
+"""Of an optimizer, what the settings say and not the checkpoint."""
+PARTS = StateDictOptions(strict=False)
+"""The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `check_fits`."""
+
+
+class Checkpoints:
+    """Saves to and loads from one folder. `save`, `begin` and `load` are collective over the learner ranks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        keep: int,
+        every: int = 0,
+        patience: Patience | None = None,
+        best: BestCheckpoint | None = None,
+        errands: Errands | None = None,
+        background: bool = False,
+        within_s: float = 3600.0,
+    ) -> None:
+        """Saves go on beside the steps with `background`, see `begin`.
+
+        Args:
+            keep: so many of the newest.
+            every: beside them those of each so many steps, for good; 0 is none.
+            within_s: longest that a save may take.
+        """
+        self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
+        self._best = best or BestCheckpoint(folder)
+        self._patience, self._errands = patience or Patience(), errands or Errands()
+        self._run = origin_of(folder.parent)
+        self._verified: Path | None = None
+        """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
+        self._branch: tuple[Path, str, str] | None = None
+        """That is to begin: from where, by which `resume`, in which start of the run."""
+        self._background, self._within_s = background, within_s + self._patience.limit_s
+        self._under_way = BackgroundSave(self._within_s)
+        self._copy, self._group, self._grouped = HostCopy(), None, False
+        self._saved: list[int] = []
+        self._held_back: set[int] = set()
+        """Optimizers that wait for the copy, by their identity."""
+
+    def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
+        """Write the checkpoint of `state`; on return it is durable on every rank's view. See `begin`."""
+        self.begin(state, roles, snapshot)
+        self.finish()
+        return self._folder / f"step_{state.step + 1}"
+
+    def begin(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> None:
+        """Start to write the checkpoint of `state`, once the one before is whole; `saved` says when this one is.
+
+        In the background steps may follow at once: the optimizers wait until weights and moments are copied to host
+        memory. Without it this returns when the checkpoint is whole.
+
+        Args:
+            snapshot: of the replay; read on rank 0.
+
+        Raises:
+            CheckpointError: this one, or the one before, could not be written (permissions, a broken disk). Earlier
+                checkpoints are untouched.
+            DiskFullError: there was no space for as long as the patience lasts.
+            RunFolderError: the folder is another run's by now.
+        """
+        self.finish()
+        target = self._folder / f"step_{state.step + 1}"
+        if self._rank == 0:
+            self._refuse_takeover()
+            self._best.saving(state.step + 1)
+        if not self._grouped:
+            self._group, self._grouped = own_group(self._within_s), True
+        self._hold_back(roles)
+        kept = {"tensors": _tensors(roles)}
+        packed = msgpack.Packer().pack(snapshot)
+
+        def copied() -> None:
+            if self._background:
+                kept["tensors"] = self._copy.take(kept["tensors"])
+
+        def write() -> None:
+            self._write(target, replace(state, run=self._run), roles, kept.pop("tensors"), packed)
+            self._saved.append(state.step)
+            tell(ADVANCED)
+
+        self._under_way.start(f"checkpoint {target}", copied, write, roles.policy.device)
+        if not self._background:
+            self.finish()
+
+    def saved(self) -> list[int]:
+        """Steps whose checkpoints became durable since this was last asked. Raises as `begin`."""
+        if not self._under_way.busy:
+            self.finish()
+        done, self._saved = self._saved, []
+        return done
+
+    def finish(self) -> None:
+        """Wait until what was begun is durable. Raises as `begin`."""
+        self._under_way.finish()
+
+    def close(self, within_s: float) -> None:
+        """The learner ends, of whatever: what is being written is given so long. Never raises."""
+        try:
+            self._under_way.finish(within_s)
+        except (AsyncRLError, OSError) as error:
+            log.warning("the last checkpoint is not whole, a resume goes on from the one before: %s", error)
+
+    def timings(self) -> dict[str, float]:
+        """`checkpoint/*` of the log, since this was last asked."""
+        return self._under_way.timings() | self._errands.counts()
+
+    def finish_errands(self, within_s: float = math.inf) -> None:
+        """At the end of a run, once all is saved: wait for copies and exports, bounded."""
+        if self._rank == 0:
+            self._errands.finish(min(within_s, self._within_s))
+
+    def _hold_back(self, roles: Roles) -> None:
+        """Let no step change what is being copied. In the optimizer itself, so that nobody can forget to wait."""
+        for _, _, optimizer in roles.trained():
+            if id(optimizer) not in self._held_back:
+                self._held_back.add(id(optimizer))
+                optimizer.register_step_pre_hook(lambda *_: self._under_way.wait_copied())
+
+    def _write(self, target: Path, state: LearnerState, roles: Roles, tensors: dict[str, Any], packed: bytes) -> None:
+        """On the thread of the save; collective over the group of the saves."""
+        aside, group = target.with_name(target.name + ".tmp"), self._group
+        try:
+            write_tensors(tensors, aside, self._remove_old, rank=self._rank, group=group, patience=self._patience)
+            proven = prove_own(aside, self._rank, HOST, group)
+
+            def write_small() -> None:
+                write_base(aside, roles.policy.adapters)
+                (aside / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n")
+                (aside / REPLAY_FILE).write_bytes(packed)
+                sealed.seal(aside, proven)
+
+            def commit() -> None:
+                self._patience.through(aside, len(packed), write_small)
+                self._commit(aside, target)
+
+            however_long(commit if self._rank == 0 else lambda: None, HOST, group)
+            if group is not None:
+                barrier(group)  # the others must not go on as if it had been saved where rank 0 failed
+        except DiskFullError:
+            raise
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(
+                f"cannot write checkpoint {target}: {said_of(error)}. Earlier checkpoints are intact; free space or "
+                "choose another run.dir, then continue with resume=auto"
+            ) from error
+
+    def begun(self, resume: str) -> bool:
+        """Whether this very start of the run has saved a checkpoint, or begun its branch. torchrun counts a restart
+        only where a rank died, and not where machines joined or left."""
+        start = owner_of(self._folder.parent) or ""
+        if resume == "auto" or not start:
+            return False
+        if resume != "never":
+            return branch_begun(self._folder, resume, start)
+        # A new run begins in an empty folder, so what lies here is its own.
+        return start == self._run and newest(self._folder)[0] is not None
+
+    def choose(self, resume: str, restarted: bool) -> Path | None:
+        """The checkpoint to go on from: `never`, `auto` or a path, as in `resume`.
+
+        Args:
+            restarted: this rank is started again (see `begun`): with `never`, what this run saved comes before all
+                else. With a path it always does, once the branch from there has begun (`begin_branch`).
+
+        Raises:
+            CheckpointError: it is damaged, or the path holds none.
+            RunFolderError: by `auto`, and a branch has begun here that saved none yet.
+        """
+        if resume == "auto" or (resume == "never" and restarted):
+            path = self.newest()
+            if path is None and resume == "auto":
+                refuse_bare_fork(self._folder)
+            return path
+        if resume == "never":
+            return None
+        start = owner_of(self._folder.parent) or ""
+        if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
+            return newest
+        path = Path(resume).resolve()
+        sealed.verify(path)
+        self._verified, self._branch = path, (path, resume, start)
+        return path
+
+    def begin_branch(self) -> None:
+        """On rank 0: what was chosen by its path is loaded, and fits. Not before: a path that does not would leave all
+        that lies here aside, and nothing to go on from."""
+        if self._branch is None:
+            return
+        (path, resume, start), self._branch = self._branch, None
+        for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
+            log.warning("%s is of the line that this branch leaves: kept as %s, until you delete it", name, aside)
+        self._best.begin()
+
+    def newest(self) -> Path | None:
+        """The checkpoint `latest` points to, verified; where it is damaged the newest one before it that is whole, and
+        that is said aloud. None if there is none.
+
+        Raises:
+            CheckpointError: there are some and none is whole; the message names the file.
+            CheckpointMismatchError: another run saved it.
+        """
+        path, damaged, said = newest_whole(self._folder)
+        if said:  # a kill while it was being replaced
+            log.warning("%s", said)
+        if path is None:
+            return None
+        refuse_stranger(
+            path,
+            self._run,
+            "they have other groups and other versions. To begin with its weights all the same give "
+            f"resume={path}; or delete it",
+        )
+        for line in put_aside(self._folder, damaged, path, self._patience):
+            log.error("%s", line)
+        self._verified = path
+        self._errands.resumed(path)
+        return path
+
+    def load(self, path: Path, roles: Roles) -> tuple[LearnerState, dict[str, Any]]:
+        """Fill `roles` in place from a checkpoint saved with any number of ranks.
+
+        Returns:
+            The learner's state and the replay's snapshot.
+
+        Raises:
+            CheckpointError: a file is damaged or missing.
+            CheckpointMismatchError: the checkpoint is of another model. Nothing was filled.
+        """
+        self._verify_once(path, roles.policy.device)
+        check_base(path, roles.policy.adapters)
+        saved = shapes_in(path)
+        check_roles(path, saved, roles)
+        loaded = _tensors(roles)
+        check_fits(path, saved, loaded)
+        try:
+            state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
+        except (CheckpointException, ValueError, KeyError) as error:
+            failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+            if any(isinstance(failure, OSError) for failure, _ in failures):
+                raise CheckpointError(f"{path} cannot be read: {said_of(error)}") from error
+            raise CheckpointMismatchError(
+                f"{path} does not fit the model: {said_of(error)}. Resume with the model.path (and critic.path) "
+                "it was trained with"
+            ) from error
+        except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone
+            raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
+        _fill(roles, loaded)
+        state = read_state(path / STATE_FILE)
+        if roles.kl_control is not None and state.kl_coef > 0:  # else there was no price before, and factors move none
+            roles.kl_coef = state.kl_coef
+        for name, each in roles.spikes.items():
+            each.restore(state.norms.get(name, ()), state.spikes.get(name, 0))
+        return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
+
+    def _refuse_takeover(self) -> None:
+        """Raises RunFolderError."""
+        now = origin_of(self._folder.parent)
+        if now != self._run:
+            raise RunFolderError(
+                f"{self._folder.parent} was of run {self._run or 'nobody'} when this learner began, and is of run "
+                f"{now or 'nobody'} now: it was deleted and begun anew (overwrite=true). This learner ends"
+            )
+
+    def _verify_once(self, path: Path, device: torch.device) -> None:
+        """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
+        damage = ""
+        if self._rank == 0:
+            chosen, self._verified = self._verified, None
+            try:
+                if path != chosen:
+                    sealed.verify(path)
+            except CheckpointError as error:
+                damage = str(error)
+        damage = text_of_rank_zero(damage, device)
+        if damage:
+            raise CheckpointDamagedError(damage)
+
+    def _commit(self, aside: Path, target: Path) -> None:
+        with self._best.held:
+            if target.exists():
+                # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new.
+                self._best.replaced(target)
+                sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
+            sealed.move_into_place(aside, target)
+            self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
+            if self._best.saved(int(target.name.removeprefix("step_"))):
+                log.info("the best checkpoint is %s now", target.name)
+        self._errands.saved(target, int(target.name.removeprefix("step_")))
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """With a save, and where one finds no space: what the last one left for a copy or an evaluation may go now."""
+        latest = self._folder / LATEST
+        if not (latest.is_symlink() and latest.exists()):
+            return
+        with self._best.held:
+            newest = self._folder / latest.readlink().name
+            spared = self._best.kept() | self._errands.needed()
+            over = prune(self._folder, newest, self._keep, spared, every=self._every)
+        for path in over:
+            shutil.rmtree(path)
+
+
+def _tensors(roles: Roles) -> dict[str, Any]:
+    """Everything of `roles` that training changed, as (sharded) tensors; the reference is read from its path."""
+    tensors: dict[str, Any] = {}
+    for name, model, optimizer in roles.trained():
+        weights, moments = get_state_dict(model, optimizer)
+        tensors |= {KEYS[name][0]: without_frozen(model, weights), KEYS[name][1]: moments}
+    if roles.average is not None:
+        tensors["average"] = get_model_state_dict(roles.average)
+    return tensors
+
+
+def _fill(roles: Roles, loaded: dict[str, Any]) -> None:
+    for name, model, optimizer in roles.trained():
+        weights, moments = (loaded[key] for key in KEYS[name])
+        given = [{key: group[key] for key in RESUMABLE} for group in optimizer.param_groups]
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=PARTS)
+        for group, settings in zip(optimizer.param_groups, given, strict=True):
+            group.update(settings)  # Or the run would go on with those of the checkpoint, whatever a resume says.
+    if roles.average is not None:
+        set_model_state_dict(roles.average, loaded["average"])

@@ -1,0 +1,89 @@
+"""Whether a checkpoint is of the model that is to be filled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from asyncrl.errors import CheckpointMismatchError
+from asyncrl.learner.optimizer.eight_bits import SCALE, in_fewer_bits
+from asyncrl.learner.optimizer.one_by_one import MOMENTS
+from asyncrl.learner.roles import Roles
+from asyncrl.storage.checkpoints import EXPORT_DIR
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by their names in a checkpoint: `model.hf.lm_head.weight`, `optimizer.state.hf.lm_head.weight.step`."""
+
+
+def shapes_in(path: Path) -> Shapes:
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _shapes_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Of what is to be filled, under the names that DCP gives it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            shapes[f"{prefix}{name}"] = tuple(value.shape)
+        elif isinstance(value, Mapping):
+            shapes |= _shapes_of(value, f"{prefix}{name}.")
+    return shapes
+
+
+def check_fits(path: Path, saved: Shapes, loaded: Mapping[str, Any]) -> None:
+    """DCP loads what is asked for and leaves the rest: a model of fewer layers would go on with a part of another."""
+    wanted = _shapes_of(loaded)
+    problems = [f"{_plain(name)} is in the checkpoint only" for name in saved if name not in wanted]
+    problems += [f"{_plain(name)} is in the model only" for name in wanted if name not in saved]
+    problems += [
+        f"{_plain(name)} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
+        for name, shape in wanted.items()
+        if saved.get(name, shape) != shape
+    ]
+    if problems:
+        raise CheckpointMismatchError(
+            f"{path} does not fit the model, {len(problems)} tensors differ: {'; '.join(problems[:3])}"
+            f"{'; ...' if len(problems) > 3 else ''}. Resume with the model.path (and critic.path) it was trained with"
+        )
+
+
+def _plain(name: str) -> str:
+    """`model.norm.weight (model)`, `model.norm.weight.exp_avg (optimizer)`."""
+    part, _, rest = name.partition(".")
+    return f"{rest.removeprefix('state.').removeprefix('hf.')} ({part})"
+
+
+def check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
+    """Before the tensors, so that the setting at fault is named."""
+    parts = {name.partition(".")[0] for name in saved}
+    fewer_bits = any(in_fewer_bits(optimizer) for _, _, optimizer in roles.trained())
+    rows = (
+        ("a critic", "critic" in parts, roles.critic is not None, "advantage.estimator"),
+        ("an optimizer of 8 bits", _in_fewer_bits(saved), fewer_bits, "learner.optimizer"),
+        ("an averaged policy", "average" in parts, roles.average is not None, "learner.proximal_ema"),
+    )
+    for what, there, wanted, key in rows:
+        if there != wanted:
+            exported = _exported(path, critic="critic" in parts and roles.critic is not None)
+            raise CheckpointMismatchError(
+                f"{path} was saved {'with' if there else 'without'} {what}, and these settings have "
+                f"{'one' if wanted else 'none'}. Resume with the {key} it was trained with"
+                + (f", or start a new run with {exported}" if exported else "")
+            )
+
+
+def _in_fewer_bits(saved: Shapes) -> bool:
+    return any(name.endswith(MOMENTS[0] + SCALE) for name in saved)
+
+
+def _exported(path: Path, *, critic: bool) -> str:
+    """Settings that begin with the weights of the run of checkpoint `path`; nothing before its last step wrote them."""
+    run_dir = path.parent.parent
+    folders = {"model.path": run_dir / EXPORT_DIR} | ({"critic.path": run_dir / "critic"} if critic else {})
+    return " ".join(f"{key}={folder}" for key, folder in folders.items() if folder.is_dir())

@@ -1,0 +1,169 @@
+"""A checkpoint is written beside the steps: from a copy in host memory, on a thread, its ranks in a group of their own.
+
+begin --> thread: copy ... | write, hash, sync, seal, commit ... saved
+          optimizer's step waits for the copy                    the next save, and the end, wait for this
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.learner.parallel.sharding import local
+from asyncrl.weights.publishing.copying import CopyStream
+
+HOST = torch.device("cpu")
+"""Where the ranks of a save meet."""
+
+
+def own_group(within_s: float) -> dist.ProcessGroup | None:
+    """Where the ranks of a save meet: over gloo, whatever training uses, and in no order with its collectives. None for
+    one rank. Collective.
+
+    Args:
+        within_s: what a rank may take longer than the others.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(timeout=timedelta(seconds=within_s), backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class HostCopy:
+    """(Sharded) tensors copied to host memory. The memory is kept for the next copy: fresh pages cost more than the
+    bytes that are put on them."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The same nested dictionary, valid until the next `take`."""
+        self._held = _copied(tensors, self._held)
+        return self._held
+
+
+def _copied(value: Any, held: Any) -> Any:
+    if isinstance(value, Mapping):
+        before = held if isinstance(held, Mapping) else {}
+        return {name: _copied(part, before.get(name)) for name, part in value.items()}
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if isinstance(held, Tensor) and _alike(held, value):
+        local(held).copy_(local(value))
+        return held
+    return value.detach().to("cpu", copy=True)
+
+
+def _alike(held: Tensor, value: Tensor) -> bool:
+    if isinstance(held, DTensor) and isinstance(value, DTensor):
+        if (held.placements, held.device_mesh) != (value.placements, value.device_mesh):
+            return False
+    elif isinstance(held, DTensor) or isinstance(value, DTensor):
+        return False
+    return (held.shape, held.dtype) == (value.shape, value.dtype)
+
+
+class BackgroundSave:
+    """One save at a time.
+
+    Waits for: the disk and the other ranks, on its thread; whoever calls `wait_copied` or `finish` waits for that.
+    Unblocked by: the end of the copy, or of the save, or the deadline.
+
+    Args:
+        within_s: longest that a save may take.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._thread: threading.Thread | None = None
+        self._name = ""
+        self._started = 0.0
+        self._copied = threading.Event()
+        self._failure: BaseException | None = None
+        self._stream = CopyStream()
+        self._took = dict.fromkeys(("checkpoint/save_s", "checkpoint/copy_wait_s", "checkpoint/wait_s"), 0.0)
+
+    def start(self, name: str, copied: Callable[[], None], write: Callable[[], None], device: torch.device) -> None:
+        """Run `copied`, then `write`, on a thread; the save before was finished.
+
+        Args:
+            name: of what is saved, for messages.
+            copied: reads what steps change.
+            device: of that. What is enqueued on a GPU until now comes first.
+        """
+        self._name, self._started = name, time.monotonic()
+        self._copied.clear()
+        work = (partial(self._stream.after_now(device), copied), write)
+        # A daemon: a disk that hangs must not keep a learner from ending that has nothing more to do.
+        self._thread = threading.Thread(target=self._main, args=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _main(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
+        try:
+            copied()
+            self._copied.set()
+            write()
+            self._took["checkpoint/save_s"] = time.monotonic() - self._started
+        except BaseException as error:  # thread boundary: `finish` raises it
+            self._failure = error
+        finally:
+            self._copied.set()
+
+    def wait_copied(self) -> None:
+        """Until nothing reads the weights and moments any more. Raises CheckpointError after the deadline."""
+        if self._thread is None or self._copied.is_set():
+            return
+        began = time.monotonic()
+        if not self._copied.wait(self._within_s):
+            raise CheckpointError(
+                f"{self._name} is still being copied to host memory after {self._within_s:g} s (learner.save_timeout_s)"
+            )
+        self._took["checkpoint/copy_wait_s"] += time.monotonic() - began
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def timings(self) -> dict[str, float]:
+        """What the last save took, and what steps have waited for its copy, and for its end, since this was asked."""
+        took, self._took = self._took, dict.fromkeys(self._took, 0.0)
+        return {name: seconds for name, seconds in took.items() if seconds}
+
+    def finish(self, within_s: float | None = None) -> None:
+        """Until what was started is saved.
+
+        Raises:
+            CheckpointError: it could not be written, or takes too long. DiskFullError, RunFolderError: as of `write`.
+        """
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        self._thread.join(max(0.0, self._started + self._within_s - began if within_s is None else within_s))
+        self._took["checkpoint/wait_s"] += time.monotonic() - began
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"{self._name} is still being written after {time.monotonic() - self._started:.0f} s: the disk, or "
+                "another learner rank, is slow or hangs. Earlier checkpoints are intact; raise learner.save_timeout_s"
+            )
+        self._thread, failure, self._failure = None, self._failure, None
+        if isinstance(failure, AsyncRLError):
+            raise failure
+        if isinstance(failure, (RuntimeError, EOFError)):  # ranks meet in between, and one of them is gone
+            raise CheckpointError(
+                f"{self._name} could not be written, see the other learner ranks: {failure}"
+            ) from failure
+        if failure is not None:
+            raise failure

@@ -1,0 +1,86 @@
+"""The tensors of a checkpoint go into its files, on a full disk as soon as there is space."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncrl.learner.parallel.collectives import barrier
+from asyncrl.storage.full_disk import RETRY_S, SAY_S, FullDisk, Patience, free_bytes, is_full
+
+
+def write_tensors(
+    tensors: dict[str, Any],
+    aside: Path,
+    make_room: Callable[[], None],
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    patience: Patience,
+) -> None:
+    """Collective over `group` (None: this rank alone), and so is every new attempt on a full disk: all ranks see the
+    failure of one.
+
+    Args:
+        make_room: called on rank 0 while the disk is full: what is there without need is to go.
+
+    Raises:
+        CheckpointException: a rank could not write. DiskFullError: no space for as long as the patience lasts.
+    """
+    nbytes, full = _bytes_of(tensors), FullDisk(patience)
+    while True:
+        if rank == 0:
+            patience.through(aside, nbytes, lambda: _make_empty(aside))
+        if group is not None:
+            barrier(group)
+        try:
+            state_dict_saver.save(tensors, checkpoint_id=aside, process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            if not any(is_full(failure, aside.parent, nbytes) for failure, _ in error.failures.values()):
+                raise
+        else:
+            full.over()
+            return
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint: the space may be missed elsewhere
+            _wait_for_space(full, aside, nbytes, patience, make_room)
+
+
+def said_of(error: BaseException) -> str:
+    """What each rank that failed has to say: of a CheckpointException torch shows their tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+
+
+def _wait_for_space(
+    full: FullDisk, aside: Path, nbytes: int, patience: Patience, make_room: Callable[[], None]
+) -> None:
+    """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
+    number, so it is tried once a minute all the same."""
+    until = patience.clock() + SAY_S
+    full.note(aside, nbytes)
+    while patience.clock() < until:
+        make_room()
+        patience.sleep(RETRY_S)
+        if free_bytes(aside.parent) >= nbytes:
+            return
+        full.note(aside, nbytes)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _bytes_of(values: Mapping[str, Any]) -> int:
+    """Of all tensors in it, the shards of the other ranks too."""
+    nested = sum(_bytes_of(value) for value in values.values() if isinstance(value, Mapping))
+    return nested + sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, Tensor))

@@ -1,0 +1,148 @@
+"""Causal attention over packed sequences that share their prompts; no padding elsewhere, no mask, no [T, T].
+
+Registered with transformers under `PACKED_ATTENTION`; where each sequence lies travels as the keyword argument
+`packing` through the model's forward (`batch.packing`).
+
+On a GPU in half precision the rows go to one variable-length flash call (`attention_kernel`). Elsewhere rows of similar
+length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from asyncrl.errors import ConfigError
+from asyncrl.exact import kernels
+from asyncrl.exact.model import valued
+from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.model.attention_kernel import kernel_of
+
+PACKED_ATTENTION = "asyncrl_packed"
+EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
+"""The same by the kernels of `engine.exact`."""
+REFUSED_KWARGS = {
+    "softcap": "a cap on its scores (softcap)",
+    "s_aux": "attention sinks (s_aux)",
+    "position_bias": "a bias by position (position_bias)",
+}
+"""Changes to the attention scores that this kernel does not know; ignoring one would train another model."""
+
+FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Since torch 2.12; before, keys and values are repeated for each query head."""
+
+
+class UnpackedCall(ConfigError):
+    """A model calls the packed attention without the packing, or with a mask of its own."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads tokens head_dim"],
+    key: Float[Tensor, "1 kv_heads tokens head_dim"],
+    value: Float[Tensor, "1 kv_heads tokens value_dim"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    *,
+    exact: bool = False,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 tokens heads value_dim"], None]:
+    """Attention function with the signature transformers calls. Dropout is never applied: the behavior policy had none.
+
+    Raises:
+        ConfigError: the model needs something this kernel does not do (a mask, score capping, attention sinks).
+    """
+    refused = [said for name, said in REFUSED_KWARGS.items() if kwargs.get(name) is not None]
+    if packing is None or attention_mask is not None or refused:
+        cause = ", ".join(refused) or ("an attention mask" if packing is not None else "a forward without packing")
+        raise (ConfigError if refused else UnpackedCall)(
+            f"packed attention does not support {cause}, which {type(module).__name__} asks for; "
+            "use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral)"
+        )
+    if packing.note_window is not None:
+        packing.note_window(sliding_window)
+    if packing.sequence is not None:
+        query, key, value = packing.sequence.to_heads(query, key, value)
+    flash = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1])).any_length
+    gather = packing.rows if flash else packing.padded
+    q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
+    attend = _flash if flash else partial(_blockwise, exact=exact)
+    out = attend(q, k, v, packing, scaling, sliding_window)
+    out = out.index_select(0, gather.owner)
+    return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
+
+
+def _flash(
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads value_dim"],
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> Float[Tensor, "slots heads value_dim"]:
+    edges, longest = packing.cu_seqlens, packing.max_length
+    band = (-1 if window is None else window - 1, 0)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    options: dict[str, Any] = {"scale": scale, "window_size": band}
+    groups, value_dim = q.shape[1] // k.shape[1], v.shape[-1]
+    # The kernel knows one width for all three (multi-head latent attention has another for its values): zeros add
+    # nothing to a product.
+    widest = max(q.shape[-1], value_dim)
+    q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
+    if groups > 1 and FLASH_TAKES_GROUPS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out[..., :value_dim]
+
+
+def _blockwise(
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads value_dim"],
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+    *,
+    exact: bool,
+) -> Float[Tensor, "slots heads value_dim"]:
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs, grouped = [], q.shape[1] != k.shape[1]
+    sizes = [rows * length for rows, length in packing.blocks]
+    parts = zip(packing.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    for (rows, length), *tensors in parts:
+        bq, bk, bv = (tensor.view(rows, length, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
+        mask = None if window is None or window >= length else _band(length, window, q.device)
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": mask is None,
+            "scale": scaling,
+            "enable_gqa": grouped,
+        }
+        plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)
+        seen = None if mask is None else mask[None, None]
+        out = valued(plain, partial(kernels.attention, bq, bk, bv, scale, seen)) if exact else plain()
+        outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+# No mask function goes with it: transformers then builds no mask at all for this implementation.
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(EXACT_PACKED_ATTENTION, partial(packed_attention, exact=True))

@@ -1,0 +1,207 @@
+"""From a checkpoint to a model that is ready to train: loaded, asked how it is packed, sharded.
+
+On one rank a model is loaded whole. On several it is built twice, and its weights are there once: first to compute in
+float32, sharded, so that scores packed and alone can be told from rounding; then as it is trained, and with the shards
+of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from asyncrl.checks.architecture import not_apart, not_shared, not_together
+from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.parallel import EXPERT, TENSOR
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
+from asyncrl.learner.model.attention_kernel import kernel_of, widest_head
+from asyncrl.learner.model.compiling import compile_layers, refuse_unbuildable, warm_up
+from asyncrl.learner.model.layout import Layout, agree_on_layout, use_layout
+from asyncrl.learner.model.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
+from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.recompute import checkpointing_options
+from asyncrl.learner.parallel.sequence import SequenceRanks
+from asyncrl.learner.parallel.sharding import dim_size
+from asyncrl.schema import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Packed = TypeVar("Packed", bound=PackedModel)
+
+
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`model.dtype`, also where it is `auto`."""
+    return DTYPES[dtype_on(dtype, device.type)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build(Generic[Packed]):
+    """One model of a run."""
+
+    setting: str
+    """Where it comes from, for messages: `model.path=...`."""
+    recipe: Recipe
+    make: Callable[[PreTrainedModel], Packed]
+    kept: str
+    """Dtype of its weights."""
+    change: Callable[[Packed, nn.Module], None] = lambda *_: None
+    """What becomes of it once its layout is known, before it is sharded. The second has the weights that were read; on
+    several ranks the first has none yet."""
+    start: Callable[[Packed], None] = lambda _: None
+    """Values of the parameters that `change` has added."""
+
+
+def built(
+    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
+) -> Packed:
+    """The model on `device`, held by `backend`; whole on one rank in float32, where FSDP2 has nothing to shard or
+    cast and its hooks took a fifth of a small model's step. None is one rank, too. Collective.
+
+    Args:
+        longest: tokens of the longest sequence that is trained.
+
+    Raises:
+        one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
+    """
+    if settings.compile:
+        refuse_unbuildable(device)
+    model = _held(build, settings, longest, device, backend)
+    if settings.compile:
+        compile_layers(model, build.setting)
+        warm_up(model, build.setting)
+    return model
+
+
+def _held(
+    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
+) -> Packed:
+    compute = compute_dtype(settings.dtype, device)
+    if backend is None or backend.mesh.size() == 1:
+        model = build.make(prepare(build.recipe.whole(), settings))
+        agree_on_layout(model, build.setting, build.kept, longest, None)
+        build.change(model, model.hf)
+        build.start(model)
+        if compute == torch.float32 and (backend is None or not backend.on_host):
+            return model.to(device)
+        assert backend is not None
+        backend.shard(model, compute)
+        return model
+    read = read_sharded(build, device, backend)
+    agree_on_layout(read, build.setting, "float32", longest, backend.mesh)
+    if read.sequence is not None and read.layout is not Layout.PACKED:
+        raise ConfigError(
+            f"{build.setting} runs unpacked, and ranks share packs alone. Set learner.sequence_parallel=1"
+        )
+    model = build.make(prepare(build.recipe.blank(), settings))
+    use_layout(model, read.layout)
+    build.change(model, read.hf)
+    backend.shard(model, compute)
+    take_over(model, read, home_of(backend, device))
+    build.start(model)
+    return model
+
+
+def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -> Packed:
+    """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
+    mesh = backend.mesh
+    model = build.make(build.recipe.blank().eval())
+    refuse_dims(model.hf.config, mesh, build.setting)
+    part = own_part(build.recipe, model.hf, mesh)
+    on_rank_zero(build.recipe.prove, mesh)
+    if part is None:
+        hf = on_rank_zero(build.recipe.load, mesh)
+        model = model if hf is None else build.make(hf.eval())
+        backend.shard(model, torch.float32, lambda module: fill_from_rank_zero(module, mesh))
+        return model
+    backend.shard(model, torch.float32)
+    give_memory(model, home_of(backend, device), device)
+    part.read_into(model.hf)
+    return model
+
+
+def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> None:
+    """Raises ConfigError where the ranks cannot compute the layers of the model together, or share its sequences."""
+    given, tensor, sequence = config.to_dict(), dim_size(mesh, TENSOR), SequenceRanks.here()
+    problem = (
+        not_together(given, tensor)
+        or not_shared(given, 1 if sequence is None else sequence.size, tensor)
+        or not_apart(given, dim_size(mesh, EXPERT))
+    )
+    if problem:
+        raise ConfigError(f"{setting}: {problem}")
+
+
+def home_of(backend: Backend, device: torch.device) -> torch.device:
+    """Where parameters lie of a model that computes on `device`."""
+    return torch.device("cpu") if backend.on_host else device
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, home: torch.device, device: torch.device) -> None:
+    """To every parameter that has none, a tied one once (`to_empty` parts those that are no DTensors), in `home`, and
+    to every buffer."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    made = {each: nn.Parameter(torch.empty_like(each, device=home), each.requires_grad) for each in set(named.values())}
+    model.load_state_dict({name: made[each] for name, each in named.items()}, strict=False, assign=True)
+    for name, buffer in model.named_buffers():
+        _put(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
+
+
+@torch.no_grad()
+def take_over(model: PackedModel, read: PackedModel, home: torch.device) -> None:
+    """Give `model` the weights and buffers of `read`, which is done with; parameters that it has beside them get memory
+    in `home`."""
+    weights = dict(read.named_parameters(remove_duplicate=False))
+    taken: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = weights.get(name.replace(".base_layer.", "."))
+        if found is not None:
+            taken[name] = found
+        elif parameter.is_meta:
+            taken[name] = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
+    model.load_state_dict(taken, strict=False, assign=True)
+    for name, buffer in read.named_buffers():
+        _put(model, name, buffer)
+
+
+def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
+    where, _, own = name.rpartition(".")
+    model.get_submodule(where)._buffers[own] = buffer
+
+
+def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
+    """By what it is computed, and why."""
+    if model.layout is not Layout.PACKED:
+        return "transformers' own, each sequence in a row"
+    if model.hf.config._attn_implementation == EXACT_PACKED_ATTENTION:
+        return "the kernels of engine.exact on rows of like length"
+    width = widest_head(model.hf.config.get_text_config(decoder=True))
+    return kernel_of(model.device, compute_dtype(settings.dtype, model.device), width).why
+
+
+def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Ready to train: nothing drawn at random, activation checkpointing where asked for.
+
+    The behaviour policy drops and draws nothing: what this one did would be noise in every log-ratio.
+    """
+    hf.eval()  # routers, too, draw when they are told that they are trained
+    if not config.activation_checkpointing:
+        return hf
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_options(config.checkpoint_keep))
+    layers = (module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer))
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % config.checkpoint_every == 0
+    for module in hf.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # asked by whoever keeps no activations; what is inside it stays as it is
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # OPT and others drop by hand
+    return hf

@@ -1,0 +1,157 @@
+"""The critic: a Hugging Face token classifier with one label, the value of each state, and its loss."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+
+from asyncrl.checks.architecture import longest_sequence
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.model.building import Build, built
+from asyncrl.learner.model.layout import with_our_attention
+from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
+from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.parallel.tensor import whole
+from asyncrl.schema import Config
+
+HEADS = ("score", "classifier")
+"""What transformers calls the linear layer of its token classifiers."""
+
+
+class CriticModel(PackedModel):
+    """Packed tokens in, the value of the state in which each chosen token was sampled out."""
+
+    entries = ("seen", "seen_alone")
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        """Raises ConfigError, see `value_head`."""
+        super().__init__(hf)
+        value_head(hf)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> Float[Tensor, " tokens"]:
+        """Values, fp32 [T], 0 outside `loss_positions`; from the token before: what was sampled is not yet seen."""
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        head = value_head(self.hf)
+        bias = None if head.bias is None else whole(head.bias).float()
+        found = functional.linear(hidden.float(), whole(head.weight).float(), bias)[:, 0]
+        values = self.told(found, mine, len(predictors))
+        return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
+
+    def seen(
+        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, "tokens width"]:
+        """Hidden states of unit size, since a new head's values are all 0 (see `layout.Probed`)."""
+        hidden, mine = self.states_at(ids, positions, torch.arange(len(ids), device=ids.device), packing)
+        return _of_unit_size(self.told(hidden, mine, len(ids)))
+
+    def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
+        """The same by nothing but transformers."""
+        return _of_unit_size(self.body(input_ids=ids[None], use_cache=False).last_hidden_state[0])
+
+
+def _of_unit_size(hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+    return functional.rms_norm(hidden.float(), hidden.shape[-1:])
+
+
+def value_head(hf: PreTrainedModel) -> nn.Linear:
+    """Raises ConfigError for an architecture whose token classifier ends otherwise."""
+    found = _heads(hf)
+    if not found:
+        raise ConfigError(
+            f"critic.path: {type(hf).__name__} does not end in a linear layer named {' or '.join(HEADS)}; use a model "
+            "whose token classifier does (Llama, Qwen2, Qwen3, Mistral)"
+        )
+    return found[0][1]
+
+
+def _heads(hf: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in hf.named_children() if name in HEADS and isinstance(module, nn.Linear)]
+
+
+def build_critic(config: Config, device: torch.device, backend: Backend | None) -> CriticModel:
+    """Load `critic.path` (default `model.path`) like the policy. A checkpoint without a value head gets one of zeros.
+
+    Raises:
+        ConfigError: it cannot be loaded as a token classifier with one label.
+    """
+    path = config.critic.path or config.model.path
+    build = Build(
+        setting=f"critic.path={path}",
+        recipe=Recipe(
+            path=path,
+            load=lambda: load_classifier(path),
+            build=lambda: blank_classifier(path),
+            may_lack=lambda hf: [f"{name}.{each}" for name, head in _heads(hf) for each, _ in head.named_parameters()],
+        ),
+        make=CriticModel,
+        kept="float32",
+    )
+    try:
+        return built(build, config.model, longest_sequence(config), device, backend)
+    except ConfigError:
+        raise  # a ValueError too, and complete as it is
+    except REFUSALS as error:
+        raise ConfigError(
+            f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
+            "a token classifier with num_labels=1"
+        ) from error
+
+
+OPTIONS: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+
+
+def load_classifier(path: str) -> PreTrainedModel:
+    options = OPTIONS | {"num_labels": 1, "output_loading_info": True}
+    with of_transformers():
+        hf, loaded = with_our_attention(partial(AutoModelForTokenClassification.from_pretrained, path, **options))
+    lacking = set(loaded["missing_keys"])
+    of_head = {key for key in lacking if key.partition(".")[0] in HEADS}
+    refuse_random(lacking - of_head)
+    if of_head:
+        for parameter in value_head(hf).parameters():
+            nn.init.zeros_(parameter)  # random values would send the first advantages astray
+    return hf
+
+
+def blank_classifier(path: str) -> PreTrainedModel:
+    with of_transformers():
+        settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
+        return with_our_attention(partial(AutoModelForTokenClassification.from_config, settings, **OPTIONS))
+
+
+def value_loss(
+    values: Float[Tensor, " T"],
+    targets: Float[Tensor, " T"],
+    old_values: Float[Tensor, " T"],
+    mask: Bool[Tensor, " T"],
+    clip: float,
+    tokens: float,
+) -> Float[Tensor, ""]:
+    """Half the squared error per loss token; with `clip`, that of a value moved at most so far from the old one where
+    that is the larger (PPO's value clipping).
+
+    Args:
+        targets, old_values: without gradient; the values of all updates of a batch are held to those before the first.
+        clip: 0 is none.
+        tokens: loss tokens of the whole minibatch, over all ranks and micro-batches.
+    """
+    error = (values - targets).square()
+    if clip > 0:
+        moved = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (moved - targets).square())
+    return 0.5 * torch.where(mask, error, 0.0).sum() / max(tokens, 1.0)

@@ -1,0 +1,283 @@
+"""How sequences go through a model: end to end in one pack, or each in a row of its own. Decided at load, by scoring.
+
+Packing is right where attention alone carries anything from token to token. Recurrent and convolutional layers, and
+attention that does not go through transformers' interface, run on across the border between two sequences and say
+nothing. So the model itself is asked, in float32: plain transformers, one sequence at a time, against the same
+sequences as training would run them. On several ranks it is sharded by then, and every one of them asks it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from asyncrl.checks.architecture import too_long_to_guess
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batch.packing import Packing, plan_packing
+from asyncrl.learner.model.attention import PACKED_ATTENTION, UnpackedCall
+from asyncrl.learner.parallel.collectives import is_first, text_of_rank_zero
+from asyncrl.learner.parallel.sharding import device_of
+from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, random_probes, tolerance
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (9, 14, 5)
+"""Of the sequences that are scored: short, since what runs over a border fades with the distance from it."""
+PROBES_IN_ROWS = 2
+"""So many of them where a pack is out of the question: what is asked is only whether padding does harm. The reference
+code of recurrent layers takes seconds a layer for each."""
+MANY = 50_000_000
+"""Parameters from which on more threads score sooner. In a smaller model they wait for each other longer than they
+compute, and burn the cores meanwhile that the engine starts on."""
+PACKABLE = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
+"""Kinds in a config's `layer_types` that a pack is right for. Of any other nothing short proves that it does:
+chunked attention, say, differs beyond its first chunk of 8,192 tokens."""
+CARRIES = re.compile(r"mamba|conv|rwkv|recurrent|rglru|delta|lightning|lstm|mixer", re.IGNORECASE)
+"""In the class names of layers that carry something from token to token beside the attention..."""
+CARRIES_NOT = re.compile(r"norm|block|decoder|mlp|conv\dd$", re.IGNORECASE)
+"""... and of what stands in and around them."""
+WAY_OUT = "Use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral), see docs/models.md"
+BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What a forward that somebody else wrote raises of tensors and arguments that it was not written for."""
+
+
+class Layout(str, Enum):
+    PACKED = "packed"
+    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences apart."""
+    ROWS = "rows"
+    """[B, L], padded at the end, with transformers' own attention: right wherever the model is causal."""
+
+
+class Probed(Protocol):
+    """What `choose_layout` asks of a model (`packed.PackedModel`)."""
+
+    hf: PreTrainedModel
+    layout: Layout
+
+    @property
+    def device(self) -> torch.device:
+        """On which it computes."""
+        ...
+
+    def seen(self, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """[T, ...] what is compared, as training computes it in `layout`."""
+        ...
+
+    def seen_alone(self, ids: Tensor) -> Tensor:
+        """[T, ...] the same of one sequence [T], as transformers computes it."""
+        ...
+
+    def settle(self) -> None:
+        """Called after these, come to their end or not."""
+        ...
+
+
+def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
+    """Set the layout of `model`. Collective where it is sharded.
+
+    Args:
+        name: of the setting and its value, for messages.
+        dtype: of the weights.
+        longest: tokens of the longest sequence that is trained.
+
+    Raises:
+        ConfigError: neither layout computes what transformers does.
+    """
+    refusal = None
+    try:
+        with every_core() if mesh is None and is_large(model.hf) else nullcontext():
+            told = choose_layout(model, name, dtype, longest).value
+    except ConfigError as error:
+        told, refusal = str(error), error
+    if mesh is not None:
+        told = text_of_rank_zero(told, device_of(mesh))
+    if told not in {layout.value for layout in Layout}:
+        raise refusal or ConfigError(told)
+    use_layout(model, Layout(told))
+
+
+def is_large(hf: PreTrainedModel) -> bool:
+    return sum(parameter.numel() for parameter in hf.parameters()) >= MANY
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """A rank is given a single thread; one that is alone has all cores to itself while it scores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def use_layout(model: Probed, layout: Layout) -> None:
+    model.layout = layout
+    # Not by set_attn_implementation: it leaves models alone whose attention knows no interface, and their masks too.
+    model.hf.config._attn_implementation = PACKED_ATTENTION if layout is Layout.PACKED else own_attention(model.hf)
+
+
+def own_attention(hf: PreTrainedModel) -> str:
+    """What transformers computes attention with in this model, where the learner does not."""
+    return "sdpa" if hf._supports_sdpa else "eager"
+
+
+def with_our_attention(make: Callable[..., Any]) -> Any:
+    """What `make` makes with it; with transformers' own where a model knows but a list of its own, as GPT-J."""
+    try:
+        return make(attn_implementation=PACKED_ATTENTION)
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        return make()
+
+
+@torch.no_grad()
+def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
+    """The layout in which `model` computes what transformers does; PACKED if both do.
+
+    Raises:
+        ConfigError: neither does, or the attention is of a kind that is refused.
+    """
+    if problem := too_long_to_guess(model.hf.config.to_dict(), longest):
+        raise ConfigError(f"{name}: {problem}")
+    probes = probes_for(model.hf)[: PROBES_IN_ROWS if foreign_kinds(model.hf) else None]
+    use_layout(model, Layout.ROWS)
+    device = model.device
+    try:
+        alone = tuple(_flat(model.seen_alone(torch.from_numpy(ids).long().to(device))) for ids in probes)
+    except BROKEN as error:
+        raise ConfigError(
+            f"{name}: transformers itself cannot score a sequence with it: {error!r}. {WAY_OUT}"
+        ) from error
+    finally:
+        model.settle()
+    if any(np.isnan(each).any() for each in alone):
+        raise ConfigError(
+            f"{name}: the scores that transformers itself gives a sequence are nan. Its weights are damaged, or those "
+            "of a run that diverged: give another checkpoint"
+        )
+    canary = Canary(sequences=probes, logprobs=alone, learner_dtype=dtype, wire_dtype=dtype)
+    reason = unpackable(model, canary, longest)
+    if not reason:
+        return Layout.PACKED
+    kind = type(model.hf).__name__
+    try:
+        found = apart(model, Layout.ROWS, canary)
+    except BROKEN as error:
+        raise ConfigError(f"{name}: the learner cannot run a {kind}: {error!r}. {WAY_OUT}") from error
+    if not fits(found, dtype):
+        raise ConfigError(
+            f"{name}: the learner does not compute what transformers does with a {kind}: scores of single sequences "
+            f"differ by up to {found.max:.3g}, packed or not. Its logits are more than lm_head(hidden), or it draws at "
+            f"random while it trains. {WAY_OUT}"
+        )
+    log.log(
+        logging.WARNING if is_first() else logging.DEBUG,  # every rank has asked the same
+        "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is right and costs more: a "
+        "prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
+        "their micro-batch",
+        *(name, kind, reason),
+    )
+    return Layout.ROWS
+
+
+def probes_for(hf: PreTrainedModel) -> tuple[NDArray[np.int32], ...]:
+    """[T] token ids each, within the model's vocabulary and positions."""
+    settings = hf.config.get_text_config(decoder=True)
+    longest = min(getattr(settings, "max_position_embeddings", None) or max(PROBE_LENGTHS), max(PROBE_LENGTHS))
+    drawn = random_probes(int(settings.vocab_size), 0, count=len(PROBE_LENGTHS), length=longest)
+    return tuple(ids[:length] for ids, length in zip(drawn, PROBE_LENGTHS, strict=True))
+
+
+def foreign_kinds(hf: PreTrainedModel) -> list[str]:
+    """Of its layers, by its config: those that no pack is right for."""
+    settings = hf.config.get_text_config(decoder=True)
+    return sorted(set(getattr(settings, "layer_types", None) or ()) - set(PACKABLE))
+
+
+def unpackable(model: Probed, canary: Canary, longest: int) -> str:
+    """Why `model` cannot be packed; empty if it can. Raises ConfigError for attention of a kind that is refused."""
+    settings = model.hf.config.get_text_config(decoder=True)
+    kinds = set(getattr(settings, "layer_types", None) or ())
+    if foreign_kinds(model.hf):
+        return f"it has layers of the kinds {', '.join(foreign_kinds(model.hf))}"
+    windows: set[int | None] = set()
+    try:
+        found = apart(model, Layout.PACKED, canary, windows.add)
+    except UnpackedCall:
+        return f"{_carriers(model.hf)} is not told where they begin"
+    except ConfigError:
+        raise
+    except BROKEN as error:
+        return f"a pack fails in it ({type(error).__name__}: {str(error)[:120]})"
+    if not fits(found, canary.learner_dtype):
+        return (
+            f"{_carriers(model.hf)} sees across their borders (scores packed and alone are up to {found.max:.3g} apart)"
+        )
+    window = getattr(settings, "sliding_window", None) or longest
+    slides = "sliding_attention" in kinds or not kinds
+    if slides and window < longest and windows <= {None}:
+        return f"only its attention mask knows the sliding window of {window} tokens"
+    return ""
+
+
+def apart(
+    model: Probed, layout: Layout, canary: Canary, note_window: Callable[[int | None], None] | None = None
+) -> Difference:
+    """How far `layout` is from `canary`, the sequences alone.
+
+    Args:
+        note_window: see `Packing`.
+    """
+    use_layout(model, layout)
+    ids, positions, packing = end_to_end(canary.sequences, model.device)
+    try:
+        seen = model.seen(ids, positions, replace(packing, note_window=note_window))
+    finally:
+        model.settle()
+    lengths = [len(each) for each in canary.sequences]
+    return compare(canary, [_flat(part) for part in seen.split(lengths)], _allowed(canary.learner_dtype).max)
+
+
+def end_to_end(sequences: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
+    """Ids [T], positions [T] and packing of sequences that share no prompt."""
+    lengths = np.array([len(ids) for ids in sequences])
+    total = int(lengths.sum())
+    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    ids = torch.from_numpy(np.concatenate(sequences)).long().to(device)
+    return ids, torch.from_numpy(positions).to(device), plan_packing(np.arange(total), lengths, total, device)
+
+
+def fits(found: Difference, dtype: str) -> bool:
+    """Whether a difference is rounding."""
+    return _allowed(dtype).admits(found)
+
+
+def _allowed(dtype: str) -> Tolerance:
+    # In bfloat16 rounding may choose other experts; this bound is that of a mixture, and not much wider than the other.
+    return tolerance(dtype, routed=True)
+
+
+def _flat(scores: Tensor) -> NDArray[np.float32]:
+    return scores.float().flatten().cpu().numpy()
+
+
+def _carriers(hf: PreTrainedModel) -> str:
+    """Class names of the layers that are to blame: those beside the attention, or else the attention itself."""
+    names = {type(module).__name__ for module in hf.modules() if not isinstance(module, PreTrainedModel)}
+    beside = {name for name in names if CARRIES.search(name) and not CARRIES_NOT.search(name)}
+    return ", ".join(sorted(beside or {name for name in names if "Attention" in name} or {type(hf).__name__}))

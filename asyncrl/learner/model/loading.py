@@ -1,0 +1,184 @@
+"""From a checkpoint to sharded weights: each rank reads its own part of the files (`reading`), so that nobody holds the
+model whole.
+
+Of what cannot be read so (no safetensors, files that not all ranks have alike, weights that are computed at the load)
+rank 0 reads all, and the others get their shards from it, a layer at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from asyncrl.learner.model.reading import (
+    Checkpoint,
+    EmptyOnMeta,
+    Piece,
+    Unreadable,
+    pieces_of,
+    read_own,
+    without_weights,
+)
+from asyncrl.learner.parallel.collectives import text_of_rank_zero, texts_of_ranks
+from asyncrl.learner.parallel.sharding import device_of
+from asyncrl.storage.sealed import is_sealed, verify_export
+
+log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
+"""What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
+
+
+@contextmanager
+def of_transformers() -> Iterator[None]:
+    """What the library raises of a checkpoint that it cannot load, as one of `REFUSALS`: it has no class of its own for
+    that (an ImportError of a quantizer, a config that fails its own checks)."""
+    try:
+        yield
+    except REFUSALS:
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def refuse_random(missing: Collection[str]) -> None:
+    """Raises ValueError where the checkpoint lacks weights: transformers makes them at random and says so in a log."""
+    if missing:
+        some = ", ".join(sorted(missing)[:4]) + (" ..." if len(missing) > 4 else "")
+        raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a model comes from its checkpoint."""
+
+    path: str
+    load: Callable[[], PreTrainedModel]
+    """Whole, by transformers. Raises one of `REFUSALS`."""
+    build: Callable[[], PreTrainedModel]
+    """From its config, at random."""
+    may_lack: Callable[[PreTrainedModel], list[str]] = lambda _: []
+    """Parameters that begin at 0 where the checkpoint has none."""
+
+    def whole(self) -> PreTrainedModel:
+        """One that a run exported is compared with its manifest first.
+
+        Raises:
+            CheckpointError: naming the file that was damaged since. One of `REFUSALS`.
+        """
+        self.prove()
+        return self.load()
+
+    def blank(self) -> PreTrainedModel:
+        """Without weights, with its buffers."""
+        with EmptyOnMeta():
+            return without_weights(self.build())
+
+    def prove(self) -> None:
+        """Raises CheckpointError."""
+        if is_sealed(Path(self.path)):
+            verify_export(Path(self.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """What this rank reads."""
+
+    checkpoint: Checkpoint
+    pieces: Mapping[str, list[Piece]]
+
+    def read_into(self, hf: nn.Module) -> None:
+        """Once `hf` is sharded and has memory; and close the files."""
+        read_own(hf, self.checkpoint, self.pieces)
+        self.checkpoint.opened.close()
+        whole = sum(parameter.numel() for parameter in hf.parameters())
+        log.info(
+            "rank %d has read %.3g GB of the checkpoint, %.3g GB of them at once, for its part of %s parameters",
+            *(dist.get_rank(), self.checkpoint.read_bytes / 1e9, self.checkpoint.largest / 1e9, f"{whole:,}"),
+        )
+
+
+def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPart | None:
+    """None, and a line in the log, where the ranks cannot each read their part of `blank`. Collective."""
+    device, part, said = device_of(mesh), None, "-"
+    try:
+        checkpoint = Checkpoint.of(recipe.path)
+        part = OwnPart(
+            checkpoint=checkpoint,
+            pieces=pieces_of(blank, checkpoint.shapes, may_lack=recipe.may_lack(blank)),
+        )
+        said = checkpoint.identity()
+    except (Unreadable, *REFUSALS) as error:
+        part, why = None, " ".join(str(error).split())
+        said = f"-{why}"
+    told = texts_of_ranks(said, device)
+    if len(set(told)) == 1 and part is not None:
+        return part
+    whys = [each[1:] for each in told if each.startswith("-")]
+    log.info("rank 0 reads all of %s: %s", recipe.path, whys[0] if whys else "not all ranks have the same files there")
+    if part is not None:
+        part.checkpoint.opened.close()
+    return None
+
+
+def on_rank_zero(work: Callable[[], Model | None], mesh: DeviceMesh) -> Model | None:
+    """What `work` returns on rank 0; None on the others, which wait. Collective.
+
+    Raises:
+        one of `REFUSALS`: of `work`; a ValueError that says the same on the other ranks,
+            which would else wait for a rank that is gone.
+    """
+    refusal, model = None, None
+    if dist.get_rank() == 0:
+        try:
+            model = work()
+        except REFUSALS as error:
+            refusal = error
+    said = text_of_rank_zero("" if refusal is None else str(refusal) or repr(refusal), device_of(mesh))
+    if said:
+        raise refusal or ValueError(said)
+    return model
+
+
+def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank what rank 0 has in `module`, as far as it is not sharded yet, bit for bit. Collective.
+
+    Raises:
+        RuntimeError: the ranks have built different models.
+    """
+    if mesh.size() == 1:
+        return
+    device, filled = device_of(mesh), {}
+    for table, name, tensor in _unsharded(module):
+        if tensor not in filled:
+            whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.data.to(device)
+            filled[tensor] = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+        table[name] = filled[tensor]  # the same one wherever it is tied to
+    layout = "; ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in filled.values())
+    if text_of_rank_zero(layout, device) != layout:
+        raise RuntimeError(f"rank {dist.get_rank()} has built another {type(module).__name__} than rank 0: {layout}")
+    for tensor in filled.values():
+        dist.broadcast(tensor.data, src=0)
+
+
+def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """`(where it stands, name, tensor)` of all parameters and buffers, tied ones once for each place."""
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
+            for name, tensor in list(table.items()):
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    yield table, name, tensor

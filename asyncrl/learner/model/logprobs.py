@@ -1,0 +1,186 @@
+"""Log-probs and entropies of chosen tokens straight from hidden states; fp32 [T, V] never exists as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from asyncrl.exact import kernels
+from asyncrl.learner.batch.support import Support
+from asyncrl.learner.memory_plan import head_backward_rows, head_rows
+
+NO_CHANCE = -1000.0
+"""A log-prob whose probability is 0 in float64, too."""
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    bias: Float[Tensor, " vocabulary"] | None,
+    targets: Tensor,
+    temperature: float,
+    support: Support | None = None,
+    *,
+    exact: bool = False,
+    through_entropy: bool = False,
+    wide: bool = False,
+) -> tuple[Tensor, Float[Tensor, " tokens"]]:
+    """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
+
+    With a `support` the softmax of each token is over its own: log p(a) - log p(support), and the entropy that of the
+    renormalised distribution. The gradient is exact, and zero at the logits outside.
+
+    float64 hidden states stay float64 (for checking); any other dtype is multiplied as it is, then raised to fp32.
+    Differentiable in hidden, weight and bias through the log-probs and, if asked for, through the entropy.
+
+    Args:
+        targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
+        exact: by the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
+        through_entropy: the entropy has a gradient, too; else it is a diagnostic.
+        wide: as `model.fp32_head`; the gradient of the weight is added up in fp32 in any case.
+    """
+    if wide:
+        hidden, weight, bias = _widened(hidden, weight, bias)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact, through_entropy)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def judged_logprobs(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    bias: Float[Tensor, " vocabulary"] | None,
+    targets: Int[Tensor, " tokens"],
+    *,
+    wide: bool = False,
+) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
+    """As `token_logprobs` at temperature 1; and whether each target is the likeliest token, or as likely."""
+    if wide:
+        hidden, weight, bias = _widened(hidden, weight, bias)
+    logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
+    likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
+    for rows in _chunks(len(targets), head_rows(len(weight))):
+        logits = _logits(hidden, weight, bias, 1.0, None, rows)
+        chosen = logits.gather(-1, targets[rows, None])[:, 0]
+        logprobs[rows] = chosen - logits.logsumexp(-1)
+        likeliest[rows] = chosen >= logits.amax(-1)
+    return logprobs, likeliest
+
+
+@torch.no_grad()
+def largest_logits(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    bias: Float[Tensor, " vocabulary"] | None,
+) -> Float[Tensor, " tokens"]:
+    """Largest |logit| of each token's distribution, fp32 (float64 of float64)."""
+    chunks = _chunks(len(hidden), head_rows(len(weight)))
+    found = [_logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in chunks]
+    return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
+
+
+def _chunks(tokens: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+
+
+def _columns(values: Tensor, rows: slice) -> Tensor:
+    """[rows, columns]"""
+    return values[rows, None] if values.ndim == 1 else values[rows]
+
+
+def _widened(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is multiplied in fp32 where the model computes in less (`asyncrl.exact.wide_head`)."""
+    dtype = _wide(hidden)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    support: Support | None,
+    rows: slice,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
+) -> Tensor:
+    """Of tokens `rows`."""
+    logits = product(hidden[rows], weight, bias).to(_wide(hidden))
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
+    return logits if support is None else support.narrow(logits, rows)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps one log-normaliser per token; backward computes each chunk's logits again, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        support: Support | None,
+        exact: bool,
+        through_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        product, total = (kernels.linear, kernels.logsumexp) if exact else (functional.linear, _logsumexp)
+        factors = kernels.rounded_weight(weight) if exact else weight
+        logprobs = torch.empty(targets.shape, dtype=_wide(hidden), device=hidden.device)
+        entropy, normaliser = (logprobs.new_empty(len(targets)) for _ in range(2))
+        for rows in _chunks(len(targets), head_rows(len(weight))):
+            logits = _logits(hidden, factors, bias, temperature, support, rows, product)
+            normaliser[rows] = total(logits)
+            chosen = logits.gather(-1, _columns(targets, rows)) - normaliser[rows, None]
+            logprobs[rows] = chosen.view_as(logprobs[rows])
+            mean_logit = torch.linalg.vecdot(functional.softmax(logits, -1), logits)
+            entropy[rows] = normaliser[rows] - mean_logit
+        ctx.temperature, ctx.support = temperature, support
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy if through_entropy else None)
+        if not through_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None, None]:
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
+        d_bias = None if bias is None else torch.zeros(bias.shape, dtype=_wide(hidden), device=bias.device)
+        plain = ctx.support is None and entropy is None
+        each = head_backward_rows(len(weight), hidden.device.type, plain=plain)
+        for rows in _chunks(len(targets), each):
+            logits = _logits(hidden, weight, bias, ctx.temperature, ctx.support, rows)
+            scale = _columns(gradients[0], rows) / ctx.temperature
+            logits.sub_(normaliser[rows, None])
+            factor = -scale.sum(-1, keepdim=True)
+            if entropy is not None:  # d entropy / d logit = -p (log p + entropy)
+                rise = gradients[1][rows, None] / ctx.temperature
+                # Outside a support stands the lowest number: times a gradient it would be infinite, and 0 * that NaN.
+                factor = factor - rise * (logits.clamp(min=NO_CHANCE) + entropy[rows, None])
+            d_logits = logits.exp_().mul_(factor)
+            d_logits.scatter_add_(-1, _columns(targets, rows), scale)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            d_hidden[rows] = d_logits @ weight
+            if hidden.dtype == d_weight.dtype:
+                d_weight.addmm_(d_logits.t(), hidden[rows])
+            else:
+                d_weight += d_logits.t() @ hidden[rows]
+            del logits, d_logits  # else they are there while the next chunk's are made
+        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None

@@ -1,0 +1,302 @@
+"""The policy: a Hugging Face causal LM that turns a packed micro-batch into log-probs, sharded with FSDP2.
+
+The reference and the averaged policy are the same class; the critic (critic.py) shares the packed backbone (packed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from asyncrl.checks.architecture import foreign_maths, longest_sequence
+from asyncrl.checks.dtypes import dtype_on
+from asyncrl.errors import ConfigError
+from asyncrl.exact.model import make_exact
+from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.batch.support import Support
+from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
+from asyncrl.learner.model.building import DTYPES, Build, built
+from asyncrl.learner.model.flops import Work
+from asyncrl.learner.model.layout import with_our_attention
+from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
+from asyncrl.learner.model.logprobs import judged_logprobs, largest_logits, token_logprobs
+from asyncrl.learner.model.lora import Adapters, add_adapters, base_fingerprint, start_adapters
+from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.routing import RouterReplay
+from asyncrl.learner.model.scores import refuse_scores
+from asyncrl.learner.parallel.tensor import whole
+from asyncrl.schema import Config, ModelConfig
+from asyncrl.types import Routers
+
+WRAPPER_PREFIX = "hf."
+
+
+class PolicyModel(PackedModel):
+    """Packed tokens in, log-probs of chosen tokens out."""
+
+    adapters: Adapters | None = None
+    """With LoRA: what is trained; all else is frozen."""
+    exact: bool = False
+    """Log-probs are bit for bit those of an exact engine (`compute_exactly`)."""
+    through_entropy: bool = False
+    """The entropy has a gradient: the loss has a bonus for it (`loss.entropy_coef`)."""
+    entries = ("judge", "probed", "seen_alone")
+
+    fp32_head: bool = False
+    """As `model.fp32_head`."""
+    replay: RouterReplay | None = None
+    """With `learner.router_replay`: its routers choose what `Packing.routing` says."""
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+        temperature: float,
+        support: Support | None = None,
+        candidates: Int[Tensor, "chosen k"] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-prob of each token at `loss_positions` given what precedes it in its sequence, and the entropy there.
+
+        Args:
+            loss_positions: places in [T] whose log-prob is wanted; the head is applied for no others.
+            predictors: place of the token before each of them in its sequence.
+            temperature: that of the sampling; logits are divided by it.
+            support: what each token at `loss_positions` was drawn from; None is the whole vocabulary.
+            candidates: other tokens whose log-probs are wanted there.
+
+        Returns:
+            learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only where it
+            is asked for. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
+        """
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        wanted = input_ids.index_select(0, loss_positions)
+        if candidates is not None:
+            wanted = torch.cat([wanted[:, None], candidates], 1)
+        if mine is not None:
+            wanted, support = wanted[mine], None if support is None else support.of(mine)
+        how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
+        scores = token_logprobs(hidden, *self.head_weights, wanted, temperature, support, **how)
+        found, entropy = (self.told(each, mine, len(predictors)) for each in scores)
+        zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
+        chosen = found if candidates is None else found[:, 0]
+        of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
+        return of_tokens if candidates is None else (*of_tokens, found[:, 1:])
+
+    @property
+    def routers(self) -> Routers | None:
+        """Those that follow; None where they choose for themselves."""
+        return None if self.replay is None else self.replay.routers
+
+    @cached_property
+    def work(self) -> Work:
+        """What a token costs."""
+        return Work.of(self.hf, self.hf.config.to_dict(), self.head)
+
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the head, whole on every rank while it computes."""
+        bias = self.head.bias
+        return whole(self.head.weight), None if bias is None else whole(bias)
+
+    @property
+    def head(self) -> nn.Linear:
+        """From the last hidden states to logits."""
+        head = self.hf.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @torch.no_grad()
+    def judge(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
+        """Log-probs as `forward` gives them at temperature 1, and which tokens greedy decoding would have written."""
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        wanted = input_ids.index_select(0, loss_positions)
+        wanted = wanted if mine is None else wanted[mine]
+        logprobs, likeliest = judged_logprobs(hidden, *self.head_weights, wanted, wide=self.fp32_head)
+        counted = self.told(likeliest.to(logprobs.dtype), mine, len(predictors))
+        return self.told(logprobs, mine, len(predictors)), counted.bool()
+
+    @torch.no_grad()
+    def probed(
+        self,
+        input_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        loss_positions: Int[Tensor, " chosen"],
+        predictors: Int[Tensor, " chosen"],
+        packing: Packing,
+    ) -> tuple[Float[Tensor, " chosen"], Float[Tensor, " chosen"]]:
+        """Log-probs as `forward` gives them at temperature 1, to the bit; and the largest |logit| beside each."""
+        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        wanted = input_ids.index_select(0, loss_positions)
+        wanted = wanted if mine is None else wanted[mine]
+        weight, bias = self.head_weights
+        logprobs, _ = token_logprobs(hidden, weight, bias, wanted, 1.0, exact=self.exact, wide=self.fp32_head)
+        found = logprobs, largest_logits(hidden, weight, bias)
+        logprobs, largest = (self.told(each, mine, len(predictors)) for each in found)
+        return logprobs, largest
+
+    def seen(
+        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
+    ) -> Float[Tensor, " tokens"]:
+        """Log-prob of every token but the first of each sequence (0) at temperature 1; see `layout.Probed`."""
+        chosen = positions.nonzero()[:, 0]
+        return self(ids, positions, chosen, chosen - 1, packing, 1.0)[0]
+
+    def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """The same by nothing but transformers."""
+        logits = self.hf(input_ids=ids[None], use_cache=False).logits[0].float()
+        scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        return torch.cat([scored.new_zeros(1), scored])
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What is published: `(Hugging Face name, parameter or its DTensor)`; a tied parameter once, under its first
+        name. With LoRA the adapters alone (`weights.adapter`)."""
+        if self.adapters is not None:
+            yield from self.adapters.published()
+            return
+        for name, parameter in self.named_parameters():
+            yield name.removeprefix(WRAPPER_PREFIX), parameter.detach()
+
+
+def build_model(
+    config: Config,
+    device: torch.device,
+    backend: Backend | None,
+    *,
+    path: str = "",
+    frozen: bool = False,
+    exact: bool = False,
+) -> PolicyModel:
+    """Load a policy with fp32 master weights on `device`, held by `backend` (None: a single rank).
+
+    With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
+
+    Args:
+        path: of the checkpoint, as `reference.path`; empty is `model.path`.
+        frozen: without gradients: the reference, the averaged policy.
+        exact: as `engine.exact`.
+
+    Raises:
+        ConfigError: the checkpoint cannot be loaded, or computes its logits in a way the learner does not.
+    """
+    settings = replace(config.model, path=path or config.model.path)
+    setting = f"reference.path={path}" if path else f"model.path={settings.path}"
+    adapted = settings.lora_rank > 0 and not frozen
+    kept = dtype_on(settings.dtype, device.type) if adapted else "float32"
+
+    def change(model: PolicyModel, read: nn.Module) -> None:
+        refuse_scores(config, model.hf.config, device, model.layout)
+        model.fp32_head = settings.fp32_head
+        if exact:
+            compute_exactly(model, device)
+        if frozen:
+            model.requires_grad_(False)
+        if adapted:
+            model.adapters = add_adapters(model.hf, settings, base_fingerprint(read))
+
+    def start(model: PolicyModel) -> None:
+        if model.adapters is not None:
+            start_adapters(model.adapters, config.seed)
+
+    with as_causal_lm(setting):
+        recipe = causal_lm(settings, setting, DTYPES[kept])
+        build = Build(
+            setting=setting,
+            recipe=recipe,
+            make=PolicyModel,
+            kept=kept,
+            change=change,
+            start=start,
+        )
+        return built(build, settings, longest_sequence(config), device, backend)
+
+
+def compute_exactly(model: PolicyModel, device: torch.device) -> None:
+    """Let `model`, in float32, compute the log-probs of an exact engine, however it is packed or sharded.
+
+    Raises:
+        ConfigError: see `make_exact`.
+    """
+    make_exact(model.hf, device)
+    model.exact = True
+    model.hf.config._attn_implementation = EXACT_PACKED_ATTENTION
+
+
+def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.float32) -> Recipe:
+    """Of the Hugging Face model with our attention, on the CPU.
+
+    Args:
+        setting: where it comes from, for messages: `model.path=...`.
+
+    Raises:
+        ConfigError: it computes its logits in a way the learner does not. One of `REFUSALS`: there is no config.
+    """
+    with of_transformers():
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    problem = foreign_maths(hf_config.to_dict())
+    if problem:
+        raise ConfigError(f"{setting}: {problem}")
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
+
+    def build() -> PreTrainedModel:
+        with of_transformers():
+            model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
+        with suppress(OSError):  # a checkpoint need not bring any
+            model.generation_config = GenerationConfig.from_pretrained(config.path)
+        return model
+
+    load = partial(with_our_attention, partial(_load_whole, config.path, options))
+    return Recipe(path=config.path, load=load, build=build)
+
+
+@contextmanager
+def as_causal_lm(setting: str) -> Iterator[None]:
+    """Raises ConfigError of whatever the checkpoint of a setting cannot be loaded for."""
+    try:
+        yield
+    except ConfigError:
+        raise  # a ValueError too, and complete as it is
+    except REFUSALS as error:
+        raise ConfigError(
+            f"{setting} cannot be loaded as a causal LM: {error}. "
+            "Give a directory with config.json and *.safetensors, or a hub name"
+        ) from error
+
+
+def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:
+    """Raises one of `REFUSALS`, also where the checkpoint lacks a weight."""
+    with of_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
+    model, found = loaded
+    refuse_random(found["missing_keys"])
+    _refuse_untied(model)
+    return model
+
+
+def _refuse_untied(model: PreTrainedModel) -> None:
+    """Raises ValueError where the checkpoint has two weights that its config calls one: transformers takes both, and a
+    model that is built from the config alone, as vLLM's and that of another rank, has one."""
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(other):
+            raise ValueError(
+                f"its config.json says tie_word_embeddings, and its {name} is another than its {other}. Write "
+                '"tie_word_embeddings": false there, or leave one of the two out'
+            )

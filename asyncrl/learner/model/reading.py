@@ -1,0 +1,229 @@
+"""Each rank reads its own part of a checkpoint, straight from the slices of its safetensors: nobody holds it whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from asyncrl.learner.parallel.sharding import Range, own_ranges
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """A model built under this has its weights on `meta`, and its buffers real: those that no checkpoint has (the
+    frequencies of rotary embeddings) are computed as it is built, and after it from nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        return func(*args, **(options | {"device": "meta"} if func is torch.empty else options))
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, built under `EmptyOnMeta`, with the rest of its parameters (norms, biases) on `meta` too."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                new = moved.setdefault(parameter, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
+                module._parameters[name] = new
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where a tensor of the checkpoint lies in one of the model."""
+
+    source: str
+    region: tuple[Range, ...]
+    """Of the model's tensor."""
+    stacked: bool = False
+    """The checkpoint's has not got the first dimension: it is one expert of a layer."""
+
+
+class Unreadable(Exception):
+    """Why the ranks cannot each read their part."""
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The safetensors of a model, opened; tensors by their names in the files."""
+
+    files: Mapping[str, Any]
+    """Name -> the open file that has it."""
+    shapes: Mapping[str, tuple[int, ...]]
+    opened: ExitStack
+    read_bytes: int = 0
+    """So far, as they are stored."""
+    largest: int = field(default=0)
+    """Bytes of the largest slice so far: what is held beside the weights."""
+
+    @classmethod
+    def of(cls, path: str) -> Checkpoint:
+        """Raises Unreadable, OSError, SafetensorError."""
+        opened, files, shapes = ExitStack(), dict[str, Any](), dict[str, tuple[int, ...]]()
+        for file in files_of(path):
+            each = opened.enter_context(safe_open(file, framework="pt"))
+            for name in each.keys():  # noqa: SIM118 (not a dict)
+                files[name], shapes[name] = each, tuple(each.get_slice(name).get_shape())
+        return cls(files=files, shapes=shapes, opened=opened)
+
+    def identity(self) -> str:
+        """Of names, shapes, dtypes and the first row of every tensor: two machines may have other files in a folder of
+        one name, and their parts would make a model that nobody trained."""
+        digest = xxhash.xxh3_128()
+        for name, file in sorted(self.files.items()):
+            part = file.get_slice(name)
+            digest.update(f"{name}{part.get_shape()}{part.get_dtype()};".encode())
+            row = file.get_tensor(name) if not part.get_shape() else part[:1]
+            digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def read(self, name: str, ranges: Sequence[Range]) -> Tensor:
+        """The slice, on the host, in the dtype that it is stored in."""
+        file = self.files[name]
+        found = file.get_slice(name)[tuple(slice(*each) for each in ranges)] if ranges else file.get_tensor(name)
+        self.read_bytes += found.nbytes
+        self.largest = max(self.largest, found.nbytes)
+        return found
+
+    def fill(self, target: Tensor, own: Sequence[Range], pieces: Sequence[Piece]) -> None:
+        """`target`, which is the part `own` of a tensor made of `pieces`. 0 where there are none."""
+        if not pieces:
+            target.zero_()
+        for piece in pieces:
+            common = [(max(mine[0], its[0]), min(mine[1], its[1])) for mine, its in zip(own, piece.region, strict=True)]
+            if any(last <= first for first, last in common):
+                continue
+            inside = [(a - its[0], b - its[0]) for (a, b), its in zip(common, piece.region, strict=True)]
+            found = self.read(piece.source, inside[1:] if piece.stacked else inside)
+            there = target[tuple(slice(a - mine[0], b - mine[0]) for (a, b), mine in zip(common, own, strict=True))]
+            there.copy_(found.view(there.shape))
+
+
+def files_of(path: str) -> list[Path]:
+    """Raises Unreadable where the checkpoint has none; OSError where it cannot be fetched."""
+    options: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    # A file of its own goes before shards that lie beside it, as where transformers loads a model whole.
+    whole = cached_file(path, SAFE_WEIGHTS_NAME, **options)
+    index = None if whole else cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ()
+    found = [cached_file(path, name, **options) for name in names] or [whole]
+    if None in found:
+        raise Unreadable("it has no safetensors")
+    return [Path(str(file)) for file in found]
+
+
+def pieces_of(
+    hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, may_lack: Sequence[str] = ()
+) -> dict[str, list[Piece]]:
+    """Of every parameter, once, and of every buffer that is saved: where it is in a checkpoint of such `shapes`.
+
+    Args:
+        hf: without weights.
+        may_lack: names of parameters that begin at 0 where the checkpoint has none.
+
+    Raises:
+        Unreadable: it is not all there under its own name and in its own shape, or is more than copied at a load.
+    """
+    if getattr(hf.config, "quantization_config", None) is not None:
+        raise Unreadable("it is quantized")
+    kept = hf._keep_in_fp32_modules or hf._keep_in_fp32_modules_strict
+    if kept and hf.dtype != torch.float32:
+        raise Unreadable(f"{', '.join(sorted(kept))} stay in float32")
+    converted = _stacks(hf, shapes)
+    aliases = _aliases(hf)
+    found: dict[str, list[Piece]] = {}
+    for name, tensor in [*hf.named_parameters(), *_saved_buffers(hf)]:
+        others = [each for each in aliases.get(name, [name]) if each in shapes]
+        if len(others) > 1:
+            raise Unreadable(f"it has {' and '.join(others)}, which are one in the model")
+        if name in converted:
+            found[name] = converted[name]
+        elif others and shapes[others[0]] == tuple(tensor.shape):
+            found[name] = [Piece(source=others[0], region=tuple((0, size) for size in tensor.shape))]
+        elif not others and name in may_lack:
+            found[name] = []
+        else:
+            raise Unreadable(f"it has no {name} of shape {tuple(tensor.shape)}")
+    if unmade := [name for name, buffer in hf.named_buffers() if buffer.is_meta and name not in found]:
+        raise Unreadable(f"{', '.join(unmade)} is in no checkpoint")
+    return found
+
+
+def _aliases(hf: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {each[0]: each for each in names.values()}
+
+
+def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = hf.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
+
+
+def _stacks(hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+    """Parameters that transformers stacks of the experts of a layer, where the checkpoint has those one by one."""
+    found: dict[str, list[Piece]] = {}
+    for rule in get_model_conversion_mapping(hf):
+        if not isinstance(rule, WeightConverter):
+            continue
+        (target,) = rule.target_patterns if len(rule.target_patterns) == 1 else ("",)
+        for name, parameter in hf.named_parameters():
+            if not target or not name.endswith(target):
+                continue
+            prefix, (experts, *rest) = name.removesuffix(target), parameter.shape
+            sources = [[prefix + each.replace("*", str(e)) for each in rule.source_patterns] for e in range(experts)]
+            if any(each not in shapes for expert in sources for each in expert):
+                continue  # under its own name, or refused
+            if not _only_stacks(rule) or len(rest) != 2:
+                raise Unreadable(f"{name} is made of others at a load")
+            found[name] = [piece for e, expert in enumerate(sources) for piece in _of_expert(e, expert, shapes)]
+            if found[name][-1].region[1][1] != rest[0]:
+                raise Unreadable(f"the experts of {name} are of other shapes")
+    return found
+
+
+def _only_stacks(rule: WeightConverter) -> bool:
+    """Experts one behind the other, their matrices one below the other."""
+    stack, *below = rule.operations
+    whole = isinstance(stack, MergeModulelist) and stack.dim == 0
+    return whole and all(isinstance(each, Concatenate) and each.dim == 1 for each in below) and len(below) <= 1
+
+
+def _of_expert(number: int, sources: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[Piece]:
+    pieces, row = list[Piece](), 0
+    for source in sources:
+        rows, columns = shapes[source]
+        region = ((number, number + 1), (row, row + rows), (0, columns))
+        pieces.append(Piece(source=source, region=region, stacked=True))
+        row += rows
+    return pieces
+
+
+@torch.no_grad()
+def read_own(hf: nn.Module, checkpoint: Checkpoint, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    """Fill this rank's part of every parameter of `hf`, and the buffers that are saved."""
+    for name, parameter in hf.named_parameters():
+        local, own = own_ranges(parameter)
+        checkpoint.fill(local, own, pieces[name])
+    for name, buffer in _saved_buffers(hf):
+        checkpoint.fill(buffer, [(0, size) for size in buffer.shape], pieces[name])

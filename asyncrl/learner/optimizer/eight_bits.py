@@ -1,0 +1,144 @@
+"""AdamW whose moments are kept in 8 bits (`learner.optimizer=adamw_8bit`).
+
+A moment of a matrix is, for each number, one of 256 levels between -1 and 1 (the second moment: 0 and 1), times the
+largest of the 32 numbers of its row that it is among: block-wise dynamic quantisation, arXiv 2110.02861, section 2.
+Blocks lie within rows, and ranks cut matrices between rows, or at the end of a block: codes and scales are sharded as
+their parameter is, and any layout reads them from a checkpoint to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.memory_plan import BLOCK, in_eight_bits
+from asyncrl.learner.optimizer.one_by_one import MOMENTS, OneByOne, step_one
+from asyncrl.learner.parallel.sharding import local
+
+SCALE = "_scale"
+"""After the name of a moment, in the state of a parameter and in checkpoints."""
+CHUNK = 1 << 20
+"""Numbers of a parameter that step at once: about 30 bytes of each come and go beside them."""
+
+
+@cache
+def levels(signed: bool, device: torch.device) -> Tensor:
+    """[256] float32, ascending: 0, 1, and for each decade from 1e-6 up twice as many as in the one below, each in the
+    middle of its share of the decade; half of them negative where `signed`, where -1 is none."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        middles = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6)).tolist()
+        found += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+
+
+@cache
+def _between(signed: bool, device: torch.device) -> Tensor:
+    """[255]: where the nearest level changes."""
+    every = levels(signed, device)
+    return (every[1:] + every[:-1]) / 2
+
+
+def quantise(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """The nearest levels; of a second moment above 0 never that of 0: its number would step by its first moment over
+    eps.
+
+    Args:
+        moment: [R, N] float32, N a multiple of BLOCK.
+
+    Returns:
+        Codes [R, N] uint8, and scales [R, N / BLOCK] float32.
+    """
+    blocks = moment.unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1)
+    shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    codes = torch.bucketize(shares, _between(signed, moment.device), out_int32=True)
+    if not signed:
+        codes = codes.maximum((blocks > 0).int())
+    return codes.to(torch.uint8).flatten(-2), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """[R, N] float32 of the codes [R, N] and scales [R, N / BLOCK]."""
+    shares = levels(signed, codes.device)[codes.int()]
+    return (shares.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
+
+
+def check_blocks(parameters: Iterable[Tensor]) -> None:
+    """Raises ConfigError: a rank would have a part of a block."""
+    for parameter in parameters:
+        width = local(parameter).shape[-1] if parameter.ndim else 0
+        if in_eight_bits(parameter.shape) and width % BLOCK:
+            raise ConfigError(
+                f"learner.optimizer=adamw_8bit has one scale for {BLOCK} numbers of a row, and learner.tensor_parallel "
+                f"cuts rows of {parameter.shape[-1]} into {width}, no multiple of {BLOCK}. Take a smaller "
+                "learner.tensor_parallel or learner.optimizer=adamw"
+            )
+
+
+class EightBits(OneByOne):
+    """Matrices step a chunk after the other; what `in_eight_bits` leaves out keeps moments in float32. No compiler is
+    needed. The step itself takes the moments as they were computed: they are rounded for the next one."""
+
+    def _step_of(self, parameter: nn.Parameter, kept: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        if not kept:
+            kept |= _nothing_yet(parameter)
+        assert parameter.grad is not None
+        values, gradient, count = local(parameter), local(parameter.grad), kept["step"]
+        if MOMENTS[0] + SCALE not in kept:
+            step_one(values, gradient, [count, *(local(kept[name]) for name in MOMENTS)], group)
+            return
+        width = values.shape[-1]
+        # A view, or a copy would step in its place.
+        rows, gradients = values.view(-1, width), gradient.reshape(-1, width)
+        coded = [
+            (local(kept[name]).view(-1, width), local(kept[name + SCALE]).view(-1, width // BLOCK), name == MOMENTS[0])
+            for name in MOMENTS
+        ]
+        at_once = max(1, CHUNK // width)
+        for begin in range(0, len(rows), at_once):
+            cut = slice(begin, begin + at_once)
+            moments = [dequantise(codes[cut], scales[cut], signed=signed) for codes, scales, signed in coded]
+            step_one(rows[cut], gradients[cut], [count.clone(), *moments], group)  # it counts, each chunk the same
+            for (codes, scales, signed), moment in zip(coded, moments, strict=True):
+                codes[cut], scales[cut] = quantise(moment, signed=signed)
+        count.add_(1)
+
+    def _home(self, parameter: nn.Parameter) -> torch.device:
+        return parameter.device
+
+
+def in_fewer_bits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some moment is."""
+    return any(MOMENTS[0] + SCALE in kept for kept in optimizer.state.values())
+
+
+def _nothing_yet(parameter: nn.Parameter) -> dict[str, Tensor]:
+    kept = {"step": torch.zeros((), device=parameter.device)}
+    if not in_eight_bits(parameter.shape):
+        return kept | {name: torch.zeros_like(parameter) for name in MOMENTS}
+    for name in MOMENTS:
+        kept[name] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.contiguous_format)
+        kept[name + SCALE] = _scales_of(parameter)
+    return kept
+
+
+def _scales_of(parameter: nn.Parameter) -> Tensor:
+    """0 for every block: with it every code is one of 0."""
+    part = local(parameter)
+    scales = torch.zeros((*part.shape[:-1], part.shape[-1] // BLOCK), device=part.device)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // BLOCK))
+    whole = torch.empty(shape, device="meta")
+    sharded = DTensor.from_local(
+        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=whole.stride()
+    )
+    return sharded.to(part.device)  # with learner.offload=all it has put them where the mesh computes

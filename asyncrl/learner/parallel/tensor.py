@@ -1,0 +1,189 @@
+"""Tensor parallelism: neighbouring ranks compute every layer together, each with some of its heads and of its inner
+width (Megatron-LM, arXiv 1909.08053, section 3).
+
+    x ---copy---> q, k, v, gate, up: rows of the weight ---> heads ---> o, down: columns of the weight ---sum---> y
+         backward: sum                                                               backward: copy
+
+Weights are DTensors over the `tensor` dimension of the mesh, which FSDP2 cuts again; what is computed with are the
+local parts. Embedding and head are cut too, and are whole while they compute: every rank has all logits. What is
+cut in no plan (norms) is the same on every rank.
+
+Adapters (LoRA) are cut as their layer is, in the dimension that they share with it; the other one has their rank:
+
+    of rows:     x ---> A, whole ---copy---> B: rows ---> added to what this rank has of the output
+    of columns:  what this rank has of x ---> A: columns ---sum---> B, whole ---> added to y
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from asyncrl.checks.parallel import TENSOR
+from asyncrl.learner.parallel.sharding import dim_size
+
+BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
+"""What the plans of transformers call them: by what is left of the output."""
+PER_HEAD = ("q_norm", "k_norm")
+"""Norms of single heads: each rank has seen its own, so their gradients are added up."""
+WHOLE = "whole"
+"""Of a matrix that every rank has and computes with: that half of an adapter which is not cut."""
+OF_ADAPTERS = {("lora_A", BY_ROWS): WHOLE, ("lora_B", BY_COLUMNS): WHOLE}
+"""The other halves are cut as their layer."""
+
+
+def plan_of(hf: PreTrainedModel) -> dict[str, str]:
+    """Last names of the linear layers that are cut -> how, from the model's own plan."""
+    plan = hf.config.get_text_config(decoder=True).base_model_tp_plan or {}
+    return {name.rpartition(".")[2]: style for name, style in plan.items() if style in (BY_ROWS, BY_COLUMNS)}
+
+
+def cut(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Cut the parameters in `module` that are not sharded yet over the `tensor` ranks of `mesh`, and let it compute
+    with the parts. Nothing where there is one such rank."""
+    if dim_size(mesh, TENSOR) == 1:
+        return
+    tensor = mesh[TENSOR]
+    done: dict[Tensor, nn.Parameter] = {}
+    for name, child in module.named_modules():
+        own = {key: each for key, each in child._parameters.items() if each is not None}
+        if not own or any(isinstance(each, DTensor) for each in own.values()):
+            continue
+        last, style = style_of(name, plan)
+        for key, parameter in own.items():
+            if parameter not in done:
+                part = distribute_tensor(
+                    parameter.data, tensor, [_placement(child, key, style, tensor.size())], src_data_rank=None
+                )
+                done[parameter] = nn.Parameter(part, parameter.requires_grad)
+            child._parameters[key] = done[parameter]
+        child.forward = _forward(child, style, last in PER_HEAD, tensor.get_group())
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> tuple[str, str]:
+    """Last name of the layer that a module is, or is an adapter of, and how the module is cut; empty: as `plan` does
+    not say."""
+    path = name.removesuffix(".base_layer").split(".")
+    if len(path) > 2 and path[-2] in ("lora_A", "lora_B"):
+        style = plan.get(path[-3], "")
+        return path[-3], OF_ADAPTERS.get((path[-2], style), style)
+    return path[-1], plan.get(path[-1], "")
+
+
+def _placement(module: nn.Module, key: str, style: str, ranks: int) -> Placement:
+    if style == BY_COLUMNS:
+        return Shard(1) if key == "weight" else Replicate()
+    if style == WHOLE:
+        return Replicate()
+    # Embedding and head are cut to be held alone, that of a critic, which has one row, is not.
+    wide = style == BY_ROWS or (isinstance(module, (nn.Embedding, nn.Linear)) and len(module.weight) >= ranks)
+    return Shard(0) if wide else Replicate()
+
+
+def _forward(module: nn.Module, style: str, per_head: bool, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Of `module`, whose parameters are DTensors over `group` by the time that it is called."""
+    if style == BY_ROWS:
+        return partial(_by_rows, module, group)
+    if style == BY_COLUMNS:
+        return partial(_by_columns, module, group)
+    # With the forward of its class, and its parameters wherever FSDP2 puts them.
+    return partial(_with_whole, copy.copy(module), per_head)
+
+
+def _by_rows(module: nn.Module, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    weight, bias = (_part(module._parameters[key], Shard(0)) for key in ("weight", "bias"))
+    assert weight is not None
+    return functional.linear(_Copied.apply(x, group), weight, bias)  # pyright: ignore[reportArgumentType]
+
+
+def _by_columns(module: nn.Module, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    weight, bias = _part(module._parameters["weight"], Shard(1)), module._parameters["bias"]
+    assert weight is not None
+    total: Tensor = _Summed.apply(functional.linear(x, weight), group)  # pyright: ignore[reportAssignmentType]
+    return total if bias is None else total + whole(bias)
+
+
+def _with_whole(plain: nn.Module, per_head: bool, *args: Any, **kwargs: Any) -> Any:
+    values = {key: whole(each, per_head=per_head) for key, each in plain._parameters.items() if each is not None}
+    return functional_call(plain, values, args, kwargs)
+
+
+def _part(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[gradient])
+
+
+def whole(parameter: Tensor, *, per_head: bool = False) -> Tensor:
+    """All of a parameter that the `tensor` ranks share, once FSDP2 has gathered it; itself where they do not.
+
+    Args:
+        per_head: each rank's gradient is that of its heads, a part of the sum; else it is the same on every rank but
+            for the order in which a GPU adds up. What is cut takes its part of that. What is not cut takes the mean,
+            or it would be another on every rank in the end.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    (placement,) = parameter.placements
+    if isinstance(placement, Shard):
+        return parameter.full_tensor(grad_placements=[Replicate()])
+    local = parameter.to_local(grad_placements=[Partial()])
+    return local if per_head else shared(local, parameter.device_mesh.size())
+
+
+def shared(x: Tensor, ranks: int) -> Tensor:
+    """`x`; its gradient here is that of all `ranks` together, and what is summed over them later."""
+    return _Shared.apply(x, ranks)  # pyright: ignore[reportReturnType]
+
+
+class _Shared(torch.autograd.Function):
+    """A gradient that is to be summed over `ranks` that all have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.ranks, None
+
+
+class _Copied(torch.autograd.Function):
+    """The input of layers of which each rank has a part: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what each rank has of an output."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

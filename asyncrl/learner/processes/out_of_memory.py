@@ -1,0 +1,119 @@
+"""A step that does not fit the device: once, all ranks start again from the checkpoint with half the micro-batch.
+
+A rank that runs out of memory in the middle of a step has left the others in collectives of that step: nobody can go
+back to its beginning together. So the rank notes the budget and ends; torchrun starts all again, rank 0 reads the note
+for all, and the same batches are trained in smaller pieces. Where half is too much as well, the run ends and says which
+setting helps most.
+
+logs/out_of_memory.json   the budget that was too much, and of what
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from asyncrl.checks.parallel import LAID_OUT_BY
+from asyncrl.config import LOG_DIR
+from asyncrl.errors import ConfigError, StepMemoryError
+from asyncrl.learner.parallel.collectives import text_of_rank_zero
+from asyncrl.schema import Config
+from asyncrl.storage import sealed
+from asyncrl.storage.objects import read_object
+
+log = logging.getLogger(__name__)
+
+NOTE_FILE = "out_of_memory.json"
+
+
+def _note(run_dir: Path) -> Path:
+    return run_dir / LOG_DIR / NOTE_FILE
+
+
+def _of(config: Config) -> list[object]:
+    """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
+    checkpointing: list[object] = [config.model.activation_checkpointing, config.model.checkpoint_every]
+    if config.model.checkpoint_keep != "nothing":
+        checkpointing.append(config.model.checkpoint_keep)
+    if config.learner.offload != "none":
+        checkpointing.append(config.learner.offload)
+    if config.learner.optimizer != "adamw":
+        checkpointing.append(config.learner.optimizer)
+    dims = {name: getattr(config.learner, name) for name in LAID_OUT_BY}
+    checkpointing += [f"{name}={size}" for name, size in dims.items() if size > 1]
+    return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
+
+
+def _noted(note: Path, config: Config) -> int:
+    """The budget that was too much with these settings; 0 where none was."""
+    try:
+        said = read_object(note)
+        return int(said["budget"]) if said["of"] == _of(config) else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def heed_note(config: Config, run_dir: Path, rank: int, device: torch.device) -> None:
+    """Halve the budget of a micro-batch in `config` where a step with it did not fit. Collective."""
+    mine = _noted(_note(run_dir), config) if rank == 0 else 0
+    noted = int(text_of_rank_zero(str(mine), device))
+    if not noted or config.learner.max_tokens_per_microbatch < noted:
+        return
+    halved = max(1, noted // 2)
+    log.warning(
+        "a step with learner.max_tokens_per_microbatch=%d did not fit the memory of a rank: going on with %d. Delete "
+        "%s to try the whole again",
+        *(noted, halved, _note(run_dir)),
+    )
+    config.learner.max_tokens_per_microbatch = halved
+    config.learner.max_attention_per_microbatch //= 2
+
+
+@contextmanager
+def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
+    """Around a step.
+
+    Raises:
+        StepMemoryError: it did not fit, and is to be tried again with half the micro-batch.
+        ConfigError: it did not fit with half of it either.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        budget, note = config.learner.max_tokens_per_microbatch, _note(run_dir)
+        why = str(error).split(". ")[0]
+        # The other ranks may have run out in the same step: theirs is the same news.
+        if _noted(note, config) > budget:
+            raise ConfigError(
+                f"rank {rank} ran out of memory in a step with half the micro-batch too ({budget} tokens): {why}. What "
+                f"lowers it most: {lowers_most(config)}. Then resume=auto"
+            ) from error
+        note.parent.mkdir(parents=True, exist_ok=True)
+        sealed.replace_text(
+            note, json.dumps({"budget": budget, "of": _of(config)}) + "\n", note.with_suffix(f".{rank}")
+        )
+        raise StepMemoryError(
+            f"rank {rank} ran out of memory in a step with learner.max_tokens_per_microbatch={budget}: {why}. All "
+            "ranks start again from the newest checkpoint with half of it"
+        ) from error
+
+
+def lowers_most(config: Config) -> str:
+    """The setting, in words."""
+    budget = config.learner.max_tokens_per_microbatch
+    if not config.model.activation_checkpointing:
+        return "model.activation_checkpointing=true keeps the activations of one layer instead of all"
+    if config.model.checkpoint_every > 1:
+        return "model.checkpoint_every=1 computes every layer again and keeps the activations of none but one"
+    if config.model.checkpoint_keep != "nothing":
+        return "model.checkpoint_keep=nothing keeps the input of a layer alone"
+    if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
+        return f"learner.max_tokens_per_microbatch={budget // 2}"
+    if config.learner.offload != "all":
+        return "learner.offload=all keeps weights, gradients and moments in host memory"
+    return "more learner.ranks share weights, gradients and moments (a micro-batch is a single sequence already)"

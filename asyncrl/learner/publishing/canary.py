@@ -1,0 +1,151 @@
+"""The learner's half of the canary: its own log-probs of the probe tokens go out with every version."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.checks.architecture import experts_in
+from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.errors import NonFiniteError
+from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.publishing.probes import agreed_probes
+from asyncrl.schema import Config
+from asyncrl.weights.base import Publisher, PublishStats
+from asyncrl.weights.canary import SPACING, Canary
+
+DISTURBED = 8.0
+
+
+class ProvingPublisher:
+    """Implements `weights.base.Publisher` around another: each version is sent with its canary.
+
+    A worker may join at any version, so every one needs it. Collective like the publication itself: one small forward
+    over all ranks.
+
+    Raises:
+        NonFiniteError: of `publish`, where the policy's own log-probs are no numbers, as after an optimizer step with
+            a learning rate far too large: every engine would be blamed for what the learner made.
+    """
+
+    def __init__(self, publisher: Publisher, config: Config, model: PolicyModel, device: torch.device) -> None:
+        self._publisher = publisher
+        self._model = model
+        self._device = device
+        chosen = with_dtypes(config, learner=device.type)
+        self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
+        # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
+        self._look = "bfloat16" in (*self._dtypes, chosen.engine.dtype)
+        self._probes = agreed_probes(config, model, device)
+        self._way_out = (
+            f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "
+            "last checkpoint with resume=auto"
+        )
+        self._stats: dict[str, float] = {}
+
+    def publish(
+        self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
+    ) -> PublishStats:
+        started = time.perf_counter()
+        if canary is None:
+            canary = canary_of(self._model, self._probes, self._device, *self._dtypes, with_noise=self._look)
+            if any(np.isnan(logprobs).any() for logprobs in canary.logprobs):
+                raise NonFiniteError(
+                    f"version {policy_version} of the policy gives log-probs that are no numbers (nan), and no engine "
+                    f"gets it. {self._way_out if policy_version else 'The model that the run begins with is broken'}"
+                )
+        middle = time.perf_counter()
+        stats = self._publisher.publish(policy_version, tensors, canary)
+        stopped = time.perf_counter()
+        held = stopped - started + self._publisher.stats().get("weights/copy_wait_s", 0.0)
+        self._stats = {"weights/canary_s": middle - started, "weights/learner_stall_s": held}
+        return stats
+
+    def wait_copied(self) -> float:
+        return self._publisher.wait_copied()
+
+    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
+        return self._publisher.copied()
+
+    def stats(self) -> dict[str, float]:
+        return self._publisher.stats() | self._stats
+
+    def close(self, *, failed: bool = False) -> None:
+        self._publisher.close(failed=failed)
+
+
+def is_routed(model: PolicyModel) -> bool:
+    """Whether tokens of this model are routed to experts; one that calls their number otherwise is judged as dense,
+    which is stricter."""
+    return experts_in(model.hf.config.get_text_config(decoder=True).to_dict()) > 0
+
+
+@torch.no_grad()
+def canary_of(
+    model: PolicyModel,
+    sequences: Sequence[NDArray[np.int32]],
+    device: torch.device,
+    learner_dtype: str,
+    wire_dtype: str,
+    *,
+    with_noise: bool = False,
+) -> Canary:
+    """Of [T] token ids each: log-probs of tokens 1.. at temperature 1, as the forward that training uses gives them.
+
+    Collective over the ranks; every one computes the same. `with_noise` computes them twice, see `Canary.noise`.
+    """
+    lengths = np.array([len(ids) for ids in sequences])
+    total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
+    position = np.arange(total) - np.repeat(starts, lengths)
+    targets = np.flatnonzero(position > 0)
+    packing = plan_packing(np.arange(total), lengths, total, device)
+    arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
+    ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
+    logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
+    noise = math.inf
+    if with_noise:
+        with disturbed(model) as layers:
+            others, _ = model.probed(ids, positions, chosen, predictors, packing)
+        if layers:  # of a model that does not name its layers nothing is known, which is not that nothing is rounded
+            noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
+    model.settle()
+    return Canary(
+        sequences=tuple(sequences),
+        logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths - 1)[:-1])),
+        learner_dtype=learner_dtype,
+        wire_dtype=wire_dtype,
+        routed=is_routed(model),
+        largest_logit=float(largest.max()),
+        noise=noise,
+    )
+
+
+@contextmanager
+def disturbed(model: PolicyModel) -> Iterator[int]:
+    """How many layers give numbers meanwhile of which each is off by up to DISTURBED times half of bfloat16's spacing:
+    as many times the rounding that is asked about, or that of the computation itself would be most of what is seen."""
+    kinds = set(model.hf._no_split_modules or ())  # FSDP2 puts a class of its own before that of what it shards
+    layers = [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
+    hooks = [layer.register_forward_hook(partial(_disturb, number)) for number, layer in enumerate(layers)]
+    try:
+        yield len(layers)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _disturb(number: int, layer: Any, given: Any, out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (_disturb(number, layer, given, out[0]), *out[1:])
+    drawn = torch.Generator(out.device).manual_seed(number)
+    relative = DISTURBED * SPACING * (torch.rand(out.shape, generator=drawn, device=out.device) - 0.5)
+    return (out.float() * (1 + relative)).to(out.dtype)

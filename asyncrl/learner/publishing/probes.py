@@ -1,0 +1,113 @@
+"""The probe tokens of a run's canary: pieces of its own prompts, chosen once; random where there are none here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.chat.base import PromptRenderer
+from asyncrl.chat.hub import described_in
+from asyncrl.checks.sources import places, sources
+from asyncrl.data.dataset import Dataset
+from asyncrl.data.local_tokenizer import load_local_tokenizer
+from asyncrl.data.prompts import render
+from asyncrl.data.rows.opening import open_source
+from asyncrl.errors import AsyncRLError, ConfigError, DataError
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.parallel.collectives import is_first, text_of_rank_zero
+from asyncrl.schema import Config
+from asyncrl.weights.canary import MAX_PROBES, random_probes
+
+log = logging.getLogger(__name__)
+
+PROBES, PROBE_TOKENS = 16, 24
+"""Sequences and their length: the mean over so many tokens is within a tenth of what it is over more. Where the model
+has fewer positions there are more sequences, of about as many tokens."""
+ROWS = 256
+"""That are looked at, at most: all prompts of a file may begin alike."""
+IN_FILES = {"jsonl", "parquet", "saved"}
+"""Kinds of `checks.sources.Place`."""
+
+Probes = tuple[NDArray[np.int32], ...]
+"""[T] token ids each."""
+
+
+def agreed_probes(config: Config, model: PolicyModel, device: torch.device) -> Probes:
+    """`probes_of_run` as rank 0 has it, which alone reads the data and says where they are from. Collective."""
+    mine = ""
+    if is_first():
+        probes, why_random = probes_of_run(config, model)
+        log.info("canary: %s", f"random tokens: {why_random}" if why_random else "tokens of this run's prompts")
+        mine = json.dumps([ids.tolist() for ids in probes])
+    return tuple(np.array(ids, np.int32) for ids in json.loads(text_of_rank_zero(mine, device)))
+
+
+def probes_of_run(config: Config, model: PolicyModel) -> tuple[Probes, str]:
+    """Pieces of its prompts, the same ones for its seed, and random tokens where they are too few; or nothing but
+    these, and why."""
+    vocabulary, longest = _bounds(model)
+    try:
+        pieces = _pieces(_rows(config), _tokenizer(config.model.path), longest, config.seed)
+    except (AsyncRLError, OSError, ValueError) as error:  # the last: a tokenizer's file
+        return probes_of(model, config.seed), str(error)
+    if max(int(ids.max()) for ids in pieces) >= vocabulary:
+        return probes_of(model, config.seed), f"prompts have tokens that the model, with {vocabulary}, has not"
+    missing = max(PROBES * PROBE_TOKENS - sum(map(len, pieces)), 0)
+    return (*pieces, *random_probes(vocabulary, config.seed, count=-(-missing // longest), length=longest)), ""
+
+
+def probes_of(model: PolicyModel, seed: int) -> Probes:
+    """Random ones: within the model's vocabulary, and its longest sequence."""
+    vocabulary, longest = _bounds(model)
+    return random_probes(vocabulary, seed, count=PROBES, length=longest)
+
+
+def _bounds(model: PolicyModel) -> tuple[int, int]:
+    """Size of the vocabulary, and the most tokens of a probe."""
+    settings = model.hf.config.get_text_config(decoder=True)
+    longest = getattr(settings, "max_position_embeddings", None) or PROBE_TOKENS  # ALiBi has no last position
+    return int(settings.vocab_size), min(PROBE_TOKENS, longest)
+
+
+def _rows(config: Config) -> Dataset:
+    """Those that lie in files here: for the rest, code of the user's would run, or a dataset be fetched."""
+    here = [source for source in sources(config.data) if {place.kind for place in places(source)} <= IN_FILES]
+    if not here:
+        raise ConfigError("the learner reads only prompts in files")
+    return Dataset([open_source(source) for source in here])
+
+
+def _tokenizer(model_path: str) -> PromptRenderer:
+    folder = described_in(model_path)
+    tokenizer = load_local_tokenizer(folder) if folder else None
+    if tokenizer is None:
+        raise ConfigError(f"model.path={model_path} has no tokenizer.json")
+    return tokenizer
+
+
+def _pieces(rows: Dataset, tokenizer: PromptRenderer, longest: int, seed: int) -> Probes:
+    """From anywhere in a prompt: many begin alike, and all chats end so. Short prompts are joined, for an engine scores
+    each probe by a forward of its own. Raises DataError: there is none."""
+    drawn, found = random.Random(seed), dict[bytes, NDArray[np.int32]]()
+    piece = np.empty(0, np.int32)
+    try:
+        for row in drawn.sample(range(len(rows)), min(len(rows), ROWS)):
+            ids = render(tokenizer, rows[row], rows.where(row))[1]
+            start = drawn.randint(0, max(len(ids) - longest, 0))
+            piece = np.concatenate([piece, ids[start : start + longest]])[:longest]
+            if len(piece) == longest:
+                found[piece.tobytes()], piece = piece, piece[:0]
+            if sum(map(len, found.values())) >= PROBES * PROBE_TOKENS or len(found) == MAX_PROBES - PROBES:
+                break
+    finally:
+        rows.close()
+    if len(piece) > 1 and len(found) < PROBES:
+        found[piece.tobytes()] = piece
+    if not found:
+        raise DataError("no prompt has two tokens")
+    return tuple(found.values())

@@ -1,0 +1,109 @@
+"""What rank 0 writes of a step and of the evaluations that came with it, and which checkpoint is the best by that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncrl.evaluation.orders import EvalSummary
+from asyncrl.evaluation.samples import to_line
+from asyncrl.learner.model.flops import speed
+from asyncrl.learner.step.metrics import Bins, Measured, plan_metrics
+from asyncrl.learner.step.step import OPERATIONS, PACKED_TOKENS
+from asyncrl.replay.protocol import Lease, TrainedReply
+from asyncrl.storage.best import BestCheckpoint
+from asyncrl.weights.base import PublishStats
+
+log = logging.getLogger(__name__)
+
+
+class StepLog(Protocol):
+    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.MetricsLog`)."""
+
+    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None: ...
+
+    def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
+
+
+def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
+    """A row each, at the step of the oldest weights that it measured.
+
+    Args:
+        metrics: what the mean of each set is called, see `reward.metric`.
+    """
+    for summary in summaries:
+        # One version per step, and none is asked for that an earlier learner published.
+        step = summary.step + summary.version_min - summary.policy_version
+        log.write(step, summary.version_min, evaluation_metrics(summary, metrics[summary.eval_set]))
+        log.samples(step, [to_line(sample) for sample in summary.samples], summary.eval_set)
+
+
+def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
+    """`eval/<name>/*`; the mean is called `metric`, other figures as they are."""
+    name = f"eval/{summary.eval_set}"
+    row = {
+        f"{name}/count": float(summary.count),
+        f"{name}/failed": float(summary.failed),
+        f"{name}/version_min": float(summary.version_min),
+        f"{name}/version_max": float(summary.version_max),
+        f"{name}/superseded": float(summary.superseded),
+    }
+    if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
+        known = (("", summary.mean), ("_low", summary.low), ("_high", summary.high))
+        row |= {f"{name}/{metric}{end}": value for end, value in known if value is not None}
+    return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
+
+
+def tell_best(
+    best: BestCheckpoint,
+    trained: int,
+    version: int,
+    row: Mapping[str, float],
+    summaries: Iterable[EvalSummary],
+    metrics: Mapping[str, str],
+) -> None:
+    """What `learner.keep_best` is by now: of the step just trained, and of evaluations that came with it."""
+    found = [
+        (
+            each.step,
+            evaluation_metrics(each, metrics[each.eval_set]).get(best.metric),
+            (each.version_min, each.version_max),
+        )
+        for each in summaries
+        if best.metric.startswith(f"eval/{each.eval_set}/")
+    ]
+    if best.metric in row:
+        found.append((trained, row[best.metric], (version, version)))
+    for step, value, versions in found:
+        if best.told(step, value, versions):
+            log.info("the best checkpoint is that of step %d now: %s %g", step, best.metric, value)
+
+
+def step_row(
+    lease: Lease,
+    measured: Measured,
+    sent: PublishStats,
+    sending: Mapping[str, float],
+    reply: TrainedReply,
+    times: dict[str, float],
+    ranks: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """Everything known about a step, by metric name.
+
+    Args:
+        peak: FLOP/s of a rank's GPU, see `peak_of`.
+    """
+    row = dict(reply.metrics) | plan_metrics(lease.plan) | measured.row()
+    row |= {"weights/wait_previous_s": sent.wait_previous_s, "weights/bytes": float(sent.nbytes)}
+    row |= dict(sending) | times
+    seconds = times["time/step"]
+    row["idle/learner"] = times["time/wait_batch"] / seconds
+    row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
+    trained_s = times["time/train"] + times.get("time/early", 0.0)
+    row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), trained_s, ranks, peak)
+    row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
+    return row

@@ -1,0 +1,76 @@
+"""When gradients meet over the ranks: with the last micro-batch of an optimizer step, or with each.
+
+Until they meet every rank holds the whole gradient in fp32, whatever the number of ranks; met, each holds its shard.
+Meeting with each micro-batch sends as many times the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from asyncrl.checks.parallel import TENSOR
+from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.memory_plan import MASTER, held
+from asyncrl.learner.optimizer.eight_bits import EightBits
+from asyncrl.learner.optimizer.host_moments import HOST, HostMoments
+from asyncrl.learner.parallel.collectives import text_of_rank_zero
+from asyncrl.learner.parallel.place import ROOM, memory_of
+from asyncrl.learner.parallel.sharding import device_of, dim_size, numbers_computed_with, shards_of
+from asyncrl.learner.roles import Roles
+from asyncrl.schema import LearnerConfig
+
+log = logging.getLogger(__name__)
+
+
+def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> bool:
+    """Whether gradients are reduced with every micro-batch.
+
+    Args:
+        setting: `learner.reduce_gradients`; `auto` does where the whole gradient is too much for `memory`.
+        shards: bytes that a rank holds of all models: weights, gradients, moments.
+        trained: parameters of the largest model that is trained.
+        memory: bytes of one rank.
+    """
+    if setting != "auto":
+        return setting == "each"
+    return shards + MASTER * trained > ROOM * memory
+
+
+def held_by(roles: Roles) -> int:
+    """Bytes of the shards of the fullest rank on the device that computes, of all models."""
+    total, optimizers = 0, {id(model): optimizer for _, model, optimizer in roles.trained()}
+    for model in roles.models():
+        optimizer = optimizers.get(id(model))
+        moved, kind = isinstance(optimizer, HostMoments), "adamw_8bit" if isinstance(optimizer, EightBits) else "adamw"
+        device = model.device.type
+        for parameter in model.parameters():
+            width, trained = parameter.element_size(), parameter.requires_grad
+            shape, shards = tuple(parameter.shape), shards_of(parameter)
+            each = held([shape], shards, width=width, trained=trained, optimizer=kind)
+            if parameter.device.type == device:
+                total += each.total - (each.optimizer if moved and device != HOST.type else 0)
+    return total
+
+
+def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | None) -> None:
+    """Set `reduce_each` of the trained models, the same on every rank: they meet in it. Collective."""
+    if backend is None:
+        return
+    mesh, device = backend.mesh, device_of(backend.mesh)
+    learned = [model for _, model, _ in roles.trained()]
+    trained = max(
+        sum(numbers_computed_with(each) for each in model.parameters() if each.requires_grad) for model in learned
+    )
+    trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each
+    memory = memory_of(device, mesh.size())
+    shards = held_by(roles)
+    mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)
+    each = text_of_rank_zero("each" if mine else "last", device) == "each"
+    for model in learned:
+        model.reduce_each = each
+    if each and config.reduce_gradients == "auto":
+        log.info(
+            "gradients are reduced with every micro-batch: the whole one takes %.1f GB beside %.1f GB of shards, and "
+            "more than half of the %.1f GB of a rank would be taken (learner.reduce_gradients=last keeps it)",
+            *(MASTER * trained / 1e9, shards / 1e9, memory / 1e9),
+        )

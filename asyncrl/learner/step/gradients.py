@@ -1,0 +1,158 @@
+"""Gradients of the policy, micro-batch after micro-batch, until an optimizer step has all of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.checks.learner import early_groups
+from asyncrl.learner.batch.micro_batch import MicroBatch
+from asyncrl.learner.model.packed import set_gradient_sync
+from asyncrl.learner.model.policy import PolicyModel
+from asyncrl.learner.parallel.collectives import gather_over_data
+from asyncrl.learner.step.group_ess import group_weights
+from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.scoring import anchor_of, score_with_topk
+from asyncrl.losses import Denominators, LossInputs, policy_loss
+from asyncrl.losses.aggregate import divisor
+from asyncrl.losses.config import needs_first_pass
+from asyncrl.losses.inputs import Bounds, Kept
+from asyncrl.losses.kept import first_pass
+from asyncrl.schema import Config
+from asyncrl.spans import span
+
+UNDIVIDED = Denominators(tokens=1.0, sequences=1.0, groups=1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Accumulated:
+    """Of the first micro-batches of an optimizer step; the gradients themselves are in the model."""
+
+    loss: Tensor
+    """This rank's share."""
+    measured: Measured = field(default_factory=Measured)
+    told: list[Told] = field(default_factory=list)
+    """What is to be added to it."""
+    micro_batches: int = 0
+
+
+def accumulate(
+    config: Config,
+    model: PolicyModel,
+    batches: Sequence[MicroBatch],
+    denominators: Denominators,
+    world: int,
+    sums: Accumulated | None = None,
+) -> tuple[Tensor, Measured]:
+    """Add up the gradients of all micro-batches of a minibatch; ranks are summed with the last one.
+
+    Args:
+        sums: of the first of them, accumulated already.
+    """
+    kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
+    undivided = early_groups(config) > 0
+    counts = UNDIVIDED if undivided else denominators
+    done = sums.micro_batches if sums else 0
+    sums = sums or Accumulated(loss=torch.zeros((), device=batches[0].input_ids.device))
+    for i, batch in enumerate(batches[done:], done + 1):
+        add_gradients(config, model, batch, counts, world, sums, last=i == len(batches), kept=kept)
+    sums.measured.add(Measured.of(*sums.told))
+    sums.told.clear()
+    if undivided:
+        divide(model, sums, divisor(config.loss, denominators))
+    return sums.loss, sums.measured
+
+
+def add_gradients(
+    config: Config,
+    model: PolicyModel,
+    batch: MicroBatch,
+    denominators: Denominators,
+    world: int,
+    sums: Accumulated,
+    *,
+    last: bool,
+    kept: Kept | None = None,
+) -> None:
+    """Those of one micro-batch, to what is in the model and in `sums`."""
+    set_gradient_sync(model, last)
+    with span("forward", groups=batch.groups):
+        inputs = loss_inputs(config, model, batch)
+        out = policy_loss(inputs, config.loss, denominators, kept=kept)
+    told = gradients_told(inputs)
+    with span("backward", groups=batch.groups):
+        backward(out.loss, world)
+    sums.loss = sums.loss + out.loss.detach()
+    sums.micro_batches += 1
+    for gradient in told:
+        out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
+    if model.replay is not None and (choices := model.replay.told()) is not None:
+        out.sums.means["router/changed"] = choices
+    weights = group_weights(inputs, (g for g, _ in batch.members)) if config.replay.order == "ess" else {}
+    sums.told.append(Told(out.sums, out.parts, weights))
+    sequences = float(len(batch.packing.lengths)) if len(batch.loss_positions) else 0.0
+    known = {"completion/truncated": (float(batch.truncated), sequences)}
+    if batch.support is not None:
+        sizes = batch.support.drawn_from
+        known["completion/support_mean"] = float(sizes.sum()), float(len(sizes))
+    sums.measured.add(Measured(ratios=known))
+
+
+def gradients_told(inputs: LossInputs) -> list[Tensor]:
+    """Where the next backward leaves the gradient at each token's log-prob: where it is 0 (no advantage, stopped,
+    rejected) the token was generated and computed for nothing."""
+    told: list[Tensor] = []
+    if inputs.learner_logprobs.requires_grad:
+        inputs.learner_logprobs.register_hook(told.append)
+    return told
+
+
+@torch.no_grad()
+def divide(model: PolicyModel, sums: Accumulated, by: float) -> None:
+    """Gradients, loss and its parts that were computed `UNDIVIDED`: what they are to be divided by was not known before
+    the batch was sealed."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(by)
+    sums.loss = sums.loss / by
+    sums.measured.per_update = {name: value / by for name, value in sums.measured.per_update.items()}
+
+
+@torch.no_grad()
+def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -> Kept:
+    """What the loss keeps of a minibatch, from one more forward: no gradient can be taken before it is known what its
+    tokens are divided by. Collective."""
+    inputs = [loss_inputs(config, model, batch) for batch in batches]
+    model.settle()
+    return first_pass(inputs, config.loss, gather_over_data)
+
+
+def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
+    """Of a micro-batch, scored by `model`."""
+    logprobs, entropy, topk = score_with_topk(config, model, batch)
+    assert batch.advantages is not None
+    groups = 1 + max((g for g, _ in batch.members), default=0)
+    return LossInputs(
+        learner_logprobs=logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        sequence_ids=batch.sequence_ids,
+        group_ids=batch.group_ids,
+        proximal_logprobs=logprobs.detach() if anchor_of(config) == "current" else batch.proximal_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        entropy=entropy,
+        staleness=batch.staleness,
+        group_tokens=batch.group_tokens,
+        topk=topk,
+        bounds=Bounds(sequences=max(1, len(batch.members)), groups=groups, ages=batch.ages),
+    )
+
+
+def backward(loss: Tensor, world: int) -> None:
+    """The denominators already count all ranks, so ranks must be summed; FSDP averages them."""
+    if loss.requires_grad:
+        (loss * world).backward()

@@ -1,0 +1,242 @@
+"""One train step on one lease: pack, score, advantages; then per minibatch forward, loss, backward, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncrl.checks.learner import early_groups
+from asyncrl.learner.batch.micro_batch import MicroBatch
+from asyncrl.learner.batch.plan import Budget, MinibatchPlan, plan_minibatches
+from asyncrl.learner.hook import AFTER, BEFORE
+from asyncrl.learner.model.building import compute_dtype
+from asyncrl.learner.model.critic import CriticModel, value_loss
+from asyncrl.learner.model.flops import operations, padding, passes_of
+from asyncrl.learner.model.packed import set_gradient_sync
+from asyncrl.learner.optimizer.update import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.parallel.collectives import sum_over_data
+from asyncrl.learner.roles import Critic, Roles
+from asyncrl.learner.step.early import Begun, same_advantages, still_of
+from asyncrl.learner.step.gradients import Accumulated, accumulate, backward
+from asyncrl.learner.step.memory_peak import begin_peak, peak_row
+from asyncrl.learner.step.metrics import Measured
+from asyncrl.learner.step.scoring import evaluate_states, scored_batches
+from asyncrl.learner.step.targets import with_targets
+from asyncrl.losses import Denominators
+from asyncrl.losses.anchor import ema_update
+from asyncrl.losses.config import scales_learning_rate
+from asyncrl.losses.diagnostics import ess_lr_scale
+from asyncrl.replay.protocol import Lease
+from asyncrl.schema import Config
+from asyncrl.spans import span
+
+TRAINED_TOKENS = "perf/trained_tokens"
+OPERATIONS, PACKED_TOKENS = "perf/operations", "perf/packed_tokens"
+"""Of all ranks; what becomes of them is `model.flops.speed`."""
+
+
+def train_step(
+    config: Config,
+    roles: Roles,
+    guard: NonFiniteGuard,
+    lease: Lease,
+    *,
+    rank: int,
+    world: int,
+    device: torch.device,
+    begun: Begun | None = None,
+) -> Measured:
+    """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times; collective over the ranks.
+
+    What is scored before the first of them holds for all: a second pass is anchored where the first one was.
+
+    Args:
+        begun: what was done of it before, by the same weights. Where the batch is another one it is done anew.
+
+    Returns:
+        This rank's numbers; what is the same on every rank is counted on rank 0 only.
+
+    Raises:
+        NonFiniteError: too many steps in a row were skipped.
+    """
+    plan, settings = lease.plan, config.learner
+    if begun is None:
+        begin_peak(device)
+    minibatches = plan_minibatches(
+        plan,
+        rank=rank,
+        updates=settings.updates_per_batch,
+        budget=Budget.of(settings),
+        in_rows=roles.in_rows,
+        together=early_groups(config),
+    )
+    begun = still_of(begun, plan, minibatches, roles, lease, device)
+    scored = begun.batches if begun else []
+    members = [members for minibatch in minibatches for members in minibatch.micro_batches]
+    batches = scored + scored_batches(config, roles, lease, members[len(scored) :], device)
+    batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
+    sums = begun.sums if begun and same_advantages(begun, batches, roles, lease, device) else None
+    early = float(len(begun.plan.groups)) if begun and sums else 0.0
+    if rank == 0:
+        measured.add(_of_no_update())
+    shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
+    for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
+        report, numbers = update_policy(
+            config, roles, share, minibatch.denominators, plan.step, world, device, index=index, sums=sums
+        )
+        sums = None
+        if index >= len(shares):
+            numbers.group_weights = {}  # of the first pass, or a group would be told to be older than the step found it
+        measured.add(numbers)
+        if rank == 0:
+            measured.add(_of_an_update(report, minibatch))
+        if roles.critic is not None:
+            fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step, world)
+            measured.add(numbers)
+            # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
+            report = fit if report.applied or report.spike else report
+        guard.observe(plan.step + 1, report, share)
+    warming_up = plan.step < config.critic.warmup_steps
+    passes = passes_of(adapted=roles.policy.adapters is not None, warming_up=warming_up)
+    measured.totals[OPERATIONS] = settings.epochs_per_batch * operations(roles.policy.work, batches, passes)
+    measured.totals[PACKED_TOKENS] = float(sum(len(batch.input_ids) for batch in batches))
+    measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=compute_dtype(config.model.dtype, device))
+    measured.maxima |= peak_row(config.model, roles, batches, device)
+    if rank == 0:
+        measured.totals |= _of_the_step(config, roles, guard, early)
+    return measured
+
+
+def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: float) -> dict[str, float]:
+    """What is the same on every rank. `early`: groups that were trained before the batch was whole."""
+    trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
+    told = {"optim/trained_parameters": float(sum(parameter.numel() for parameter in trained))}
+    if early_groups(config):
+        told["step/early_groups"] = early
+    told["optim/nonfinite_steps"] = float(guard.skipped)
+    if roles.spikes:
+        told["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
+    if config.advantage.kl_coef > 0:
+        told["kl/coef"] = roles.kl_coef
+    return told
+
+
+def _of_an_update(report: UpdateReport, minibatch: MinibatchPlan) -> Measured:
+    """What is the same on every rank."""
+    return Measured(updates=1.0, per_update=_optim(report), totals={TRAINED_TOKENS: minibatch.denominators.tokens})
+
+
+def _of_no_update() -> Measured:
+    """A step without a single fresh token has no update, and its row the same names."""
+    nothing = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
+    return Measured(per_update=_optim(nothing), totals={TRAINED_TOKENS: 0.0})
+
+
+def _optim(report: UpdateReport) -> dict[str, float]:
+    return {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm, "loss/total": report.loss}
+
+
+def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:
+    """The micro-batches of each minibatch."""
+    shares, start = [], 0
+    for minibatch in minibatches:
+        stop = start + len(minibatch.micro_batches)
+        shares.append(batches[start:stop])
+        start = stop
+    return shares
+
+
+def update_policy(
+    config: Config,
+    roles: Roles,
+    batches: Sequence[MicroBatch],
+    denominators: Denominators,
+    step: int,
+    world: int,
+    device: torch.device,
+    *,
+    index: int = 0,
+    sums: Accumulated | None = None,
+) -> tuple[UpdateReport, Measured]:
+    """One optimizer step of the policy; while the critic warms up, only its loss and diagnostics.
+
+    Args:
+        index: which of the updates of `step` it is.
+        sums: of its first micro-batches, where they are accumulated already.
+    """
+    if step < config.critic.warmup_steps:
+        with torch.no_grad():
+            loss, measured = accumulate(config, roles.policy, batches, denominators, world)
+        roles.policy.settle()
+        total = float(sum_over_data(loss.double().cpu(), device))
+        return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
+    loss, measured = accumulate(config, roles.policy, batches, denominators, world, sums)
+    rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
+    if scales_learning_rate(config.loss):
+        rate *= ess_lr_scale(ess_of_sequences(measured, device))
+    parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
+    told = roles.call_hook(BEFORE, step, index)
+    clip, limit = config.learner.clip_norm, roles.norm_limit("policy")
+    with span("optimizer step"):
+        report = apply_update(parameters, roles.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
+    roles.note_norm(report, "policy", step + 1)
+    if roles.average is not None and report.applied:
+        ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
+    if roles.hook is not None and not report.applied:
+        # Without gradients it changes nothing, and waits as each step does until nobody reads the weights: the hook may
+        # write to them, and a version that is being copied or sent would be of two.
+        roles.optimizer.step()
+    measured.per_update |= told | roles.call_hook(AFTER, step, index, report)
+    return report, measured
+
+
+def update_critic(
+    config: Config,
+    roles: Roles,
+    critic: Critic,
+    batches: Sequence[MicroBatch],
+    denominators: Denominators,
+    step: int,
+    world: int,
+) -> tuple[UpdateReport, Measured]:
+    """One optimizer step of the critic towards the targets made before the first update on the batch."""
+    loss = fit_values(config, critic.model, batches, denominators, world)
+    rate = learning_rate(step, config.learner, config.critic.lr)
+    parameters = list(critic.model.parameters())
+    clip, limit = config.learner.clip_norm, roles.norm_limit("critic")
+    report = apply_update(parameters, critic.optimizer, loss=loss, lr=rate, clip_norm=clip, limit=limit)
+    roles.note_norm(report, "critic", step + 1)
+    numbers = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
+    return report, Measured(ratios={f"critic/{name}": (value, 1.0) for name, value in numbers.items()})
+
+
+def fit_values(
+    config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
+) -> Tensor:
+    """Gradients of the value loss of a minibatch; returns this rank's share of the loss."""
+    total = torch.zeros((), device=batches[0].input_ids.device)
+    for i, batch in enumerate(batches):
+        set_gradient_sync(model, i == len(batches) - 1)
+        assert batch.value_targets is not None and batch.values is not None
+        loss = value_loss(
+            evaluate_states(model, batch),
+            batch.value_targets,
+            batch.values,
+            batch.loss_mask,
+            config.critic.value_clip,
+            denominators.tokens,
+        )
+        backward(loss, world)
+        total = total + loss.detach()
+    return total
+
+
+def ess_of_sequences(measured: Measured, device: torch.device) -> float:
+    """Effective sample size over N of the raw sequence ratios of a minibatch, over all ranks; 1 if there are none."""
+    *_, weights, squares, _, count = measured.sequences["ratio/E"]
+    weights, squares, count = sum_over_data(
+        torch.tensor([weights, squares, count], dtype=torch.float64), device
+    ).tolist()
+    return weights**2 / (count * squares) if squares > 0 else 1.0

@@ -1,0 +1,385 @@
+"""Advantages, and the critic's targets, of every loss token of a step: the same however it was split and sharded.
+
+The estimators see one row per trajectory with its loss tokens side by side. Observation tokens are thereby jumped over;
+over-age tokens, which come before the fresh ones and so are in no return of theirs, are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from asyncrl.advantages import (
+    AdvantageInputs,
+    gae,
+    gdpo,
+    group_advantages,
+    length_adaptive_lambda,
+    masked_whiten,
+    retrace,
+    returns_to_go,
+    reward_components,
+    segment_log_ratio,
+    token_rewards,
+    turn_advantages,
+    vtrace,
+    whitening_moments,
+)
+from asyncrl.advantages.own import own_advantages
+from asyncrl.errors import RewardError
+from asyncrl.learner.batch.micro_batch import MicroBatch
+from asyncrl.learner.batch.plan import Member
+from asyncrl.learner.batch.sending import sent
+from asyncrl.learner.parallel.collectives import sum_over_data
+from asyncrl.learner.step.metrics import Measured
+from asyncrl.schema import AdvantageConfig
+from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
+
+Table = Float[Tensor, "B L"]
+"""float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
+
+
+NUMBERS = ("current_logprobs", "ref_logprobs", "values", "behavior_logprobs", "position_ids")
+"""Of each token of a micro-batch, that targets are made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The trajectories of this rank's micro-batches, one row each, with their loss tokens in order."""
+
+    batches: Sequence[MicroBatch]
+    members: tuple[Member, ...]
+    mask: Bool[Tensor, "B L"]
+
+    @classmethod
+    def of(cls, batches: Sequence[MicroBatch]) -> Rows:
+        lengths = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(batch.fresh for batch in batches)]))
+        columns = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))
+        members = tuple(member for batch in batches for member in batch.members)
+        return cls(batches=batches, members=members, mask=columns < lengths[:, None])
+
+    @cached_property
+    def _tokens(self) -> dict[str, Float[Tensor, " tokens"]]:
+        """What the batches have of `NUMBERS`, of all their loss tokens; of the device, which is waited for once."""
+        names = [name for name in NUMBERS if all(getattr(batch, name) is not None for batch in self.batches)]
+        parts = [
+            torch.stack([getattr(batch, name)[batch.loss_positions].double() for name in names])
+            for batch in self.batches
+        ]
+        return dict(zip(names, torch.cat(parts, 1).cpu(), strict=True)) if parts else {}
+
+    def gather(self, name: str) -> Table:
+        """The field `name` of the batches; 0 beyond a row's end."""
+        table = torch.zeros(self.mask.shape, dtype=torch.float64)
+        if self.batches:
+            table[self.mask] = self._tokens[name]
+        return table
+
+    def turns(self) -> Int[Tensor, "B L"]:
+        """Which turn of its trajectory each token is of: a new one begins where the token before was not sampled."""
+        place = self.gather("position_ids")
+        begins = torch.ones_like(self.mask)
+        begins[:, 1:] = place[:, 1:] != place[:, :-1] + 1
+        return begins.cumsum(1)
+
+    def turn_numbers(self, turns: Int[Tensor, " B"]) -> Int[Tensor, "B L"]:
+        """Which of all its trajectory's turns each token is of, from 0; counted from the end, since the first ones may
+        be too old to be trained. 0 beyond a row's end.
+
+        Args:
+            turns: of each trajectory.
+        """
+        here = self.turns() * self.mask
+        return (turns[:, None] - here.amax(1, keepdim=True) + here - 1).clamp(min=0) * self.mask
+
+    def spread(self, table: Table, device: torch.device) -> list[Float[Tensor, " tokens"]]:
+        """The inverse of `gather`: float32 [T] of each batch, on its device."""
+        shares = sent(table[self.mask].float(), device).split([len(batch.loss_positions) for batch in self.batches])
+        return [
+            torch.zeros(len(batch.input_ids), device=device).index_copy(0, batch.loss_positions, share)
+            for batch, share in zip(self.batches, shares, strict=True)
+        ]
+
+
+def with_targets(
+    plan: StepPlan, batches: Sequence[MicroBatch], config: AdvantageConfig, kl_coef: float, device: torch.device
+) -> tuple[list[MicroBatch], Measured]:
+    """Fill in `advantages`, and `value_targets` with a critic. Collective over the ranks.
+
+    Args:
+        batches: all of this rank's micro-batches of the step, with their scores.
+        kl_coef: price of the KL in the reward in this step.
+
+    Returns:
+        The batches, and this rank's `advantage/*`, `kl/in_reward`, `kl/of_policy` and `critic/*`.
+
+    Raises:
+        RewardError: a trajectory came without a named reward that the settings ask for.
+    """
+    rows = Rows.of(batches)
+    gap = None
+    if config.kl_coef > 0:
+        gap = rows.gather("current_logprobs") - rows.gather("ref_logprobs")
+    penalty = None if gap is None else kl_coef * gap
+    per_sequence = config.estimator in ("group", "gdpo") or config.credits_turns
+    if config.estimator == "own":
+        advantages, targets = from_own(plan, rows, penalty, config, device), None
+    elif config.credits_turns:
+        advantages, targets = against_turns(plan, rows, config), None
+    elif config.baseline == "greedy" and penalty is not None:
+        advantages, targets = against_greedy(plan, rows, penalty), None
+    elif per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
+        advantages, targets = against_siblings(plan, rows, penalty, config, device), None
+    else:
+        advantages, targets = per_token(plan, rows, penalty, config)
+    if not per_sequence and config.std == "batch":
+        moments = sum_over_data(whitening_moments(advantages, rows.mask), device)
+        advantages = masked_whiten(advantages, rows.mask, moments=moments)
+    measured = Measured(spreads={"advantage/": moments_of(advantages, rows)})
+    if gap is not None:
+        measured.ratios["kl/in_reward"] = float(gap.sum()), float(rows.mask.sum())
+        weighted = gap * log_ratios(rows).clamp(max=MOST_DRAWN).exp()
+        measured.ratios[KL_OF_POLICY] = float(weighted.sum()), float(rows.mask.sum())
+    value_targets: Sequence[Tensor | None] = [None] * len(batches)
+    if targets is not None:
+        value_targets = rows.spread(targets, device)
+        residual = targets - rows.gather("values")
+        measured.spreads |= {
+            "critic/target_": moments_of(targets, rows),
+            "critic/residual_": moments_of(residual, rows),
+        }
+    parts = zip(batches, rows.spread(advantages, device), value_targets, strict=True)
+    return [replace(batch, advantages=share, value_targets=target) for batch, share, target in parts], measured
+
+
+KL_OF_POLICY = "kl/of_policy"
+MOST_DRAWN = math.log(5.0)
+"""Of log(learner / behavior): by how much more often than it was sampled a token counts in a mean over the learner."""
+
+
+def price_of_all(prices: Table, plan: StepPlan) -> Table:
+    """[N] the KL price of every trajectory, from that of its fresh tokens: siblings that are too old to be trained
+    would else stand in the baseline without having paid, and push all fresh ones down.
+
+    A trajectory pays for its other loss tokens what it pays per fresh one; one without fresh tokens pays the mean of
+    its siblings that have some.
+    """
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    fresh = torch.tensor([plan.fresh_tokens(trajectory) for trajectory in headers], dtype=torch.float64)
+    tokens = torch.tensor([trajectory.loss_tokens for trajectory in headers], dtype=torch.float64)
+    whole = prices / fresh.clamp(min=1) * tokens
+    sizes = [len(group.trajectories) for group in plan.groups]
+    parts = [
+        torch.where(known > 0, price, price[known > 0].mean() if bool((known > 0).any()) else 0.0)
+        for price, known in zip(whole.split(sizes), fresh.split(sizes), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def against_siblings(
+    plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
+) -> Table:
+    """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings', or
+    against that of a greedy completion.
+
+    Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained. The branches
+    of an episode are one sibling: they share its advantage, and it pays for the KL of all of them.
+    """
+    everything = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    firsts = members_of(everything)
+    headers = [everything[first] for first in firsts]
+    episode = torch.tensor([not each.branch for each in everything]).cumsum(0) - 1
+    sizes = torch.tensor([group.members for group in plan.groups])
+    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
+    place = places(plan, rows)
+    if penalty is not None:
+        prices = torch.zeros(len(everything), dtype=torch.float64).index_add(0, place, penalty.sum(1))
+        all_prices = price_of_all(sum_over_data(prices, device), plan)
+        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, all_prices)
+    if config.estimator == "gdpo":
+        parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
+        advantages = gdpo(parts, group_ids, torch.tensor(list(config.components.values()), dtype=torch.float64))
+    else:
+        greedy = config.baseline == "greedy"
+        advantages = group_advantages(
+            rewards - greedy_rewards(headers) if greedy else rewards,
+            group_ids,
+            baseline="none" if greedy else config.baseline,
+            std=config.std if config.estimator == "group" else "none",
+            lengths=torch.zeros(len(headers), dtype=torch.int64).index_add(
+                0, episode, torch.tensor([trajectory.loss_tokens for trajectory in everything])
+            ),
+        )
+    return torch.where(rows.mask, advantages[episode[place]][:, None], 0.0)
+
+
+def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
+    """One number per turn, for all its tokens; see `turn_advantages`. Rewards come from the headers of all ranks. The
+    branches of an episode are looked at each by itself."""
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    if not all(trajectory.turn_rewards for trajectory in headers):
+        raise RewardError(
+            f"advantage.estimator={config.estimator} needs what each turn earned, and there are trajectories that do "
+            "not say: they were made under another advantage. Start the workers with the learner's settings (a rerun: "
+            "take a run of that advantage)"
+        )
+    earned, there = earned_by_turn(headers)
+    sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
+    advantages = turn_advantages(
+        earned,
+        there,
+        torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+        config.gamma,
+        config.baseline,
+        config.std,
+        same_number=config.estimator == "turns_by_number",
+    )
+    place = places(plan, rows)
+    number = rows.turn_numbers(there.sum(1)[place])
+    return torch.where(rows.mask, advantages[place].gather(1, number), 0.0)
+
+
+def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "N K"], Bool[Tensor, "N K"]]:
+    """What each turn earned, and which turns there were; a trajectory that does not say has none."""
+    most = max((len(header.turn_rewards) for header in headers), default=0)
+    earned = torch.zeros(len(headers), max(most, 1), dtype=torch.float64)
+    there = torch.zeros(earned.shape, dtype=torch.bool)
+    for place, header in enumerate(headers):
+        earned[place, : len(header.earned)] = torch.tensor(header.earned, dtype=torch.float64)
+        there[place, : len(header.earned)] = True
+    return earned, there
+
+
+def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
+    """What each turn earned at its last token, and the KL's price at each token. Where nobody said what the turns
+    earned it is the reward, at the last token. Turns of which no token is trained are in no return."""
+    headers = [plan.groups[g].trajectories[t] for g, t in rows.members]
+    whole = torch.tensor([header.reward for header in headers], dtype=torch.float64)
+    if not any(header.turn_rewards for header in headers):
+        return token_rewards(whole, rows.mask, penalty)
+    earned, there = earned_by_turn(headers)
+    turns = there.sum(1)
+    last = earned.gather(1, (turns - 1).clamp(min=0)[:, None])[:, 0]
+    table = token_rewards(torch.where(turns > 0, last, whole), rows.mask, penalty)
+    number = rows.turn_numbers(turns)
+    ends = torch.zeros_like(rows.mask)
+    ends[:, :-1] = rows.mask[:, 1:] & (number[:, 1:] != number[:, :-1])
+    return table + torch.where(ends & (turns > 0)[:, None], earned.gather(1, number), 0.0)
+
+
+def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
+    """ReMax (2310.10505) with the KL in the reward: what each token and the later ones bring, less what the greedy
+    completion earned. A token does not pay for the KL of those before it.
+    """
+    greedy = greedy_rewards([trajectory for group in plan.groups for trajectory in group.trajectories])
+    advantages = returns_to_go(earned_by_token(plan, rows, penalty), rows.mask)
+    return torch.where(rows.mask, advantages - greedy[places(plan, rows)][:, None], 0.0)
+
+
+def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
+    """What the user's function makes of the headers of all ranks; the trained tokens of a trajectory are its last."""
+    inputs = own_inputs(plan, config.components)
+    place = places(plan, rows)
+    if penalty is not None:
+        prices = torch.zeros(len(inputs.rewards), dtype=torch.float64).index_add(0, place, penalty.sum(1))
+        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(sum_over_data(prices, device), plan))
+    table = own_advantages(inputs, config)[place]
+    if table.shape[1] == 1 and rows.mask.shape[1] != 1:
+        return torch.where(rows.mask, table, 0.0)
+    skipped = (inputs.lengths - inputs.fresh)[place, None]
+    columns = (torch.arange(rows.mask.shape[1]) + skipped).clamp(max=table.shape[1] - 1)
+    return torch.where(rows.mask, table.gather(1, columns), 0.0)
+
+
+def own_inputs(plan: StepPlan, components: Mapping[str, float]) -> AdvantageInputs:
+    """All trajectories of the step.
+
+    Raises:
+        RewardError: one of them came without a reward that `components` names.
+    """
+    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    if components:
+        reward_components([header.rewards for header in headers], list(components))
+    shared = set.intersection(*(set(header.rewards) for header in headers)) if headers else set()
+
+    def each(values: Iterable[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype)
+
+    return AdvantageInputs(
+        rewards=each((header.reward for header in headers), torch.float64),
+        group_ids=each(place for place, group in enumerate(plan.groups) for _ in group.trajectories),
+        episode_ids=each(not header.branch for header in headers).cumsum(0) - 1,
+        lengths=each(header.loss_tokens for header in headers),
+        fresh=each(plan.fresh_tokens(header) for header in headers),
+        prompt_lengths=each(header.prompt_length for header in headers),
+        truncated=each((header.finish_reason == "length" for header in headers), torch.bool),
+        reward_parts={
+            name: each((header.rewards[name] for header in headers), torch.float64) for name in sorted(shared)
+        },
+    )
+
+
+def places(plan: StepPlan, rows: Rows) -> Int[Tensor, " B"]:
+    """Which of all trajectories of the step each row is."""
+    sizes = [len(group.trajectories) for group in plan.groups]
+    first = [0, *itertools.accumulate(sizes)]
+    return torch.tensor([first[g] + t for g, t in rows.members], dtype=torch.int64)
+
+
+def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
+    """ReMax's baseline of each trajectory (2310.10505): what the greedy completion of its prompt earned."""
+    if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
+        raise RewardError(
+            "advantage.baseline=greedy needs the reward of a greedy completion per group, and there are groups without "
+            "one: they were made under another advantage. Start the workers with the learner's settings (a rerun: take "
+            "a run of that advantage)"
+        )
+    return torch.tensor([trajectory.rewards[GREEDY_REWARD] for trajectory in headers], dtype=torch.float64)
+
+
+def per_token(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig) -> tuple[Table, Table | None]:
+    """Advantages, and value targets with a critic, from what each token earned (`earned_by_token`)."""
+    rewards = earned_by_token(plan, rows, penalty)
+    if config.estimator == "reinforce_pp":
+        return returns_to_go(rewards, rows.mask, config.gamma), None
+    values = rows.gather("values")
+    log_ratio = log_ratios(rows) if config.uses_ratio else torch.zeros_like(values)
+    trace = segment_log_ratio(log_ratio, rows.mask, rows.turns()) if config.by_turn else log_ratio
+    if config.estimator.startswith("vtrace"):
+        return vtrace(
+            *(rewards, values, log_ratio, rows.mask, config.gamma, config.lam),
+            c_bar=config.c_bar,
+            trace_log_ratio=trace,
+        )
+
+    def traced(lam: float | Tensor) -> tuple[Table, Table]:
+        if config.estimator == "gae":
+            return gae(rewards, values, rows.mask, config.gamma, lam)
+        return retrace(rewards, values, log_ratio, rows.mask, config.gamma, lam, config.c_bar, trace)
+
+    if config.lam_alpha == 0:
+        return traced(config.lam)
+    # VAPO (2504.05118): the policy's lambda follows the length, the critic's does not.
+    return traced(length_adaptive_lambda(rows.mask, config.lam_alpha).double())[0], traced(config.lam)[1]
+
+
+def log_ratios(rows: Rows) -> Table:
+    """log(learner/behavior) of each token."""
+    recorded = rows.gather("behavior_logprobs")
+    # As in the losses: a token that the engine did not score counts with a ratio of 1.
+    return torch.where(recorded.isfinite(), rows.gather("current_logprobs") - recorded, 0.0)
+
+
+def moments_of(table: Table, rows: Rows) -> tuple[float, float, float]:
+    """Sum, sum of squares and number of this rank's tokens (see `Measured.spreads`)."""
+    inside = table[rows.mask]
+    return float(inside.sum()), float(inside.square().sum()), float(rows.mask.sum())

@@ -1,0 +1,153 @@
+"""Supervised warm-up of the quickstart's base model: `python -m asyncrl.learner.warmup.base_model FOLDER RECIPE-JSON`.
+
+A plain loop over the text of `asyncrl.data.modes`: next-token cross entropy on the answer, one process, CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.data.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, save_byte_tokenizer
+from asyncrl.data.modes import reverse, sample_word, warmup_example
+from asyncrl.data.warmup_recipe import WarmupRecipe
+
+IGNORED = -100
+PROBES = 256
+"""Words the sampled accuracy is measured on: a standard error of 2 points around 10 %."""
+ANSWER_TOKENS = 10
+
+
+class WarmupTask(Protocol):
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and labels, both [size, longest]; labels are IGNORED on all that the model does not write."""
+        ...
+
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        """Share of answers that are right."""
+        ...
+
+
+class Modes:
+    """Words, answered in one of several ways."""
+
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(rng, size)
+
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        return accuracy(model, greedy=greedy)
+
+
+def build_model(recipe: WarmupRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab_size,
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.heads,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=recipe.initializer_range,
+            pad_token_id=PAD_ID,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+        )
+    )
+
+
+def make_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both [size, longest]; labels are IGNORED on prompts and padding."""
+    rows, labels = [], []
+    for _ in range(size):
+        prompt, answer = warmup_example(rng)
+        head, tail = list(prompt.encode()), [*answer.encode(), EOS_ID]
+        rows.append(head + tail)
+        labels.append([IGNORED] * len(head) + tail)
+    return padded(rows, labels)
+
+
+def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as [rows, longest]."""
+    longest = max(map(len, rows))
+    # Right padding: attention is causal, so the padded end changes nothing before it and needs no mask.
+    ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
+    targets = torch.tensor([row + [IGNORED] * (longest - len(row)) for row in labels])
+    return ids, targets
+
+
+def train(
+    model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask | None = None
+) -> tuple[int, float, float]:
+    """Steps taken, sampled and greedy accuracy. Ends when samples are right often enough.
+
+    Args:
+        task: other than the modes.
+    """
+    task = task or Modes()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(1, recipe.max_steps + 1):
+        ids, labels = task.batch(rng, recipe.batch_size)
+        logits = model(input_ids=ids[:, :-1]).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % recipe.check_every == 0:
+            sampled = task.accuracy(model, greedy=False)
+            if sampled >= recipe.min_sampled_accuracy:
+                return step, sampled, task.accuracy(model, greedy=True)
+    raise SystemExit(
+        f"after {recipe.max_steps} steps fewer than {recipe.min_sampled_accuracy:.0%} of the samples are right: too "
+        "few for reinforcement learning to start from. Raise max_steps"
+    )
+
+
+@torch.no_grad()
+def accuracy(model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+    """Share of PROBES training words answered by their reversal, words of one length decoded together."""
+    generator = torch.Generator().manual_seed(0)
+    rng = random.Random("warm-up probes")
+    by_length: dict[int, list[str]] = {}
+    for _ in range(PROBES):
+        word = sample_word(rng, held_out=False)
+        by_length.setdefault(len(word), []).append(word)
+    right = 0
+    for words in by_length.values():
+        ids = torch.tensor([list(f"{word}>".encode()) for word in words])
+        start = ids.shape[1]
+        for _ in range(ANSWER_TOKENS):
+            logits = model(input_ids=ids).logits[:, -1]
+            chosen = (
+                logits.argmax(-1, keepdim=True)
+                if greedy
+                else torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            )
+            ids = torch.cat([ids, chosen], dim=1)
+        for word, row in zip(words, ids[:, start:].tolist(), strict=True):
+            right += row[: len(word) + 1] == [*reverse(word).encode(), EOS_ID]
+    return right / PROBES
+
+
+def main(folder: str, recipe_json: str) -> None:
+    recipe = WarmupRecipe(**json.loads(recipe_json))
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe)
+    steps, sampled, greedy = train(model, recipe, random.Random(f"warm-up-{recipe.seed}"))
+    target = Path(folder)
+    model.save_pretrained(target)
+    save_byte_tokenizer(target)
+    print(f"base model: {sampled:.1%} of samples right, {greedy:.1%} greedy, after {steps} steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,225 @@
+"""What is done with a durable checkpoint beside training: whatever becomes of it, training goes on and hears of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from asyncrl.cli.export import chosen_checkpoint
+from asyncrl.config import load_config
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.family import ProcessId
+from asyncrl.learner.assembly import Kept, open_checkpoints
+from asyncrl.learner.checkpoints.checkpoint import Checkpoints
+from asyncrl.learner.checkpoints.errands import Errand, Errands
+from asyncrl.learner.parallel.place import Place
+from asyncrl.storage import sealed
+from asyncrl.storage.second_copy import begin_copies, copy_checkpoint
+from tests.learner.checkpoints.test_checkpoint import learner, state
+from tests.refusals import REQUIRED
+
+
+def quick(**settings) -> Errands:
+    return Errands(sleep=lambda _: None, **settings)
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def errand(code: str, folder: Path) -> Errand:
+    return Errand(kind="copies", what="the copy", checkpoint=folder / "step_1", arguments=("-S", "-c", code))
+
+
+def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    errands, tried = quick(within_s=20.0), tmp_path / "tried"
+    second = f"import os, sys; os.path.exists({str(tried)!r}) or (open({str(tried)!r}, 'w'), sys.exit('no such host'))"
+    errands.send([errand(second, tmp_path), errand("raise SystemExit('no right')", tmp_path)])
+    assert errands.needed() == {"step_1"}, "it must not be deleted meanwhile"
+    errands.finish(120.0)
+    assert errands.needed() == set()
+    assert errands.counts() == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 1.0}
+    assert "(try 1 of 3), training goes on: no such host" in caplog.text
+    assert "(try 3 of 3), training goes on: no right" in caplog.text
+    with pytest.raises(ConfigError, match=r"learner\.copy_to=nosuch://x is no URL that fsspec can open"):
+        quick(copy_to="nosuch://x")
+    hanging = quick(within_s=0.3)
+    hanging.send([errand("import time; time.sleep(600)", tmp_path)])
+    hanging.finish(60.0)
+    assert hanging.counts()["checkpoint/copies_failed"] == 1.0
+    assert "took longer than 0.3 s (learner.save_timeout_s)" in caplog.text
+
+
+def test_exports_that_pile_up_are_said(tmp_path: Path, caplog):
+    errands = quick()
+    each = Errand(kind="exports", what="one", checkpoint=tmp_path / "step_1", arguments=("-S", "-c", ""))
+    errands.send([each] * 3)
+    assert not caplog.text
+    errands.send([each] * 7)
+    errands.finish(120.0)
+    assert caplog.text.count("wait for each other, and each keeps its checkpoint") == 1
+    assert "learner.export_every" in caplog.text
+
+
+def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
+    saves = Checkpoints(tmp_path / "run" / "ckpt", rank=0, keep=2)
+    path = saves.save(state(4), learner(0, updates=1), {"x": 1})
+    there = tmp_path / "bucket" / "run" / "step_5"
+    for _ in range(2):  # the step may be trained, and saved, again
+        assert Path(copy_checkpoint(path, f"file://{tmp_path}/bucket/run")) == there
+        sealed.verify(there)
+    (path / "__1_0.distcp").write_bytes(b"of a second rank")
+    sealed.seal(path)
+    copy_checkpoint(path, f"file://{there.parent}")
+    (path / "__1_0.distcp").unlink()
+    sealed.seal(path)
+    copy_checkpoint(path, f"file://{there.parent}")
+    sealed.verify(there)
+    (there / "manifest.json").write_text("{")
+    copy_checkpoint(path, f"file://{there.parent}")
+    sealed.verify(there)
+    (tmp_path / "bucket" / "other").write_text("not of the copy")
+    for foreign in ({"files": ["../../other", f"{tmp_path}/bucket/other"]}, {"weight_map": {}}, ["x"]):
+        (there / "manifest.json").write_text(json.dumps(foreign))
+        copy_checkpoint(path, f"file://{there.parent}")
+        sealed.verify(there)
+    assert (tmp_path / "bucket" / "other").exists()
+    fork = Checkpoints(tmp_path / "fork" / "ckpt", rank=0, keep=2)
+    chosen, other = fork.choose(str(there), restarted=False), learner(1)
+    assert chosen == there and fork.load(there, other) == (state(4), {"x": 1})
+
+
+def test_a_copy_of_another_run_is_replaced_by_nobody(tmp_path: Path):
+    url, folders = f"file://{tmp_path}/bucket", [tmp_path / name / "ckpt" for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder.parent / "run.json").write_text(json.dumps({"run_id": "newest", "origin": folder.parent.name}))
+    one, other = (Checkpoints(folder, rank=0, keep=2).save(state(4), learner(0, updates=1), {}) for folder in folders)
+    quick(copy_to=url).begin("one")
+    there = Path(copy_checkpoint(one, url))
+    before = (there / "manifest.json").read_bytes()
+    with pytest.raises(FileExistsError, match=r"of another run \(one, this is other\)"):
+        copy_checkpoint(other, url)
+    with pytest.raises(ConfigError, match=r"learner.copy_to=file.*step_5 is a copy of another run"):
+        quick(copy_to=url).begin("other")
+    sealed.verify(there)
+    assert (there / "manifest.json").read_bytes() == before
+    quick(copy_to=url).begin("one")  # gone on with before anything was saved here
+
+
+def test_a_run_does_not_begin_where_its_copies_cannot_be(tmp_path: Path):
+    (tmp_path / "bucket").write_text("a file")
+    with pytest.raises(ConfigError, match=r"checkpoints cannot be copied there: .*bucket"):
+        quick(copy_to=f"file://{tmp_path}/bucket/run").begin("one")
+
+
+def test_a_learner_that_is_started_again_before_its_first_checkpoint_goes_on_without_that_place(tmp_path: Path):
+    (tmp_path / "bucket").write_text("a file")
+    config = load_config([*REQUIRED, f"learner.copy_to=file://{tmp_path}/bucket/run", f"run.dir={tmp_path}/run"])
+    first = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="one")
+
+    def opened(place: Place) -> Kept:
+        with ExitStack() as stack:
+            return open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "run", resume="never")
+
+    with pytest.raises(ConfigError, match="cannot be copied there"):
+        opened(first)
+    assert opened(replace(first, restarted=True)).resume_from is None
+
+
+def test_a_place_where_nothing_may_be_deleted_takes_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(files: LocalFileSystem, path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(LocalFileSystem, "rm_file", denied)
+    for _ in range(2):
+        begin_copies("one", f"file://{tmp_path}/bucket")
+
+
+def test_a_fork_does_not_begin_where_the_copies_of_its_origin_lie(tmp_path: Path):
+    for name in ("old", "new"):
+        (tmp_path / name / "ckpt").mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text(json.dumps({"run_id": "newest", "origin": name}))
+    path = Checkpoints(tmp_path / "old" / "ckpt", rank=0, keep=2).save(state(4), learner(0, updates=1), {})
+    copy_checkpoint(path, f"file://{tmp_path}/bucket")
+    place = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_id="newest")
+    for bucket, refused in (("bucket", True), ("another", False)):
+        config = load_config([*REQUIRED, f"learner.copy_to=file://{tmp_path}/{bucket}", f"run.dir={tmp_path}/new"])
+        told = pytest.raises(ConfigError, match="copy of another run") if refused else nullcontext()
+        with ExitStack() as stack, told:
+            open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "new", resume=str(path))
+
+
+def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
+    folder, url = tmp_path / "run" / "ckpt", f"file://{tmp_path}/bucket"
+    path = Checkpoints(folder, rank=0, keep=2).save(state(4), learner(0, updates=1), {})
+    errands = quick(copy_to=url)
+    assert Checkpoints(folder, rank=0, keep=2, errands=errands).choose("auto", restarted=False) == path
+    errands.finish(120.0)
+    there = tmp_path / "bucket" / "step_5"
+    sealed.verify(there)
+    before = (there / "manifest.json").stat().st_mtime_ns
+    copy_checkpoint(path, url)
+    assert (there / "manifest.json").stat().st_mtime_ns == before, "the same one is not sent twice"
+
+
+def test_exports_that_a_death_prevented_are_made_by_the_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "run" / "ckpt"
+    saves = Checkpoints(folder, rank=0, keep=4)
+    for step in (1, 2, 3, 5):
+        newest = saves.save(state(step), learner(0, updates=1), {})
+    (tmp_path / "run" / "exports" / "step_2" / "hf").mkdir(parents=True)
+    errands, sent = quick(export_every=2), []
+    monkeypatch.setattr(errands, "send", sent.extend)
+    assert Checkpoints(folder, rank=0, keep=4, errands=errands).choose("auto", restarted=False) == newest
+    assert [each.what for each in sent] == ["the export of step_4", "the export of step_6"]
+    assert sent[0].arguments == ("-m", "asyncrl.cli.export", str(tmp_path / "run"), "4")
+
+
+def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_whole_one(tmp_path: Path):
+    saves = Checkpoints(tmp_path / "ckpt", rank=0, keep=3)
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        chosen_checkpoint(tmp_path, None)
+    first, second = (saves.save(state(step), learner(0, updates=1), {}) for step in (0, 1))
+    assert chosen_checkpoint(tmp_path, None) == second and chosen_checkpoint(tmp_path, 1) == first
+    with pytest.raises(CheckpointError, match=r"step_7 is not there\. There are step_1, step_2"):
+        chosen_checkpoint(tmp_path, 7)
+    (second / "state.json").write_text("{}")
+    assert chosen_checkpoint(tmp_path, None) == first
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        chosen_checkpoint(tmp_path, 2)
+    assert (tmp_path / "ckpt" / "step_2").is_dir(), "who only reads moves nothing"
+
+
+def test_no_errand_outlives_the_learner(tmp_path: Path):
+    begun = tmp_path / "pid"
+    hangs = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    errand = f"Errand(kind='copies', what='', checkpoint=Path('x'), arguments=('-S', '-c', {hangs!r}))"
+    code = f"""
+from pathlib import Path; from asyncrl.learner.checkpoints.errands import Errand, Errands
+errands = Errands(); errands.send([{errand}]); errands.finish(600.0)
+"""
+    learner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_until(lambda: begun.is_file() and begun.read_text() != "", 60.0)
+        child = ProcessId.of(int(begun.read_text()))
+        assert child is not None
+    finally:
+        learner.kill()
+        learner.wait()
+    wait_until(lambda: not child.running(), 10.0)

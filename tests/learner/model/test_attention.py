@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner.model.attention import PACKED_ATTENTION, packed_attention
+from tests.learner.feed import FAMILIES, VOCABULARY, tiny_model
+
+EXACT = {"atol": 1e-11, "rtol": 1e-11}
+"""In float64, where only the order of a sum differs."""
+LENGTHS = np.array([3, 60, 7, 20, 20, 51, 1])
+
+
+def ends_to_ends(lengths: np.ndarray) -> np.ndarray:
+    return np.arange(lengths.sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(family: str):
+    packed, alone = tiny_model(family).double(), tiny_model(family).double()
+    packed.set_attn_implementation(PACKED_ATTENTION)
+    ids = torch.randint(0, VOCABULARY, (int(LENGTHS.sum()),))
+    positions = torch.cat([torch.arange(int(length)) for length in LENGTHS])
+    packing = plan_packing(ends_to_ends(LENGTHS), LENGTHS, len(ids))
+    assert len(packing.blocks) > 1
+    out = packed(input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing).logits[0]
+    each = [alone(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(LENGTHS.tolist())]
+    expected = torch.cat(each)
+    torch.testing.assert_close(out, expected, **EXACT)
+    direction = torch.randn_like(out)
+    (out * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for mine, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        scale = theirs.grad.abs().max()
+        torch.testing.assert_close(mine.grad / scale, theirs.grad / scale, **EXACT)
+
+
+def test_a_shared_prompt_gives_every_sibling_the_attention_of_its_own_copy():
+    heads, width = 2, 8
+    full = [
+        torch.randn(3, heads, 6, width, dtype=torch.float64) for _ in range(2)
+    ]  # q, k of prompt (4 tokens) and completions a, b
+    values = torch.randn(3, heads, 6, width, dtype=torch.float64)
+    rows = np.array([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7])
+    packing = plan_packing(rows, np.array([6, 6]), 8)
+    q, k, v = (
+        torch.cat([t[0, :, :4], t[0, :, 4:], t[1, :, 4:]], dim=1)[None].requires_grad_() for t in (*full, values)
+    )
+    out = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing)[0][0]
+    siblings = [
+        functional.scaled_dot_product_attention(*(t[:, :, row] for t in (q, k, v)), is_causal=True)[0].transpose(0, 1)
+        for row in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 6, 7])
+    ]
+    torch.testing.assert_close(out, torch.cat([siblings[0], siblings[1][4:]]), **EXACT)
+    direction = torch.randn_like(out)
+    mine = torch.autograd.grad((out * direction).sum(), (q, k, v), retain_graph=True)
+    twin = torch.cat([siblings[0], siblings[1][4:]])
+    theirs = torch.autograd.grad((twin * direction).sum(), (q, k, v))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_a_sliding_window_hides_what_is_further_back():
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    packing = plan_packing(np.arange(9), np.array([9]), 9)
+    out = packed_attention(torch.nn.Identity(), q, k, v, None, sliding_window=3, packing=packing)[0][0]
+    for t in range(9):
+        seen = slice(max(0, t - 2), t + 1)
+        one = functional.scaled_dot_product_attention(q[:, :, t : t + 1], k[:, :, seen], v[:, :, seen])[0, :, 0]
+        torch.testing.assert_close(out[t], one, **EXACT)
+
+
+def test_blocks_never_pad_a_short_row_to_a_long_one():
+    packing = plan_packing(ends_to_ends(LENGTHS), LENGTHS, int(LENGTHS.sum()))
+    assert packing.blocks == ((2, 60), (3, 20), (2, 3))
+
+
+def test_score_capping_is_refused_by_name():
+    q = torch.randn(1, 2, 3, 8)
+    packing = plan_packing(np.arange(3), np.array([3]), 3)
+    with pytest.raises(ConfigError, match=r"does not support attention sinks \(s_aux\), which Identity asks for"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, packing=packing, s_aux=q)
+    with pytest.raises(ConfigError, match="softcap"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, packing=packing, softcap=30.0)
+
+
+def test_a_forward_without_packing_is_refused():
+    model = tiny_model()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    with pytest.raises(ConfigError, match="without packing"):
+        model(input_ids=torch.zeros(1, 3, dtype=torch.long))

@@ -1,0 +1,76 @@
+"""Which kernel computes packed attention: a pure choice, said at the start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config
+
+from asyncrl.learner.model import attention_kernel
+from asyncrl.learner.model.attention_kernel import (
+    BLOCKS,
+    FLASH,
+    FLASH3,
+    There,
+    choose,
+    kernel_of,
+    widest_head,
+)
+from asyncrl.learner.model.building import said_of_attention
+from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.policy import build_model
+from asyncrl.schema import Config, ModelConfig
+from tests.learner.feed import tiny_checkpoint
+
+HOPPER = There("cuda", (9, 0), flash3=True)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+CHOICES = {
+    "cpu": (There("cpu"), BF16, 64, BLOCKS, "the device is cpu"),
+    "float32 on a GPU": (HOPPER, FP32, 64, BLOCKS, "model.dtype is float32"),
+    "an old GPU": (There("cuda", (7, 5)), torch.float16, 64, BLOCKS, "need compute capability 8.0, .* has 7.5"),
+    "wide heads": (HOPPER, BF16, 512, BLOCKS, "up to 256, and these have 512"),
+    "ampere": (There("cuda", (8, 6), flash3=True), BF16, 256, FLASH, "capability 8.6"),
+    "hopper": (There("cuda", (9, 0)), BF16, 128, FLASH, "flash_attn_interface.* is not installed"),
+    "hopper with its own": (HOPPER, BF16, 128, FLASH3, "is installed"),
+    "hopper with a broken one": (There("cuda", (9, 0), True, "no such symbol"), BF16, 128, FLASH, "no such symbol"),
+    "blackwell": (There("cuda", (10, 0), flash3=True), torch.float16, 128, FLASH, "capability 10.0"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_follows_from_what_is_there_and_says_why(name: str):
+    there, dtype, width, wanted, why = CHOICES[name]
+    found = choose(there, dtype, width)
+    assert found.name == wanted and found.any_length == (wanted != BLOCKS)
+    assert re.search(why, found.why), found.why
+
+
+def test_one_that_is_installed_and_does_not_start_is_not_used_and_named(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: str) -> None:
+        raise RuntimeError("built for another torch")
+
+    monkeypatch.setattr(attention_kernel, "NOT_USED", [])
+    monkeypatch.setattr(
+        There, "of", classmethod(lambda cls, _: There("cuda", (9, 0), True, " ".join(attention_kernel.NOT_USED)))
+    )
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", refuse, raising=False)
+    found = kernel_of.__wrapped__(torch.device("cpu"), BF16, 128)
+    assert found.name == FLASH and "built for another torch" in found.why
+
+
+def test_the_widest_head_is_that_of_queries_keys_or_values():
+    assert widest_head(Qwen2Config(hidden_size=64, num_attention_heads=4)) == 16
+    assert widest_head(Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32)) == 32
+    assert widest_head(DeepseekV3Config(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)) == 192
+
+
+def test_a_model_on_a_cpu_says_that_rows_of_like_length_go_together(tmp_path: Path):
+    config = Config(model=ModelConfig(path=str(tiny_checkpoint(tmp_path))))
+    model = build_model(config, torch.device("cpu"), None)
+    assert "rows of like length: the device is cpu" in said_of_attention(model, config.model)
+    model.layout = Layout.ROWS
+    assert "transformers' own" in said_of_attention(model, config.model)

@@ -1,0 +1,79 @@
+"""A step that does not fit is tried once more with half the micro-batch, by all ranks from the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.checks.parallel import LAID_OUT_BY
+from asyncrl.errors import ConfigError, StepMemoryError
+from asyncrl.learner import train as train_module
+from asyncrl.learner.processes.launcher import HOPELESS
+from asyncrl.learner.processes.out_of_memory import _of, heed_note, lowers_most
+from tests.learner.fed_replay import FedReplay
+from tests.learner.test_train import CPU, make_config, run
+
+
+def test_the_micro_batch_is_halved_once_and_then_the_run_ends_with_the_setting_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, step = make_config(tmp_path), train_module.train_step
+    fits = 40
+
+    def fitted(config, roles, guard, lease, **named):
+        if lease.plan.step >= 3 and config.learner.max_tokens_per_microbatch > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return step(config, roles, guard, lease, **named)
+
+    monkeypatch.setattr(train_module, "train_step", fitted)
+    first = FedReplay()
+    with pytest.raises(StepMemoryError, match=r"max_tokens_per_microbatch=60: CUDA out of memory\. All ranks"):
+        run(config, first)
+    assert not isinstance(StepMemoryError(), HOPELESS), "torchrun is to start the ranks again"
+    assert first.named("commit") in ([], [1]), "it is durable by the end, and a resume finds it, told or not"
+    again = FedReplay()
+    again.next_version = 4
+    run(config, again, resume=True)
+    assert config.learner.max_tokens_per_microbatch == 30 and [step for step, _ in again.named("trained")] == [
+        2,
+        3,
+        4,
+        5,
+    ]
+
+    fits = 0
+    other = make_config(tmp_path)
+    third = FedReplay()
+    third.next_version = 9
+    other.learner.steps = 8
+    with pytest.raises(
+        ConfigError, match=r"half the micro-batch too \(30 tokens\).* model\.activation_checkpointing=true"
+    ):
+        run(other, third, resume=True)
+    fresh = make_config(tmp_path, max_tokens_per_microbatch=20)
+    heed_note(fresh, Path(fresh.run.dir), 0, CPU)
+    assert fresh.learner.max_tokens_per_microbatch == 20, "the user has lowered it further already"
+    fresh = make_config(tmp_path)
+    fresh.model.activation_checkpointing = True
+    heed_note(fresh, Path(fresh.run.dir), 0, CPU)
+    assert fresh.learner.max_tokens_per_microbatch == 60, "the note is of other settings"
+
+
+def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
+    config = make_config(tmp_path)
+    config.model.activation_checkpointing, config.model.checkpoint_every = True, 2
+    assert "model.checkpoint_every=1" in lowers_most(config)
+    whole = _of(config)
+    config.model.checkpoint_every = 1
+    assert _of(config) != whole, "the note of the other does not hold for it"
+    assert "learner.offload=all" in lowers_most(config)
+    whole = _of(config)
+    config.learner.offload = "all"
+    assert _of(config) != whole
+    whole = _of(config)
+    for dim in LAID_OUT_BY:
+        assert _of(replace(config, learner=replace(config.learner, **{dim: 2}))) != whole, dim
+    assert "more learner.ranks" in lowers_most(config)
